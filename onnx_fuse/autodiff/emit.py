@@ -13,21 +13,21 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import Builder, detach, subgraphs
+from onnx_fuse.ir.build import detach, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.ops.rnn_unrolled import Written, activations
-from onnx_fuse.ops.shape_ops import fail, may_be_float, text
+from onnx_fuse.ops.shape_ops import TensorBuilder, fail, may_be_float, text
 
 CombinesGradients: TypeAlias = Callable[[ir.Node], bool]
 """Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
 
 
-class Emitter(Builder):
-    """A Builder that names and types each node it makes, and makes one node of equal ones.
+class Emitter(TensorBuilder):
+    """A builder that names and types each node it makes, and makes one node of equal ones.
 
     `fused`: rules may answer with operators of ours where kernels have them; a fused node in
     float32 that is not `whole` is differentiated by its parts then.

@@ -13,7 +13,7 @@ from onnx_fuse.importer.types import shapes_of_body
 from onnx_fuse.ir.build import all_nodes, captured, const_array, reads, subgraphs
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import DRAWS
-from onnx_fuse.ops.shape_ops import arguments, fail, may_be_float, size_of, zeros_like
+from onnx_fuse.ops.shape_ops import arguments, fail, may_be_float
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 """`walk._walk`: the gradients of values of a graph, appended to it."""
@@ -105,7 +105,7 @@ def through_if(
         outputs = []
         for x in xs:
             dx = by_name.get(x.name or "")
-            dx = zeros_like(inner, x) if dx is None else dx
+            dx = inner.zeros_like(x) if dx is None else dx
             outputs.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
             outputs[-1].type, outputs[-1].shape = x.type, x.shape
         branch.extend(inner.nodes)
@@ -198,7 +198,7 @@ def through_loop(
     results = []
     totals: list[ir.Value | None] = [*[None] * (len(wrt) - len(outer)), *sums]
     for x, dx, total in zip(wrt, grads, totals, strict=True):
-        dx = zeros_like(inner, x) if dx is None else dx
+        dx = inner.zeros_like(x) if dx is None else dx
         dx = dx if total is None else inner.Add(total, dx)
         results.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
         results[-1].type, results[-1].shape = x.type, x.shape
@@ -207,12 +207,12 @@ def through_loop(
     cut = len(floats) + len(moving)
     results = [*results[: len(floats)], *results[cut:], *results[len(floats) : cut]]
     op.stem = f"{node.name or node.outputs[0].name}.grad"
-    firsts = [dys[i] if dys[i] is not None else zeros_like(op, starts[i]) for i in floats]
-    operands = [*firsts, *(zeros_like(op, x) for x in outer)]
+    firsts = [dys[i] if dys[i] is not None else op.zeros_like(starts[i]) for i in floats]
+    operands = [*firsts, *(op.zeros_like(x) for x in outer)]
     held = [*adjoints.values(), *sums]
     if loop:
         _walk_back(op, step, held, [(v, x) for v, x, *_ in scans], results)
-        operands = [size_of(op, saved[0], 0), None, *operands]
+        operands = [op.size_of(saved[0], 0), None, *operands]
         attributes: dict[str, Any] = {"body": step}
     else:
         step.inputs.clear()
@@ -263,7 +263,7 @@ def _walk_back(
     first = body[0]
     inner = Emitter(ir.Model(body, ir_version=10), op.names)
     one = inner.constant(np.int64(1))
-    place = inner.Sub(inner.Sub(size_of(inner, scans[0][1], 0), one), step)
+    place = inner.Sub(inner.Sub(inner.size_of(scans[0][1], 0), one), step)
     for value, steps in scans:
         taken = inner.Gather(steps, place, axis=0)
         taken.type, taken.shape = value.type, value.shape

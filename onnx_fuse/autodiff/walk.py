@@ -19,7 +19,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.recurrent import GATES, steps_kind
-from onnx_fuse.ops.shape_ops import fail, may_be_float, unbroadcast, zeros_like
+from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.leaf_norm import without_rows
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
@@ -122,7 +122,7 @@ def _walk(
                 raise ModelError(f"'{x.name}' has no gradient: {why}")
             stopped[x.name or ""] = why if wanting else ""
             continue
-        result[x.name or ""] = dx if dx is not None else zeros_like(op, x)
+        result[x.name or ""] = dx if dx is not None else op.zeros_like(x)
     _append_used(graph, op.nodes, result.values())
     return result
 
@@ -249,14 +249,14 @@ def _step(
             continue
         if no_outputs or _is_empty(x):
             # zeros, or nothing: onnxruntime does not run every operator on no elements
-            pending.setdefault(x, []).append(zeros_like(op, x))
+            pending.setdefault(x, []).append(op.zeros_like(x))
             continue
         if dx is None:
             continue
         if node.op_type in ELEMENTWISE:
-            dx = unbroadcast(op, _shaped(dx, node.outputs[0]), x)
+            dx = op.unbroadcast(_shaped(dx, node.outputs[0]), x)
         elif node.op_type in MATRIX or node.domain == FUSE:
-            dx = unbroadcast(op, dx, x)
+            dx = op.unbroadcast(dx, x)
         else:
             dx = _shaped(dx, x)
         pending.setdefault(x, []).append(dx)

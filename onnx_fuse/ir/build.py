@@ -25,7 +25,7 @@ class Builder:
         self.nodes: list[ir.Node] = []
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
-        if op_type.startswith("_"):
+        if not op_type[0].isupper():
             raise AttributeError(op_type)
 
         def build(*inputs: Any, **keywords: Any) -> Any:

@@ -18,22 +18,12 @@ from onnx_fuse.ir.build import dim
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
+    TensorBuilder,
     Values,
     arguments,
     fail,
     known_rank,
-    reshape,
-    reshape_like,
     same_dim,
-    scatter_add,
-    size_of,
-    sizes_of,
-    swap_last,
-    to_like,
-    to_type,
-    unbroadcast,
-    vector,
-    zeros_like,
 )
 
 
@@ -58,7 +48,7 @@ def whole_mask(node: ir.Node) -> bool:
 
 
 def broadcast_rows(
-    op: Any, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+    op: TensorBuilder, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q and v [B, H, rows, width] with the rows to which the mask and k broadcast them.
 
@@ -67,15 +57,15 @@ def broadcast_rows(
     if opset < 25 and q.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         return q, v
     if known_rank(v) and not same_dim(k.shape[2], v.shape[2]):
-        v = _expand(op, v, [1, 1, sizes_of(op, k)[2], 1])
+        v = _expand(op, v, [1, 1, op.sizes_of(k)[2], 1])
     lead = [] if mask is None or mask.shape is None else list(mask.shape)[-2::-1]
     if any(m != 1 and not same_dim(m, s) for m, s in zip(lead, q.shape[2::-1], strict=False)):
-        q = _expand(op, q, [*sizes_of(op, mask)[:-1], 1])
+        q = _expand(op, q, [*op.sizes_of(mask)[:-1], 1])
     return q, v
 
 
 def _expand(op: Any, x: Tensor, sizes: list[Any]) -> Tensor:
-    y, heads = op.Expand(x, vector(op, sizes)), dim(x, 1)
+    y, heads = op.Expand(x, op.vector(sizes)), dim(x, 1)
     y.dtype, y.shape = x.dtype, ir.Shape([None, None if heads == 1 else heads, None, x.shape[3]])
     return y
 
@@ -96,10 +86,10 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     if past_k is not None:
         k4, v4 = op.Concat(past_k, k4, axis=2), op.Concat(past_v, v4, axis=2)
     missing, added = None, mask is not None and mask.dtype != ir.DataType.BOOL
-    bias = to_type(op, mask, q.dtype) if added else mask
+    bias = op.to_type(mask, q.dtype) if added else mask
     if mask is not None and op.opset >= SHORTER and not whole_mask(node):
         missing = op.Sub(op.Shape(k4, start=2, end=3), op.Shape(mask, start=-1))
-        missing = vector(op, [*[0] * (2 * known_rank(mask) - 1), missing])
+        missing = op.vector([*[0] * (2 * known_rank(mask) - 1), missing])
         low = -np.inf if added else False
         bias = op.Pad(bias, missing, op.constant(np.asarray(low, bias.dtype.numpy())))
     wide_q, long_v = broadcast_rows(op, op.opset, q4, k4, v4, bias)
@@ -108,27 +98,27 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         """[B, H, S, E] as [B, Hkv, (H/Hkv) S, E]: the rows that share keys, together."""
         if heads == shared:
             return x
-        batch, _, rows, width = sizes_of(op, x)
+        batch, _, rows, width = op.sizes_of(x)
         times = heads // shared
         rows = rows * times if isinstance(rows, int) else op.Mul(rows, times)
-        return reshape(op, x, [batch, shared, rows, width])
+        return op.reshape(x, [batch, shared, rows, width])
 
     def unfold(x: Tensor) -> Tensor:
         if heads == shared:
             return x
-        batch, _, _, width = sizes_of(op, x)
-        return reshape(op, x, [batch, heads, sizes_of(op, wide_q)[2], width])
+        batch, _, _, width = op.sizes_of(x)
+        return op.reshape(x, [batch, heads, op.sizes_of(wide_q)[2], width])
 
     scale = node.attributes.get_float("scale", 0.0)
     width = dim(q4, 3)
     if not scale and width is None:
-        root = op.Sqrt(to_like(op, size_of(op, q4, 3), q))
+        root = op.Sqrt(op.to_like(op.size_of(q4, 3), q))
         scaled, factor = op.Div(wide_q, root), op.Reciprocal(root)
     else:
         factor = scale or 1 / math.sqrt(width or 1)
         scaled = op.Mul(wide_q, factor)
     scaled = fold(scaled)
-    u = unfold(op.MatMul(scaled, swap_last(op, k4)))
+    u = unfold(op.MatMul(scaled, op.swap_last(k4)))
     softcap, tanh = node.attributes.get_float("softcap", 0.0), None
     if softcap:
         tanh = op.Tanh(op.Mul(u, 1 / softcap))
@@ -161,17 +151,17 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         if flat:
             delta = op.Transpose(delta, perm=[0, 2, 1, 3])
         rows = fold(dy4)
-        dv = unbroadcast(op, op.MatMul(swap_last(op, fold(p)), rows), v4)
-        dp = unfold(op.MatMul(rows, swap_last(op, long_v)))
+        dv = op.unbroadcast(op.MatMul(op.swap_last(fold(p)), rows), v4)
+        dp = unfold(op.MatMul(rows, op.swap_last(long_v)))
         du = op.Mul(p, op.Sub(dp, delta))
         if added:
-            dmask = to_type(op, unbroadcast(op, du, bias), mask.dtype)
+            dmask = op.to_type(op.unbroadcast(du, bias), mask.dtype)
             dmask = dmask if missing is None else op.Pad(dmask, op.Neg(missing))
         if tanh is not None:
             du = op.Mul(du, op.Sub(1.0, op.Mul(tanh, tanh)))
         du = fold(du)
-        dq = op.Mul(unbroadcast(op, unfold(op.MatMul(du, k4)), q4), factor)
-        dk = unbroadcast(op, op.MatMul(swap_last(op, du), scaled), k4)
+        dq = op.Mul(op.unbroadcast(unfold(op.MatMul(du, k4)), q4), factor)
+        dk = op.unbroadcast(op.MatMul(op.swap_last(du), scaled), k4)
     dk, dv = (_plus(op, g, d) for g, d in zip((dk, dv), [*dys[1:3], None, None], strict=False))
     dpast_k = dpast_v = None
     if past_k is not None:
@@ -188,7 +178,7 @@ def _plus(op: Any, a: Tensor, b: Tensor) -> Tensor:
 
 def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if g is None:
-        g = zeros_like(op, present)
+        g = op.zeros_like(present)
     sizes = op.Concat(*(op.Shape(x, start=2, end=3) for x in (past, new)), axis=0)
     first, second = op.Split(g, sizes, axis=2, outputs=2)
     return first, second
@@ -196,7 +186,7 @@ def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tupl
 
 def _join(op: Any, g: Tensor, x: Tensor) -> Tensor:
     """[B, H, S, D] back to [B, S, H D]."""
-    return None if g is None else reshape_like(op, op.Transpose(g, perm=[0, 2, 1, 3]), x)
+    return None if g is None else op.reshape_like(op.Transpose(g, perm=[0, 2, 1, 3]), x)
 
 
 @dataclass(frozen=True)
@@ -222,22 +212,21 @@ class View:
 
 
 def keys_in_view(
-    op: Any, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
+    op: TensorBuilder, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
 ) -> ir.Value:
     """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
 
     The first query stands behind the past, or so that the last one stands at the last key.
     """
-    zero, one = (op.constant(np.int64(n)) for n in (0, 1))
-    queries = op.Unsqueeze(op.Range(zero, size_of(op, q, 2), one), op.constant([1]))
-    keys = op.Range(zero, size_of(op, k, 2), one)
+    queries = op.Unsqueeze(op.counted(op.size_of(q, 2)), op.constant([1]))
+    keys = op.counted(op.size_of(k, 2))
     bounds = []
     if past is not None:
-        queries = op.Add(queries, size_of(op, past, 2))
+        queries = op.Add(queries, op.size_of(past, 2))
     if lengths is not None:
         ends = op.Reshape(lengths, op.constant([-1, 1, 1, 1]))
         bounds.append(op.Less(keys, ends))
-        queries = op.Add(queries, op.Sub(ends, size_of(op, q, 2)))
+        queries = op.Add(queries, op.Sub(ends, op.size_of(q, 2)))
     if view.right >= 0:
         last = queries if view.right == 0 else op.Add(queries, op.constant(np.int64(view.right)))
         bounds.append(op.LessOrEqual(keys, last))
@@ -260,10 +249,10 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
 
     def halves(value: Tensor) -> tuple[Tensor, Tensor]:
         if known_rank(value) == 3:
-            size, (batch, length, _) = dim(value, 2), sizes_of(op, value)
+            size, (batch, length, _) = dim(value, 2), op.sizes_of(value)
             width = op.Shape(value, start=2)
             each = op.Div(width, heads) if size is None else size // heads
-            value = reshape(op, value, [batch, length, heads, each])
+            value = op.reshape(value, [batch, length, heads, each])
         if turned:
             value = op.Slice(value, [0], [turned], [-1])
         if attributes.get("interleaved", 0):
@@ -278,8 +267,8 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
     dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
     if positions is not None:
         rows = op.Unsqueeze(positions, op.constant([-1]))
-        dcos = scatter_add(op, "ScatterND", zeros_like(op, cos), rows, dcos)
-        dsin = scatter_add(op, "ScatterND", zeros_like(op, sin), rows, dsin)
+        dcos = op.scatter_add("ScatterND", op.zeros_like(cos), rows, dcos)
+        dsin = op.scatter_add("ScatterND", op.zeros_like(sin), rows, dsin)
     return [dx, dcos, dsin]
 
 

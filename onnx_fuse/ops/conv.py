@@ -22,24 +22,12 @@ from onnx_fuse.ops.shape_ops import (
     Unary,
     Values,
     arguments,
-    elements,
-    emit,
     fail,
-    filled,
     ints_attribute,
     known_rank,
-    output,
-    reshape,
-    reshape_like,
-    scatter_add,
-    shape_of,
-    sizes_of,
     static_ints,
     table,
     text,
-    to_like,
-    vector,
-    zeros_like,
 )
 
 
@@ -92,7 +80,7 @@ def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tenso
             return x, pads
         amounts = op.constant([0, 0, *pads[:n], 0, 0, *pads[n:]])
         return op.Pad(x, amounts), [0] * 2 * n
-    size = shape_of(op, x, list(range(2, 2 + n)))
+    size = op.shape_of(x, list(range(2, 2 + n)))
     stride = op.constant(strides)
     ahead = op.Mul(op.Div(op.Sub(op.Add(size, stride), 1), stride), stride)  # ceil(size / s) s
     total = op.Sub(op.Add(op.Sub(ahead, stride), op.constant(kernel)), size)
@@ -100,7 +88,7 @@ def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tenso
     if conv and any(s > k for s, k in zip(strides, kernel, strict=True)):
         twice = op.Add(twice, op.Cast(op.Less(total, 0), to=int(ir.DataType.INT64)))
     before = op.Div(twice, 2)  # towards zero
-    amounts = vector(op, [0, 0, before, 0, 0, op.Sub(total, before)])
+    amounts = op.vector([0, 0, before, 0, 0, op.Sub(total, before)])
     return op.Pad(x, amounts), [0] * 2 * n
 
 
@@ -133,7 +121,7 @@ def image_grad(
     )
     if None in sizes and any(extra):
         spatial = list(range(2, 2 + n))
-        dx = op.Slice(dx, op.constant([0] * n), shape_of(op, x, spatial), op.constant(spatial))
+        dx = op.Slice(dx, op.constant([0] * n), op.shape_of(x, spatial), op.constant(spatial))
     return dx
 
 
@@ -155,7 +143,7 @@ def weight_grad(
     if op.fused and (flat if n < 3 else n == 3 and volume and not pointwise):
         how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
         swap = [1, 0, *spatial]
-        (dw,) = emit(op, "ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
+        (dw,) = op.emit("ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
         return dw
     if pointwise and group == 1:
         # A 1x1 convolution is a matrix product, summed over batch and places.
@@ -164,13 +152,13 @@ def weight_grad(
         images = op.Transpose(x, perm=[1, 0, *spatial])
     else:
         # [N, g, C/g, ...] -> [C/g, g N, ...]: each group sees its own N images
-        batch, channels, *rest = sizes_of(op, x)
+        batch, channels, *rest = op.sizes_of(x)
         each = dim(weight, 1)
         if each is None:
             each = channels // group if isinstance(channels, int) else op.Div(channels, group)
-        split = reshape(op, x, [batch, group, each, *rest])
+        split = op.reshape(x, [batch, group, each, *rest])
         swapped = op.Transpose(split, perm=[2, 1, 0, *(s + 1 for s in spatial)])
-        images = reshape(op, swapped, [each, _times(op, batch, group), *rest])
+        images = op.reshape(swapped, [each, _times(op, batch, group), *rest])
     taps = op.Transpose(dy, perm=[1, 0, *spatial])
     # strides and dilations change places
     dw = op.Conv(images, taps, strides=dilations, dilations=strides, pads=pads, group=group)
@@ -186,11 +174,11 @@ def _times(op: Any, a: Any, b: Any) -> Any:
 
 def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
     """[M, C, 1, …] from Σ_n dy[n] [M, P] · x[n]ᵀ [P, C]."""
-    rows = reshape(op, dy, [*sizes_of(op, dy)[:2], elements(op, dy, 2)])
-    image = reshape(op, x, [*sizes_of(op, x)[:2], elements(op, x, 2)])
+    rows = op.reshape(dy, [*op.sizes_of(dy)[:2], op.elements(dy, 2)])
+    image = op.reshape(x, [*op.sizes_of(x)[:2], op.elements(x, 2)])
     columns = op.Transpose(image, perm=[0, 2, 1])
     product = op.ReduceSum(op.MatMul(rows, columns), op.constant([0]), keepdims=0)
-    return reshape_like(op, product, weight)
+    return op.reshape_like(product, weight)
 
 
 def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
@@ -252,18 +240,18 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
     """dy added at the flat positions that the pool reports; windows may overlap."""
     if op.fused:
         how = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
-        (dx,) = emit(op, "MaxPoolGrad", [dy, x], [x], **how)
+        (dx,) = op.emit("MaxPoolGrad", [dy, x], [x], **how)
         return dx
     if node.attributes.get_int("storage_order", 0):
         attributes = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
         _, indices = op.MaxPool(x, outputs=2, **attributes)
     else:
-        indices = output(op, node, 1, ir.DataType.INT64, "indices")
+        indices = op.output(node, 1, ir.DataType.INT64, "indices")
         indices.shape = y.shape
     flat = op.constant([-1])
-    zeros = filled(op, op.Reshape(op.Size(x), flat), x.dtype)
+    zeros = op.filled(op.Reshape(op.Size(x), flat), x.dtype)
     places, rows = op.Reshape(indices, flat), op.Reshape(dy, flat)
-    return reshape_like(op, scatter_add(op, "ScatterElements", zeros, places, rows, axis=0), x)
+    return op.reshape_like(op.scatter_add("ScatterElements", zeros, places, rows, axis=0), x)
 
 
 def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
@@ -276,26 +264,26 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     begin = op.constant(pads[:n])
     if kernel == extent == strides:
         # Windows that tile the image: every value is repeated over its own.
-        batch, channels, *size = sizes_of(op, dy)
+        batch, channels, *size = op.sizes_of(dy)
         pairs = [(s, k) for s, k in zip(size, kernel, strict=True)]
-        ones = reshape(op, dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
+        ones = op.reshape(dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
         tiles = op.Expand(ones, op.constant([1, 1, *(v for k in kernel for v in (1, k))]))
         tiled = [_times(op, s, k) for s, k in pairs]
-        spread = reshape(op, tiles, [batch, channels, *tiled])
+        spread = op.reshape(tiles, [batch, channels, *tiled])
     else:
         # Channels join the batch, so that one window of ones serves them all.
-        batch, channels, *rest = sizes_of(op, dy)
-        rows = reshape(op, dy, [_times(op, batch, channels), 1, *rest])
+        batch, channels, *rest = op.sizes_of(dy)
+        rows = op.reshape(dy, [_times(op, batch, channels), 1, *rest])
         window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
         spread = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
         spread = op.Reshape(
-            spread, vector(op, [batch, channels, op.Shape(spread, start=2)]), allowzero=1
+            spread, op.vector([batch, channels, op.Shape(spread, start=2)]), allowzero=1
         )
     # Of [0, spread), the image is [begin, begin + size): padding before it, and places no window
     # reached (or that stick out) after it. A negative pad cuts.
-    size = shape_of(op, image, spatial)
+    size = op.shape_of(image, spatial)
     after = op.Sub(op.Add(size, begin), op.Shape(spread, start=2))
-    dx = op.Pad(spread, vector(op, [0, 0, op.Neg(begin), 0, 0, after]))
+    dx = op.Pad(spread, op.vector([0, 0, op.Neg(begin), 0, 0, after]))
     dx.shape = image.shape
     return _unpad(op, dx, x, image)
 
@@ -312,13 +300,13 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     )
     if not beyond and (include or not padded):
         return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
-    ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
+    ones = op.filled(op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
     image, pads = _padded(op, node, ones, place)
     if include:  # padding counts, but not what lies beyond it
         around = op.constant([p + q for p, q in zip(pads[:n], pads[n:], strict=True)])
         padded_size = op.Add(op.Shape(image, start=2), around)
-        image, pads = filled(op, op.Concat([1, 1], padded_size, axis=0), x.dtype, 1.0), [0] * 2 * n
+        image, pads = op.filled(op.Concat([1, 1], padded_size, axis=0), x.dtype, 1.0), [0] * 2 * n
     # an image may be smaller than the window at run time, which a Conv refuses
     beyond = beyond or None in [dim(x, 2 + a) for a in range(n)]
     if beyond:
@@ -340,7 +328,7 @@ def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> 
     p = node.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(op.Sign(x), _add_to_windows(op, node, dy, x))
-    safe = op.Add(y, to_like(op, op.Equal(y, 0.0), y))
+    safe = op.Add(y, op.to_like(op.Equal(y, 0.0), y))
     each = op.Div(dy, safe) if p == 2 else op.Div(dy, op.Pow(safe, float(p - 1)))
     around = _add_to_windows(op, node, each, x)
     return op.Mul(x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2))), around)
@@ -352,12 +340,12 @@ def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
         each = op.Mul(dy, 1 / math.prod(s for s in sizes if s is not None))
     else:
         places = op.ReduceProd(op.Shape(x, start=2), keepdims=0)
-        each = op.Div(dy, to_like(op, places, dy))
-    return op.Expand(each, shape_of(op, x))
+        each = op.Div(dy, op.to_like(places, dy))
+    return op.Expand(each, op.shape_of(x))
 
 
 def _global_max(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    mask = to_like(op, op.Equal(x, y), x)
+    mask = op.to_like(op.Equal(x, y), x)
     axes = op.constant(list(range(2, known_rank(x))))
     count = op.ReduceSum(mask, axes, keepdims=1)
     return op.Mul(mask, op.Div(dy, count))
@@ -367,7 +355,7 @@ def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> T
     p = n.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(dy, op.Sign(x))
-    safe = op.Add(y, to_like(op, op.Equal(y, 0.0), y))
+    safe = op.Add(y, op.to_like(op.Equal(y, 0.0), y))
     if p == 2:
         return op.Mul(x, op.Div(dy, safe))
     power = op.Mul(x, op.Pow(op.Abs(x), float(p - 2)))
@@ -394,14 +382,14 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     if whole_repeats is not None:
         split: list[Any] = []
         summed: list[int] = []
-        for size, repeats in zip(sizes_of(op, x), whole_repeats, strict=True):
+        for size, repeats in zip(op.sizes_of(x), whole_repeats, strict=True):
             split.append(size)
             if repeats != 1:
                 summed.append(len(split))
                 split.append(repeats)
         if not summed:
             return [dy]
-        return [op.ReduceSum(reshape(op, dy, split), op.constant(summed), keepdims=0)]
+        return [op.ReduceSum(op.reshape(dy, split), op.constant(summed), keepdims=0)]
     keep = {
         k: a.value
         for k, a in node.attributes.items()
@@ -412,8 +400,8 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
             continue
         if sizes is not None and dim(x, axis) is not None and dim(x, axis) == dim(y, axis):
             continue
-        size = shape_of(op, x, [axis])
-        eye = op.EyeLike(filled(op, op.Concat(size, size, axis=0), x.dtype))
+        size = op.shape_of(x, [axis])
+        eye = op.EyeLike(op.filled(op.Concat(size, size, axis=0), x.dtype))
         last = axis == n - 1
         # [out, in] for the last axis (dy · M), [in, out] for the others (M · dy)
         if sizes is not None:
@@ -432,19 +420,18 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
         if last:
             dy = op.MatMul(dy, matrix)
             continue
-        before, after = sizes_of(op, dy)[:axis], sizes_of(op, dy)[axis + 1 :]
+        before, after = op.sizes_of(dy)[:axis], op.sizes_of(dy)[axis + 1 :]
         flat = (
             dy
             if axis == n - 2
-            else reshape(
-                op,
+            else op.reshape(
                 dy,
-                [*before, op.Shape(dy, start=axis, end=axis + 1), elements(op, dy, axis + 1)],
+                [*before, op.Shape(dy, start=axis, end=axis + 1), op.elements(dy, axis + 1)],
             )
         )
         dy = op.MatMul(matrix, flat)
         if axis != n - 2:
-            dy = reshape(op, dy, [*before, size, *after])
+            dy = op.reshape(dy, [*before, size, *after])
     return [dy]
 
 
@@ -519,14 +506,14 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
         g = op.Gather(
             op.Reshape(grid, op.constant([0, -1, 2])), op.constant(np.int64(index)), axis=2
         )
-        extent = to_like(op, size, x)
+        extent = op.to_like(size, x)
         # [-1, 1] spans the centres of the border pixels, or their outer edges
         slope = op.Mul(op.Sub(extent, 1.0), 0.5) if corner else op.Mul(extent, 0.5)
         place = op.Add(op.Mul(g, slope), op.Mul(op.Sub(extent, 1.0), 0.5))
         last = op.Sub(extent, 1.0)
         if padding == "border":
             moves = op.And(op.Greater(place, 0.0), op.Less(place, last))
-            slope = op.Mul(to_like(op, moves, x), slope)
+            slope = op.Mul(op.to_like(moves, x), slope)
             place = op.Max(op.Min(place, last), 0.0)
         places.append(place)
         slopes.append(slope)
@@ -538,7 +525,7 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
         low = [op.Floor(p) for p in places]
         rest = [op.Sub(p, q) for p, q in zip(places, low, strict=True)]
     middle = op.constant([1])
-    dx = zeros_like(op, flat)
+    dx = op.zeros_like(flat)
     sums: list[Any] = [None, None]
     full = op.Shape(rows)
     for i in (0, 1) if rest else (0,):
@@ -549,18 +536,18 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
                 op.And(op.GreaterOrEqual(column, 0.0), op.LessOrEqual(column, inside[0])),
                 op.And(op.GreaterOrEqual(line, 0.0), op.LessOrEqual(line, inside[1])),
             )
-            valid = to_like(op, good, x)
+            valid = op.to_like(good, x)
             spot = op.Mul(op.Add(op.Mul(line, op.Add(inside[0], 1.0)), column), valid)
             spots = op.Expand(op.Unsqueeze(op.Cast(spot, to=int(ir.DataType.INT64)), middle), full)
             if not rest:
                 share = op.Mul(rows, op.Unsqueeze(valid, middle))
-                dx = scatter_add(op, "ScatterElements", dx, spots, share, axis=2)
+                dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
                 continue
             wx = rest[0] if i else op.Sub(1.0, rest[0])
             wy = rest[1] if j else op.Sub(1.0, rest[1])
             weight = op.Unsqueeze(op.Mul(op.Mul(wx, wy), valid), middle)
             share = op.Mul(rows, weight)
-            dx = scatter_add(op, "ScatterElements", dx, spots, share, axis=2)
+            dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
             # Σ_c dy v, the change of the loss with this pixel's weight
             pull = op.Mul(rows, op.GatherElements(flat, spots, axis=2))
             pull = op.Mul(op.ReduceSum(pull, middle, keepdims=0), valid)
@@ -571,12 +558,12 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
                     sums[axis] = term if sign else op.Neg(term)
                 else:
                     sums[axis] = op.Add(total, term) if sign else op.Sub(total, term)
-    dx = reshape_like(op, dx, x)
+    dx = op.reshape_like(dx, x)
     if not rest:
-        return [dx, zeros_like(op, grid)]
+        return [dx, op.zeros_like(grid)]
     ends = op.constant([-1])
     parts = [op.Unsqueeze(op.Mul(s, k), ends) for s, k in zip(sums, slopes, strict=True)]
-    return [dx, reshape_like(op, op.Concat(*parts, axis=-1), grid)]
+    return [dx, op.reshape_like(op.Concat(*parts, axis=-1), grid)]
 
 
 CONV: dict[str, Unary] = {

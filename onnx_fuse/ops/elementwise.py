@@ -10,31 +10,19 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import const_array
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
-from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.ops.shape_ops import (
-    Tensor,
-    Unary,
-    Values,
-    arguments,
-    formulas,
-    no_grad,
-    split_evenly,
-    table,
-    text,
-    to_like,
-)
+from onnx_fuse.ops.shape_ops import Tensor, Unary, Values, arguments, formulas, no_grad, table, text
 
 
 def _gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     exact = text(n, "approximate", "none") == "none"
-    return emitted(ACTIVATIONS["Gelu" if exact else "GeluTanh"].gradient, op, z=x, dy=dy)
+    return op.formula(ACTIVATIONS["Gelu" if exact else "GeluTanh"].gradient, z=x, dy=dy)
 
 
 def _cast(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """The gradient of a float of few bits stays wide: its digits and range would not do."""
     narrow = x.dtype is not None and x.dtype.bitwidth < 16
-    return dy if narrow else to_like(op, dy, x)
+    return dy if narrow else op.to_like(dy, x)
 
 
 UNARY: dict[str, Unary | str] = {
@@ -85,15 +73,15 @@ def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, b), y, dy = arguments(node, 2), node.outputs[0], dys[0]
     array = const_array(b)
     exponent = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
-    bx = to_like(op, b, x)
+    bx = op.to_like(b, x)
     if exponent is None:
         # x^(b-1) is not finite at x = 0 where b < 1; b = 0 has slope 0 there all the same.
-        slope = emitted("Where(b == 0, 0, Pow(x, b - 1) * b)", op, x=x, b=bx)
+        slope = op.formula("Where(b == 0, 0, Pow(x, b - 1) * b)", x=x, b=bx)
     else:
-        slope = emitted(_POWERS.get(exponent, "Pow(x, n - 1) * n"), op, x=x, y=y, n=exponent)
+        slope = op.formula(_POWERS.get(exponent, "Pow(x, n - 1) * n"), x=x, y=y, n=exponent)
     # d/db = y ln x, 0 at x = 0 as PyTorch has it
-    db = emitted("dy * y * Log(Where(x > 0, x, 1))", op, x=x, y=y, dy=dy)
-    return [op.Mul(dy, slope), to_like(op, db, b)]
+    db = op.formula("dy * y * Log(Where(x > 0, x, 1))", x=x, y=y, dy=dy)
+    return [op.Mul(dy, slope), op.to_like(db, b)]
 
 
 def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -109,8 +97,8 @@ def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
     masks = []
     for i, x in enumerate(node.inputs):
         others = [op.node(ahead, [x, v]) for k, v in enumerate(node.inputs) if k != i]
-        masks.append(to_like(op, reduce(op.And, others), y))
-    return split_evenly(op, dy, masks)
+        masks.append(op.to_like(reduce(op.And, others), y))
+    return op.split_evenly(dy, masks)
 
 
 def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -121,10 +109,10 @@ def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
         if bound is None:
             bounds.append(None)
             continue
-        outside = emitted(beyond, op, x=x, bound=bound)
-        dx = emitted("Where(outside, 0, dx)", op, outside=outside, dx=dx)
+        outside = op.formula(beyond, x=x, bound=bound)
+        dx = op.formula("Where(outside, 0, dx)", outside=outside, dx=dx)
         total = "ReduceSum <keepdims = 0> (Where(outside, dy, 0))"
-        bounds.append(emitted(total, op, outside=outside, dy=dy))
+        bounds.append(op.formula(total, outside=outside, dy=dy))
     return [dx, *bounds]
 
 

@@ -219,13 +219,6 @@ def _lines(text: str) -> list[tuple[str, _Tree]]:
     return lines
 
 
-def to_like(op: Any, value: Any, like: ir.Value) -> Any:
-    """`value` cast to the dtype of `like`; at run time where either is unknown."""
-    if value is like or (value.dtype == like.dtype and like.dtype is not None):
-        return value
-    return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
-
-
 class _Nodes:
     """The nodes that a Builder makes."""
 
@@ -256,7 +249,7 @@ class _Nodes:
         if node is not None and node.op_type == op_type and values == [node.inputs[0]]:
             return node.outputs[0]
         if op_type == "CastLike":
-            return to_like(self._op, *values)
+            return self._op.to_like(*values)
         settings = dict(_attributes(attributes)) if attributes else {}
         for name, value in settings.items():
             if isinstance(value, str) and value[:1] == "@":

@@ -13,25 +13,12 @@ from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
     arguments,
-    elements,
-    filled,
     known_rank,
     no_grad,
     norm_axis,
-    output,
-    pad,
-    reshape,
-    reshape_like,
-    scatter_add,
-    size_of,
-    sizes_of,
     static,
     static_ints,
     text,
-    to_like,
-    to_type,
-    vector,
-    zeros_like,
 )
 
 
@@ -52,11 +39,11 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
             end = first + count if isinstance(count, int) else op.Add(count, first)
             before = first if first >= 0 else op.Add(extent, first)
             after = op.Sub(extent, end) if first >= 0 else -end
-        return [pad(op, row, [axis], [before], [after])]
-    indices = to_type(op, indices, ir.DataType.INT64)  # ScatterND takes no other
+        return [op.pad(row, [axis], [before], [after])]
+    indices = op.to_type(indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
         last = op.Unsqueeze(indices, op.constant([-1]))
-        return [scatter_add(op, "ScatterND", zeros_like(op, x), last, dy)]
+        return [op.scatter_add("ScatterND", op.zeros_like(x), last, dy)]
     return [_scatter_axis(op, x, indices, dy, axis)]
 
 
@@ -88,15 +75,15 @@ def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: i
     back = [int(i) for i in np.argsort(there)]
     shape = op.Gather(op.Shape(x), op.constant(there))
     rows = op.Transpose(dy, perm=forward)
-    zeros, last = filled(op, shape, x.dtype), op.Unsqueeze(indices, op.constant([-1]))
-    added = scatter_add(op, "ScatterND", zeros, last, rows)
+    zeros, last = op.filled(shape, x.dtype), op.Unsqueeze(indices, op.constant([-1]))
+    added = op.scatter_add("ScatterND", zeros, last, rows)
     return op.Transpose(added, perm=back)
 
 
 def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
     x, indices = arguments(node, 2)
     axis = node.attributes.get_int("axis", 0)
-    return [scatter_add(op, "ScatterElements", zeros_like(op, x), indices, dys[0], axis=axis)]
+    return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dys[0], axis=axis)]
 
 
 def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -107,7 +94,7 @@ def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
         # onnxruntime's ScatterND (1.32) takes no index into an empty axis, even of empty slices
         end = op.Mul(op.Size(dy), op.constant([2**31]))
         full, dy = (op.Slice(v, [0], end, [0]) for v in (full, dy))
-    return [scatter_add(op, "ScatterND", zeros_like(op, x), full, dy)]
+    return [op.scatter_add("ScatterND", op.zeros_like(x), full, dy)]
 
 
 def _with_batch(op: Any, node: ir.Node, indices: ir.Value) -> Tensor:
@@ -119,9 +106,8 @@ def _with_batch(op: Any, node: ir.Node, indices: ir.Value) -> Tensor:
     column = op.Concat(op.Shape(indices, start=0, end=n - 1), [1], axis=0)
     columns = []
     for axis in range(batch):
-        end = size_of(op, indices, axis)
-        steps = op.Range(op.constant(np.int64(0)), end, op.constant(np.int64(1)))
-        columns.append(op.Expand(reshape(op, steps, [-1, *[1] * (n - 1 - axis)]), column))
+        steps = op.counted(op.size_of(indices, axis))
+        columns.append(op.Expand(op.reshape(steps, [-1, *[1] * (n - 1 - axis)]), column))
     return op.Concat(*columns, indices, axis=-1)
 
 
@@ -151,7 +137,7 @@ def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> 
     taken = gather(dy)
     match text(node, "reduction", "none"):
         case "none":
-            return [scatter(dy, zeros_like(op, updates), "none"), None, taken]
+            return [scatter(dy, op.zeros_like(updates), "none"), None, taken]
         case "add":
             return [dy, None, taken]
         case "mul":
@@ -160,8 +146,8 @@ def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> 
             factor = scatter(op.Expand(op.constant(1.0, x.dtype), op.Shape(x)), updates, "mul")
             return [op.Mul(dy, factor), None, op.Div(gather(dyy), updates)]
     # max, min: the places that reach the extremum share its gradient
-    here = to_like(op, op.Equal(x, y), x)
-    there = to_like(op, op.Equal(updates, gather(y)), x)
+    here = op.to_like(op.Equal(x, y), x)
+    there = op.to_like(op.Equal(updates, gather(y)), x)
     each = op.Div(dy, scatter(here, there, "add"))
     return [op.Mul(each, here), None, op.Mul(gather(each), there)]
 
@@ -170,10 +156,10 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
     x, dy = node.inputs[0], dys[0]
     if dy is None or x is None:
         return [None]
-    indices = output(op, node, 1, ir.DataType.INT64, "indices")
+    indices = op.output(node, 1, ir.DataType.INT64, "indices")
     indices.shape = node.outputs[0].shape
     axis = node.attributes.get_int("axis", -1)
-    return [scatter_add(op, "ScatterElements", zeros_like(op, x), indices, dy, axis=axis)]
+    return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dy, axis=axis)]
 
 
 def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -185,7 +171,7 @@ def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
         op.constant(np.array([0.0, 1.0], np.float32)),
         axis=node.attributes.get_int("axis", -1),
     )
-    on = op.ReduceSum(op.Mul(dy, to_like(op, pair, dy)), keepdims=0)
+    on = op.ReduceSum(op.Mul(dy, op.to_like(pair, dy)), keepdims=0)
     off = op.Sub(op.ReduceSum(dy, keepdims=0), on)
     first = op.constant([0])
     return [None, None, op.Concat(op.Unsqueeze(off, first), op.Unsqueeze(on, first), axis=0)]
@@ -194,15 +180,15 @@ def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
 def _compress(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, condition), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get("axis")
-    length = elements(op, x) if axis is None else sizes_of(op, x)[norm_axis(axis.as_int(), x)]
+    length = op.elements(x) if axis is None else op.sizes_of(x)[norm_axis(axis.as_int(), x)]
     entries = dim(condition, 0)
     if entries is None or not isinstance(length, int) or entries > length:
         # entries beyond the axis count for nothing
-        condition = op.Slice(condition, [0], vector(op, [length]), [0])
+        condition = op.Slice(condition, [0], op.vector([length]), [0])
     rows = op.Squeeze(op.NonZero(condition), op.constant([0]))
     if axis is None:
-        flat = op.Reshape(zeros_like(op, x), [-1])
-        return [reshape_like(op, op.ScatterElements(flat, rows, dy, axis=0), x)]
+        flat = op.Reshape(op.zeros_like(x), [-1])
+        return [op.reshape_like(op.ScatterElements(flat, rows, dy, axis=0), x)]
     return [_scatter_axis(op, x, rows, dy, axis.as_int())]
 
 

@@ -17,20 +17,8 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import (
-    Tensor,
-    Values,
-    arguments,
-    known_rank,
-    output,
-    reshape,
-    scatter_add,
-    text,
-    to_like,
-    zeros_like,
-)
+from onnx_fuse.ops.shape_ops import Tensor, TensorBuilder, Values, arguments, known_rank, text
 
 Options = Mapping[str, Any]
 SMOOTHED = "SmoothedCrossEntropy"
@@ -62,9 +50,9 @@ def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
             summed = each if counted is None else op.Where(counted, each, zero)
             total = op.ReduceSum(summed, keepdims=0)
         elif counted is not None:
-            total = op.ReduceSum(to_like(op, counted, x), keepdims=0)
+            total = op.ReduceSum(op.to_like(counted, x), keepdims=0)
         else:
-            total = to_like(op, op.Size(index), x)
+            total = op.to_like(op.Size(index), x)
         dy = op.Div(dy, total)
     slope = dy if each is None else op.Mul(each, dy)
     if counted is not None:  # not a product: dy is infinite where no row counts
@@ -76,7 +64,7 @@ def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
     """d loss / d x is -slope at the label, 0 elsewhere."""
     x, dy = arguments(node, 1)[0], dys[0]
     slope, index = _nll_slope(op, node, dy)
-    zeros = zeros_like(op, x)
+    zeros = op.zeros_like(x)
     return [op.ScatterElements(zeros, index, op.Neg(slope), axis=1, reduction="none")]
 
 
@@ -89,13 +77,13 @@ def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
         dx = op.node("SoftmaxCrossEntropyGrad", [x, index, slope], domain=FUSE)
         dx.dtype, dx.shape = x.dtype, x.shape
         return [dx]
-    p = op.Exp(output(op, node, 1, x.dtype, "log_prob"))
+    p = op.Exp(op.output(node, 1, x.dtype, "log_prob"))
     node.outputs[1].shape = x.shape
     total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
     dx = op.Sub(dys[1], op.Mul(p, total))
     if dys[0] is not None:
         slope, index = _nll_slope(op, node, dys[0])
-        part = scatter_add(op, "ScatterElements", op.Mul(p, slope), index, op.Neg(slope), axis=1)
+        part = op.scatter_add("ScatterElements", op.Mul(p, slope), index, op.Neg(slope), axis=1)
         dx = op.Add(part, dx)
     return [dx]
 
@@ -162,19 +150,19 @@ def _rows(
         if axis != n - 1:
             raise UsageError(f"class_axis {axis} is neither 1 nor the last of {n} axes")
         classes = dim(logits, -1)
-        logits = reshape(op, logits, [-1, classes if classes else op.Shape(logits, start=-1)])
-        labels = reshape(op, labels, [-1])
+        logits = op.reshape(logits, [-1, classes if classes else op.Shape(logits, start=-1)])
+        labels = op.reshape(labels, [-1])
     return logits, labels, axis
 
 
-def counted_rows(op: Any, labels: Tensor, ignore: int, like: Tensor) -> Tensor:
+def counted_rows(op: TensorBuilder, labels: Tensor, ignore: int, like: Tensor) -> Tensor:
     """The number of labels that count, in the type of `like`."""
     kind = (labels.dtype or ir.DataType.INT64).numpy()
     counted = op.Not(op.Equal(labels, op.constant(np.array(ignore, kind))))
-    return op.ReduceSum(to_like(op, counted, like), keepdims=0)
+    return op.ReduceSum(op.to_like(counted, like), keepdims=0)
 
 
-def mean_of(op: Any, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
+def mean_of(op: TensorBuilder, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
     """loss / total; where no row is counted NaN, through which no gradient flows.
 
     `counted` is 0 there alone. A gradient of the sum would be infinite, and its rows NaN.
@@ -197,7 +185,7 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
     reduction, ignore = options.get("reduction", "mean"), ignored_label(options)
     if smooth and op.fused and known_rank(x) == 2 and reduction != "none":
-        weight = to_like(op, op.constant(np.float32(1)), x) if weight is None else weight
+        weight = op.to_like(op.constant(np.float32(1)), x) if weight is None else weight
         loss, total = op.node(
             SMOOTHED, [x, labels, weight], outputs=2, domain=FUSE, ignore_index=ignore,
             label_smoothing=smooth,
@@ -215,14 +203,14 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     counted = op.Not(op.Equal(index, op.constant(np.array(ignore, kind))))
     index = op.Where(counted, index, op.constant(np.array(0, kind)))
     zero = op.constant(0.0, x.dtype)
-    total = to_like(op, counted, x)
+    total = op.to_like(counted, x)
     if weight is not None:
         lead = list(range(1, known_rank(x) - 1))
         log_p = op.Mul(log_p, op.Unsqueeze(weight, op.constant(lead)) if lead else weight)
         total = op.Where(counted, op.Gather(weight, index), zero)
     every = op.Where(counted, op.ReduceSum(log_p, one, keepdims=1), zero)
     every = op.Neg(op.ReduceSum(every, keepdims=0))
-    classes = to_like(op, op.Squeeze(op.Shape(x, start=1, end=2), op.constant([0])), x)
+    classes = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), op.constant([0])), x)
     if reduction == "mean":
         every = op.Div(every, op.ReduceSum(total, keepdims=0))
     return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
@@ -252,7 +240,7 @@ class _Each:
         value = options.get(self.option)
         value = self.default if value is None else value
         number: Any = value if isinstance(value, ir.Value) else float(value)
-        each = emitted(self.formula, op, x=logits, t=labels, **{self.option: number})
+        each = op.formula(self.formula, x=logits, t=labels, **{self.option: number})
         mean = options.get("reduction", "mean") == "mean"
         return (op.ReduceMean if mean else op.ReduceSum)(each, keepdims=0)
 

@@ -17,10 +17,7 @@ from onnx_fuse.ops.shape_ops import (
     fail,
     known_rank,
     may_be_float,
-    reshape,
-    reshape_like,
     same_dim,
-    swap_last,
     text,
 )
 
@@ -35,13 +32,13 @@ def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
         k = dim(b, 0) if dim(b, 0) is not None else dim(a, -1)
         n = dim(b, 1) if dim(b, 1) is not None else dim(dy, -1)
         if ra == 2 or (k is not None and n is not None):
-            a2 = a if ra == 2 else reshape(op, a, [-1, k])
-            dy2 = dy if ra == 2 else reshape(op, dy, [-1, n])
+            a2 = a if ra == 2 else op.reshape(a, [-1, k])
+            dy2 = dy if ra == 2 else op.reshape(dy, [-1, n])
             return [
-                reshape_like(op, op.Gemm(dy2, b, transB=1), a),
+                op.reshape_like(op.Gemm(dy2, b, transB=1), a),
                 op.Gemm(a2, dy2, transA=1),
             ]
-    return [op.MatMul(dy, swap_last(op, b)), op.MatMul(swap_last(op, a), dy)]
+    return [op.MatMul(dy, op.swap_last(b)), op.MatMul(op.swap_last(a), dy)]
 
 
 def _vector_matmul(op: Any, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb: int) -> Values:

@@ -9,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -20,13 +19,6 @@ from onnx_fuse.ops.shape_ops import (
     known_rank,
     no_grad,
     norm_axis,
-    pad,
-    reshape,
-    reshape_like,
-    sum_over,
-    to_like,
-    to_type,
-    unbroadcast,
 )
 
 _WIDE = ir.DataType.FLOAT
@@ -65,9 +57,9 @@ class _Scaling:
             return value
         sizes = dims(self.x) or []
         if short := self.count * self.block - sizes[self.axis]:
-            value = pad(self.op, value, [self.axis], [0], [short])
+            value = self.op.pad(value, [self.axis], [0], [short])
         split = [*sizes[: self.axis], self.count, self.block, *sizes[self.axis + 1 :]]
-        return reshape(self.op, value, split)
+        return self.op.reshape(value, split)
 
     def join(self, value: Tensor) -> Tensor:
         """What `split` made of a value, in the shape of x again."""
@@ -75,8 +67,8 @@ class _Scaling:
             return value
         sizes = dims(self.x) or []
         whole = [*sizes[: self.axis], self.count * self.block, *sizes[self.axis + 1 :]]
-        value = reshape(self.op, value, whole)
-        return pad(self.op, value, [self.axis], [0], [sizes[self.axis] - whole[self.axis]])
+        value = self.op.reshape(value, whole)
+        return self.op.pad(value, [self.axis], [0], [sizes[self.axis] - whole[self.axis]])
 
     def spread(self, value: Tensor) -> Tensor:
         """A value of the shape of the scale, in a shape that broadcasts to that of `split`."""
@@ -100,20 +92,20 @@ class _Scaling:
         axes = [a for a in range(known_rank(self.x)) if a != self.axis]
         if self.block and self.axis is not None:
             axes = [self.axis + 1]
-        total = to_like(self.op, sum_over(self.op, value, axes), self.scale)
+        total = self.op.to_like(self.op.sum_over(value, axes), self.scale)
         if self.axis is not None and not self.block:  # an open size may be 1, for all of the axis
-            return unbroadcast(self.op, total, self.scale)
-        return reshape_like(self.op, total, self.scale)
+            return self.op.unbroadcast(total, self.scale)
+        return self.op.reshape_like(total, self.scale)
 
 
 def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     """y = (x - zero_point) · scale: the gradient of x stays real, as if x had not been rounded."""
     (x, scale, zero), dy, scaling = arguments(node, 3), dys[0], _Scaling.of(op, node)
-    codes = scaling.split(to_type(op, x, _WIDE))
+    codes = scaling.split(op.to_type(x, _WIDE))
     if zero is not None:
-        codes = op.Sub(codes, scaling.spread(to_type(op, zero, _WIDE)))
-    dscale = scaling.total(op.Mul(scaling.split(to_type(op, dy, _WIDE)), codes))
-    dx = op.Mul(scaling.split(dy), scaling.spread(to_like(op, scale, dy)))
+        codes = op.Sub(codes, scaling.spread(op.to_type(zero, _WIDE)))
+    dscale = scaling.total(op.Mul(scaling.split(op.to_type(dy, _WIDE)), codes))
+    dx = op.Mul(scaling.split(dy), scaling.spread(op.to_like(scale, dy)))
     return [scaling.join(dx), dscale]
 
 
@@ -124,18 +116,18 @@ def _quantize(op: Any, node: ir.Node, dys: Values) -> Values:
     of a float of few bits.
     """
     (x, scale, zero), scaling = arguments(node, 3), _Scaling.of(op, node)
-    step = scaling.spread(to_type(op, scale, _WIDE))
-    ratio = op.Div(scaling.split(to_type(op, x, _WIDE)), step)
+    step = scaling.spread(op.to_type(scale, _WIDE))
+    ratio = op.Div(scaling.split(op.to_type(x, _WIDE)), step)
     kind, code = node.outputs[0].dtype or ir.DataType.UINT8, ratio
     if kind.is_integer():
         code = op.Round(ratio)
         if zero is not None:
-            code = op.Add(code, scaling.spread(to_type(op, zero, _WIDE)))
+            code = op.Add(code, scaling.spread(op.to_type(zero, _WIDE)))
     inside = f"And(code >= {float(kind.min)}, code <= {float(kind.max)})"
-    dy = scaling.split(to_type(op, dys[0], _WIDE))
-    dx = op.Div(emitted(f"Where({inside}, dy, 0)", op, code=code, dy=dy), step)
+    dy = scaling.split(op.to_type(dys[0], _WIDE))
+    dx = op.Div(op.formula(f"Where({inside}, dy, 0)", code=code, dy=dy), step)
     dscale = scaling.total(op.Neg(op.Mul(dx, ratio)))
-    return [to_like(op, scaling.join(dx), x), dscale]
+    return [op.to_like(scaling.join(dx), x), dscale]
 
 
 def _quantize_dynamically(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -152,10 +144,10 @@ def _quantize_dynamically(op: Any, node: ir.Node, dys: Values) -> Values:
     def slope(extreme: str, beyond: str) -> Tensor:
         """d extreme / d x, divided evenly among equal elements; 0 where the extreme is 0 itself."""
         here = f"here = CastLike(And(x == {extreme} <keepdims = 0> (x), {beyond}), x)"
-        return emitted(f"{here}; here / Max(ReduceSum <keepdims = 0> (here), 1)", op, x=x)
+        return op.formula(f"{here}; here / Max(ReduceSum <keepdims = 0> (here), 1)", x=x)
 
     above, below = slope("ReduceMax", "x > 0"), slope("ReduceMin", "x < 0")
-    ranged = emitted("(above - below) * (d / 255)", op, above=above, below=below, d=dscale)
+    ranged = op.formula("(above - below) * (d / 255)", above=above, below=below, d=dscale)
     return [ranged if direct is None else op.Add(direct, ranged)]
 
 

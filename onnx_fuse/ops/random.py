@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import const_array, given
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.ops.shape_ops import Values, no_grad, output, to_like
+from onnx_fuse.ops.shape_ops import Values, no_grad
 
 
 def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -19,14 +19,14 @@ def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
     on = const_array(training)
     if training is None or (on is not None and not on.any()):
         return [dy]
-    mask = output(op, node, 1, ir.DataType.BOOL, "mask")
+    mask = op.output(node, 1, ir.DataType.BOOL, "mask")
     mask.shape = node.outputs[0].shape
     number = const_array(ratio)
-    masked = op.Mul(dy, to_like(op, mask, dy))
+    masked = op.Mul(dy, op.to_like(mask, dy))
     if on is not None and (ratio is None or number is not None):
         share = 0.5 if number is None else float(np.asarray(number).reshape(-1)[0])
         return [op.Mul(masked, 1 / (1 - share) if share < 1 else 0.0)]
-    ratio = op.constant(0.5, dy.dtype) if ratio is None else to_like(op, ratio, dy)
+    ratio = op.constant(0.5, dy.dtype) if ratio is None else op.to_like(ratio, dy)
     scale = op.Where(training, op.Reciprocal(op.Sub(1.0, ratio)), op.constant(1.0, dy.dtype))
     return [op.Mul(masked, scale)]
 

@@ -18,21 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import (
-    Tensor,
-    Values,
-    arguments,
-    emit,
-    fail,
-    filled,
-    output,
-    reshape,
-    size_of,
-    sizes_of,
-    text,
-    to_type,
-    vector,
-)
+from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, fail, text
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 DEFAULTS = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
@@ -135,7 +121,7 @@ class _Direction:
 
     def rows(self, value: Tensor, width: Any) -> Tensor:
         """All steps and sequences as the rows of a matrix."""
-        return reshape(self.op, value, [-1, width])
+        return self.op.reshape(value, [-1, width])
 
 
 class _Recurrent:
@@ -151,7 +137,7 @@ class _Recurrent:
         self.layout = node.attributes.get_int("layout", 0) == 1
         if not node.outputs[0].name:
             node.outputs[0].name = op.fresh(f"{node.name or node.op_type}.y")
-        y = output(op, node, 0, x.dtype, "y")
+        y = op.output(node, 0, x.dtype, "y")
         grads = [*dys, None, None, None][:3]
         if self.layout:
             x, (y, grads[0]) = self.swap(x), [self.steps_first(v) for v in (y, grads[0])]
@@ -161,17 +147,16 @@ class _Recurrent:
         if not hidden:
             raise fail(node, "its hidden size is not known")
         self.hidden: int = hidden
-        self.steps, self.batch, self.width = sizes_of(op, x)
+        self.steps, self.batch, self.width = op.sizes_of(x)
         if self.steps == 0:  # a Scan has one at least, and a GRU ends onnxruntime's process
             raise fail(node, "its sequences have no steps")
-        self.zeros = filled(op, vector(op, [self.batch, self.hidden]), self.dtype)
-        length = size_of(op, x, 0)
+        self.zeros = op.filled(op.vector([self.batch, self.hidden]), self.dtype)
+        length = op.size_of(x, 0)
         self.lengths = self.given
         if self.given is None:
             count = op.Cast(length, to=int(ir.DataType.INT32))
-            self.lengths = op.Expand(count, vector(op, [self.batch]))
-        times = op.Range(op.constant(np.int64(0)), length, op.constant(np.int64(1)))
-        times = op.Cast(times, to=int(ir.DataType.INT32))
+            self.lengths = op.Expand(count, op.vector([self.batch]))
+        times = op.Cast(op.counted(length), to=int(ir.DataType.INT32))
         self.times = op.Unsqueeze(times, op.constant([1]))
         parts = [self.direction(kind, i, grads) for i, kind in enumerate(kinds)]
         first = op.constant([0])
@@ -203,7 +188,7 @@ class _Recurrent:
             for g, axis in zip(grads, (1, 0, 0), strict=True)
         )
         if dy is None:
-            dy = filled(op, vector(op, [self.steps, self.batch, self.hidden]), self.dtype)
+            dy = op.filled(op.vector([self.steps, self.batch, self.hidden]), self.dtype)
         dh, dc = (self.zeros if g is None else g for g in (dh, dc))
         if self.given is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
@@ -232,7 +217,7 @@ class _Recurrent:
     def core(self, kind: str, way: _Direction, inputs: list[Tensor], like: list[Any]) -> Any:
         """The gradients of the steps: dz of all steps, and dh of the state before the first."""
         name = f"{kind}Grad"
-        return emit(self.op, name, inputs, like, **ways(way.reverse, BACK[name]))
+        return self.op.emit(name, inputs, like, **ways(way.reverse, BACK[name]))
 
     def ends(self, gates: int | None = None) -> tuple[Any, Any]:
         width = (gates or self.gates) * self.hidden
@@ -296,7 +281,7 @@ class _Recurrent:
 
 def _recurrent(op: Any, node: ir.Node, dys: Values) -> Values:
     return [
-        None if g is None else to_type(op, g, v.dtype if v is not None else None)
+        None if g is None else op.to_type(g, v.dtype if v is not None else None)
         for g, v in zip(_Recurrent(op, node, dys).answers, arguments(node, 7), strict=True)
     ]
 

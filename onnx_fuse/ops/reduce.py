@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -20,12 +19,8 @@ from onnx_fuse.ops.shape_ops import (
     known_rank,
     no_grad,
     norm_axis,
-    ratio,
-    reshape_like,
-    shape_of,
     static_ints,
     table,
-    to_like,
 )
 
 
@@ -56,7 +51,7 @@ def _is_noop(node: ir.Node) -> bool:
 
 
 def _full(op: Any, g: ir.Value, x: ir.Value) -> Tensor:
-    return op.Expand(g, shape_of(op, x))
+    return op.Expand(g, op.shape_of(x))
 
 
 def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -67,7 +62,7 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     count = 1
     for size in sizes:
         count *= size or 0
-    dy = op.Mul(dy, 1 / count) if count else op.Div(dy, to_like(op, ratio(op, x, y), dy))
+    dy = op.Mul(dy, 1 / count) if count else op.Div(dy, op.to_like(op.ratio(x, y), dy))
     return _full(op, _keep(op, dy, x, n), x)
 
 
@@ -80,12 +75,12 @@ def _reduction(rule: str, alone: str = "dy") -> Unary:
 
     def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         if _is_noop(n):
-            return emitted(alone, op, x=x, dy=dy)
+            return op.formula(alone, x=x, dy=dy)
         axes = n.inputs[1] if given(n, 1) is not None else None
         noop = n.attributes.get_int("noop_with_empty_axes", 0)
         attributes = "keepdims = 1" + ", noop_with_empty_axes = 1" * noop
         reduced = {"y": _keep(op, y, x, n), "dy": _keep(op, dy, x, n)}
-        return emitted(rule.replace("kept", attributes), op, x=x, axes=axes, **reduced)
+        return op.formula(rule.replace("kept", attributes), x=x, axes=axes, **reduced)
 
     return grad
 
@@ -98,7 +93,7 @@ def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Ten
 
 def _softmax(rule: str) -> Unary:
     def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-        return emitted(rule, op, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
+        return op.formula(rule, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
 
     return grad
 
@@ -119,7 +114,7 @@ def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         raise fail(n, "it has a length, is onesided, or its axis is not constant")
     inverse = n.attributes.get_int("inverse", 0)
     dx = op.node("DFT", [dy, *n.inputs[1:]], inverse=1 - inverse)
-    size = to_like(op, op.Gather(shape_of(op, x), op.constant(axis[0])), dy)
+    size = op.to_like(op.Gather(op.shape_of(x), op.constant(axis[0])), dy)
     dx = op.Div(dx, size) if inverse else op.Mul(dx, size)
     return op.Slice(dx, [0], [1], [-1]) if dim(x, -1) == 1 else dx
 
@@ -139,7 +134,7 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
     bins = size // 2 + 1 if node.attributes.get_int("onesided", 1) else size
     angles = 2 * np.pi * np.outer(np.arange(bins), np.arange(size)) / size
     filters = np.stack([np.cos(angles), -np.sin(angles)], 1).reshape(2 * bins, 1, size)
-    basis = to_like(op, op.constant(filters), x)
+    basis = op.to_like(op.constant(filters), x)
     columns = op.Reshape(dy, op.constant([0, 0, 2 * bins]))
     weighted = basis if window is None else op.Mul(basis, window)
     dx = op.ConvTranspose(op.Transpose(columns, perm=[0, 2, 1]), weighted, strides=every)
@@ -147,25 +142,24 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
     dx = op.Pad(dx, op.Concat(op.constant([0] * 5), ends, axis=0))
     dwindow = None
     if window is not None:
-        count, one = op.Squeeze(op.Shape(dy, start=1, end=2), op.constant([0])), np.int64(1)
-        starts = op.Mul(op.Range(op.constant(np.int64(0)), count, op.constant(one)), step)
+        starts = op.Mul(op.counted(op.size_of(dy, 1)), step)
         places = op.Add(op.Unsqueeze(starts, op.constant([1])), op.constant(np.arange(size)))
         flat = op.Squeeze(x, op.constant([2])) if known_rank(x) == 3 else x
         frames = op.Gather(flat, places, axis=1)
         dframes = op.MatMul(columns, op.Squeeze(basis, op.constant([1])))
         dwindow = op.ReduceSum(op.Mul(frames, dframes), op.constant([0, 1]), keepdims=0)
-    return [reshape_like(op, dx, x), None, dwindow]
+    return [op.reshape_like(dx, x), None, dwindow]
 
 
 def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
     two = n.attributes.get_int("p", 2) == 2
     norm, slope = ("ReduceL2", "y") if two else ("ReduceL1", "Sign(x)")
-    return emitted(
-        f"""norm = {norm} <keepdims = 1> (x, axis); safe = norm + CastLike(norm == 0, x)
-        (dy - {slope} * ReduceSum <keepdims = 1> (dy * y, axis)) / safe""",
-        op, x=x, y=y, dy=dy, axis=[norm_axis(n.attributes.get_int("axis", -1), x)],
-    )  # fmt: skip
+    formula = f"""norm = {norm} <keepdims = 1> (x, axis); safe = norm + CastLike(norm == 0, x)
+    (dy - {slope} * ReduceSum <keepdims = 1> (dy * y, axis)) / safe"""
+    return op.formula(
+        formula, x=x, y=y, dy=dy, axis=[norm_axis(n.attributes.get_int("axis", -1), x)]
+    )
 
 
 REDUCE: dict[str, Unary] = {

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import Values, arguments, fail, text, to_like
+from onnx_fuse.ops.shape_ops import Values, arguments, fail, text
 
 
 def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -32,10 +32,10 @@ def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
 
     # dx [N, H, C W] = M [N, H, R P] · (dy B) [R P, C W], M the rows' weights of the image's boxes
     spread = op.MatMul(dy, op.Unsqueeze(columns.weights, [1]))  # [R, C, P, W]
-    number = op.Range(op.constant(np.int64(0)), op.Squeeze(images), op.constant(np.int64(1)))
+    number = op.counted(op.Squeeze(images))
     of_image = op.Equal(op.Unsqueeze(number, [1]), op.Cast(batch, to=int(ir.DataType.INT64)))
     turned = op.Transpose(rows.weights, perm=[2, 0, 1])  # [H, R, P]
-    parts = op.Mul(turned, op.Unsqueeze(to_like(op, of_image, x), [1, 3]))
+    parts = op.Mul(turned, op.Unsqueeze(op.to_like(of_image, x), [1, 3]))
     count = op.Mul(op.Shape(boxes, start=0, end=1), op.constant([p]))
     left = op.Reshape(parts, op.Concat(images, height, count, axis=0), allowzero=1)
     area = op.Mul(channels, width)
@@ -70,7 +70,7 @@ class _Weights:
         self.moves = None
         """Whether the end moves the samples: not where a box is smaller than a pixel."""
         if at_least_one:
-            self.moves = to_like(op, op.Greater(extent, 1.0), like)
+            self.moves = op.to_like(op.Greater(extent, 1.0), like)
             extent = op.Max(extent, 1.0)
         if samples > 0:
             self.samples = op.constant([samples])
@@ -79,17 +79,16 @@ class _Weights:
         else:
             self.within, part = self._by_size(extent, like)
         place = op.Add(start, op.Mul(extent, self.within))  # [R, bins · samples]
-        last = op.Sub(to_like(op, length, like), 1.0)
+        last = op.Sub(op.to_like(length, like), 1.0)
         near = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, op.Add(last, 1.0)))
         inside = op.And(op.Greater(place, 0.0), op.Less(place, last))
         at = op.Unsqueeze(op.Max(op.Min(place, last), 0.0), [2])
-        zero, one = (op.constant(np.int64(i)) for i in (0, 1))
-        pixel = to_like(op, op.Range(zero, op.Squeeze(length), one), like)
+        pixel = op.to_like(op.counted(op.Squeeze(length)), like)
         away = op.Sub(at, pixel)  # [R, bins · samples, length]
-        share = op.Unsqueeze(op.Mul(to_like(op, near, like), part), [2])
+        share = op.Unsqueeze(op.Mul(op.to_like(near, like), part), [2])
         full = op.Mul(op.Max(op.Sub(1.0, op.Abs(away)), 0.0), share)
-        near_pixel = to_like(op, op.Less(op.Abs(away), 1.0), like)
-        moving = op.Mul(share, op.Unsqueeze(to_like(op, inside, like), [2]))
+        near_pixel = op.to_like(op.Less(op.Abs(away), 1.0), like)
+        moving = op.Mul(share, op.Unsqueeze(op.to_like(inside, like), [2]))
         self.slopes = op.Mul(op.Mul(op.Neg(op.Sign(away)), near_pixel), moving)
         self.weights = op.ReduceSum(self._apart(full), [2], keepdims=0)
 
@@ -105,13 +104,12 @@ class _Weights:
         most = op.ReduceMax(op.Concat(count, least, axis=0), keepdims=0)
         most = op.Cast(most, to=int(ir.DataType.INT64))
         self.samples = op.Unsqueeze(most, [0])
-        zero, one = (op.constant(np.int64(i)) for i in (0, 1))
-        number = to_like(op, op.Range(zero, most, one), like)  # [samples]
+        number = op.to_like(op.counted(most), like)  # [samples]
         divisor = op.Max(count, 1.0)
         each = op.Unsqueeze(op.Div(op.Add(number, 0.5), divisor), [1])  # [R, 1, samples]
         before = op.CastLike(op.constant(np.arange(self.bins)[:, None] + 0.0), like)
         within = op.Mul(op.Add(each, before), 1 / self.bins)
-        part = op.Unsqueeze(op.Div(to_like(op, op.Less(number, count), like), divisor), [1])
+        part = op.Unsqueeze(op.Div(op.to_like(op.Less(number, count), like), divisor), [1])
         part = op.Add(part, op.Mul(before, 0.0))
         return op.Flatten(within, axis=1), op.Flatten(part, axis=1)
 

@@ -15,35 +15,23 @@ from onnx_fuse.ops.shape_ops import (
     Values,
     arguments,
     fail,
-    filled,
     ints_attribute,
     known_rank,
     no_grad,
     norm_axis,
-    pad,
-    pieces,
-    present,
-    reshape,
-    reshape_like,
-    scatter_add,
-    shape_of,
-    size_of,
-    sizes_of,
     static_ints,
     table,
     text,
-    to_type,
-    vector,
 )
 
 
 def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return reshape_like(op, dy, x)
+    return op.reshape_like(dy, x)
 
 
 def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = given(n, 1)
-    return op.Unsqueeze(dy, axes) if static_ints(axes) else reshape_like(op, dy, x)
+    return op.Unsqueeze(dy, axes) if static_ints(axes) else op.reshape_like(dy, x)
 
 
 def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -58,14 +46,14 @@ def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     repeats = static_ints(n.inputs[1])
     sizes: list[Any] = []
     axes: list[int] = []
-    for axis, size in enumerate(sizes_of(op, x)):
+    for axis, size in enumerate(op.sizes_of(x)):
         if repeats is None or repeats[axis] != 1:
             axes.append(len(sizes))
             sizes.append(
                 op.Slice(n.inputs[1], [axis], [axis + 1], [0]) if repeats is None else repeats[axis]
             )
         sizes.append(size)
-    return op.ReduceSum(reshape(op, dy, sizes), op.constant(axes), keepdims=0) if axes else dy
+    return op.ReduceSum(op.reshape(dy, sizes), op.constant(axes), keepdims=0) if axes else dy
 
 
 def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -77,13 +65,13 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
         if axes is None or static_axes is None:
             dx = op.Pad(dy, op.Neg(pads), None, axes)
         else:
-            cut = pieces(op, op.Neg(pads), 2 * len(static_axes))
-            dx = pad(op, dy, static_axes, cut[: len(static_axes)], cut[len(static_axes) :])
+            cut = op.pieces(op.Neg(pads), 2 * len(static_axes))
+            dx = op.pad(dy, static_axes, cut[: len(static_axes)], cut[len(static_axes) :])
         fill = given(node, 2)
         if fill is None:
             return [dx]
         total, inner = op.ReduceSum(dy, keepdims=0), op.ReduceSum(dx, keepdims=0)
-        return [dx, None, reshape_like(op, op.Sub(total, inner), fill)]
+        return [dx, None, op.reshape_like(op.Sub(total, inner), fill)]
     static_axes, amounts = static_ints(axes), static_ints(pads)
     padded = list(range(known_rank(x))) if axes is None else static_axes
     if padded is None:
@@ -94,16 +82,14 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
         if amounts is not None and amounts[i] == amounts[i + count] == 0:
             continue
         # Each place of y along the axis holds the place of x it shows: pad the positions the same.
-        positions = op.Range(
-            op.constant(np.int64(0)), size_of(op, x, axis), op.constant(np.int64(1))
-        )
+        positions = op.counted(op.size_of(x, axis))
         ends = (
             op.constant([amounts[i], amounts[i + count]])
             if amounts is not None
             else op.Gather(pads, op.constant([i, i + count]))
         )
         places = op.Pad(positions, ends, mode=mode)
-        dx = add_along(op, dx, places, axis, size_of(op, x, axis), known_rank(x))
+        dx = add_along(op, dx, places, axis, op.size_of(x, axis), known_rank(x))
     return [dx]
 
 
@@ -112,12 +98,12 @@ def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value
     shape = op.Shape(dy)
     before = [op.Slice(shape, [0], [axis], [0])] if axis else []
     after = [op.Slice(shape, [axis + 1], [n], [0])] if axis + 1 < n else []
-    result_shape = vector(op, [*before, op.Unsqueeze(size, op.constant([0])), *after])
+    result_shape = op.vector([*before, op.Unsqueeze(size, op.constant([0])), *after])
     column = (
         places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
     )
-    zeros = filled(op, result_shape, dy.dtype)
-    return scatter_add(op, "ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
+    zeros = op.filled(result_shape, dy.dtype)
+    return op.scatter_add("ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
 
 
 def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -125,7 +111,7 @@ def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
     inputs = [x for x in node.inputs if x is not None]
     if len(inputs) == 1:
         return [dy]
-    sizes = [shape_of(op, x, [norm_axis(axis, x)]) for x in inputs]
+    sizes = [op.shape_of(x, [norm_axis(axis, x)]) for x in inputs]
     ints = [static_ints(s) for s in sizes]
     split = (
         op.constant([s[0] for s in ints if s]) if None not in ints else op.Concat(*sizes, axis=0)
@@ -135,7 +121,7 @@ def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _split(op: Any, node: ir.Node, dys: Values) -> Values:
-    parts = [present(op, dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
+    parts = [op.present(dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
     if len(parts) == 1:
         return parts
     return [op.Concat(*parts, axis=node.attributes.get_int("axis", 0))]
@@ -162,19 +148,19 @@ def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
         start = starts[i] if starts is not None else None
         pads = _static_pads(x, y, axis, start, ends[i] if ends is not None else None)
         if pads is None:
-            extent, part = shape_of(op, x, [axis]), shape_of(op, y, [axis])
+            extent, part = op.shape_of(x, [axis]), op.shape_of(y, [axis])
             if start is not None and start >= 0:
                 begin = op.Min(op.constant([start]), extent)
             else:
-                first = pieces(op, node.inputs[1], len(axes))[i]
+                first = op.pieces(node.inputs[1], len(axes))[i]
                 first = op.constant([first]) if isinstance(first, int) else first
-                first = to_type(op, first, ir.DataType.INT64)
+                first = op.to_type(first, ir.DataType.INT64)
                 first = op.Where(op.Less(first, 0), op.Add(first, extent), first)
                 begin = op.Max(op.Min(first, extent), 0)
             pads = begin, op.Sub(op.Sub(extent, begin), part)
         before.append(pads[0])
         after.append(pads[1])
-    return [pad(op, dy, axes, before, after)]
+    return [op.pad(dy, axes, before, after)]
 
 
 def _static_pads(
@@ -194,8 +180,8 @@ def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[i
     """Undo the axes one by one, the last first: each adds rows at the positions it took."""
     _, starts, ends, _, steps = arguments(node, 5)
     for i, axis in reversed(list(enumerate(axes))):
-        size = size_of(op, x, axis)
-        positions = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
+        size = op.size_of(x, axis)
+        positions = op.counted(size)
         one = [op.Slice(v, [i], [i + 1], [0]) for v in (starts, ends)]
         step = [1] if steps is None else op.Slice(steps, [i], [i + 1], [0])
         zero = op.constant(np.zeros(1, (starts.dtype or ir.DataType.INT64).numpy()))
@@ -209,11 +195,11 @@ def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
     if text(n, "mode", "DCR") == "DCR":
         return op.SpaceToDepth(dy, blocksize=block)
     # CRD: y[c, h·b + i, w·b + j] = x[c·b² + i·b + j, h, w]
-    batch, channels, height, width = sizes_of(op, x)
+    batch, channels, height, width = op.sizes_of(x)
     if not isinstance(channels, int):
         raise fail(n, "mode CRD with a dynamic number of channels")
     sizes = [batch, channels // (block * block), height, block, width, block]
-    return reshape_like(op, op.Transpose(reshape(op, dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
+    return op.reshape_like(op.Transpose(op.reshape(dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
 
 
 def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -224,8 +210,7 @@ def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Nod
 def _range(op: Any, node: ir.Node, dys: Values) -> Values:
     """y[i] = start + i·delta."""
     dy = dys[0]
-    size = op.Squeeze(op.Shape(dy), op.constant([0]))
-    steps = op.Range(op.constant(np.int64(0)), size, op.constant(np.int64(1)))
+    steps = op.counted(op.Squeeze(op.Shape(dy), op.constant([0])))
     return [
         op.ReduceSum(dy, keepdims=0),
         None,

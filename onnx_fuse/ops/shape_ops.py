@@ -1,7 +1,7 @@
-"""The vocabulary of gradient rules: shapes as constants where they are known, zeros, pads, axes.
+"""What gradient rules and contrib bodies ask of a graph, and the builder that they write with.
 
-Rules keep shape arithmetic out of the graph wherever the shape is static; the emitter that runs
-them makes one node of equal ones, so a rule may ask for `Shape(x)` as often as it likes.
+They keep shape arithmetic out of the graph wherever the shape is static. The emitter that runs
+gradient rules makes one node of equal ones, so a rule may ask for `Shape(x)` as often as it likes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from onnx_fuse.ir.build import Builder, const_array, dim, given
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ops.formula import emitted
-from onnx_fuse.ops.formula import to_like as to_like
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 
 Tensor: TypeAlias = Any
@@ -31,7 +30,7 @@ Unary: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, ir.Node], Tensor]
 def unary(rule: Unary) -> GradRule:
     """A rule for the first input alone, from the first output's gradient."""
 
-    def grad(op: Builder, node: ir.Node, dys: Values) -> Values:
+    def grad(op: Any, node: ir.Node, dys: Values) -> Values:
         (dy, *_), x = dys, node.inputs[0]
         assert x is not None
         return [None if dy is None else rule(op, dy, x, node.outputs[0], node)]
@@ -46,10 +45,10 @@ def formulas(*texts: str | None) -> GradRule:
     output and `dy` its gradient.
     """
 
-    def grad(op: Builder, node: ir.Node, dys: Values) -> Values:
+    def grad(op: Any, node: ir.Node, dys: Values) -> Values:
         a, b = arguments(node, 2)
         names = {"x": a, "z": a, "a": a, "b": b, "y": node.outputs[0], "dy": dys[0]}
-        return [emitted(text, op, node, **names) if text else None for text in texts]
+        return [op.formula(text, node, **names) if text else None for text in texts]
 
     return grad
 
@@ -132,27 +131,6 @@ def fail(node: ir.Node, why: str) -> ModelError:
     )
 
 
-def emit(op: Any, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
-    """A node of ours whose outputs have the types and shapes of `like`."""
-    values = op.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
-    values = (values,) if len(like) == 1 else values
-    for value, template in zip(values, like, strict=True):
-        value.dtype, value.shape = template.dtype, template.shape
-    return values
-
-
-def output(op: Any, node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:
-    """Output `index` of a forward node, which gets it (named `<y>.<label>`) where it had none."""
-    if index >= len(node.outputs):
-        node.resize_outputs(index + 1)
-    value = node.outputs[index]
-    if not value.name:
-        value.name = op.fresh(f"{node.outputs[0].name}.{label}")
-    if value.dtype is None and dtype is not None:
-        value.dtype = dtype
-    return value
-
-
 # ---- shapes ----------------------------------------------------------------------------------
 
 
@@ -199,206 +177,239 @@ def spans(vector: ir.Value, x: ir.Value, axis: int = -1) -> bool:
     return (isinstance(size, int) and size != 1) or same_dim(size, x.shape[axis])
 
 
-def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> Tensor:
-    """The shape (of some axes) as an int64 vector: a constant where it is known."""
-    if axes is None:
-        sizes = dims(value)
-        return op.constant(sizes) if sizes else op.Shape(value)
-    static_sizes = [dim(value, a) for a in axes]
-    if None not in static_sizes:
-        return op.constant(static_sizes)
-    if [a + 1 for a in axes[:-1]] == list(axes[1:]) and (axes[-1] + 1 or value.shape is not None):
-        end = axes[-1] + 1 if axes[-1] != -1 else None
-        return op.Shape(value, start=axes[0], end=end)
-    return op.Gather(op.Shape(value), op.constant(list(axes)))
-
-
-def sizes_of(op: Any, value: ir.Value) -> list[Any]:
-    """Each axis as a number, or as an int64 vector of one."""
-    return [
-        d if (d := dim(value, a)) is not None else op.Shape(value, start=a, end=a + 1)
-        for a in range(known_rank(value))
-    ]
-
-
-def reshape(op: Any, value: ir.Value, sizes: Sequence[Any]) -> Tensor:
-    """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape.
-
-    Beside a -1 a number of 0 copies a size; without one, every size is meant as it is. A value
-    without elements has no -1 that onnxruntime finds where another size is 0.
-    """
-    copies = any(isinstance(s, int) and s < 0 for s in sizes)
-    open_sizes = not all(isinstance(s, int) for s in sizes)
-    zeros = any(isinstance(s, int) and s == 0 for s in sizes)
-    exact = not copies and (open_sizes or zeros)
-    return op.Reshape(value, vector(op, sizes), allowzero=1 if exact else None)
-
-
-def elements(op: Any, value: ir.Value, start: int = 0) -> Any:
-    """The number of elements along the axes from `start` on; an int64 vector of one if unknown."""
-    sizes = [dim(value, a) for a in range(start, known_rank(value))]
-    if None in sizes:
-        return op.ReduceProd(op.Shape(value, start=start), keepdims=1)
-    return math.prod(s for s in sizes if s is not None)
-
-
-def ratio(op: Any, x: ir.Value, y: ir.Value) -> Tensor:
-    """How many elements of x there are for each of y (of which there may be none): an int64."""
-    return op.Div(op.Size(x), op.Max(op.Size(y), op.constant(np.int64(1))))
-
-
-def vector(op: Any, sizes: Sequence[Any]) -> Tensor:
-    """Numbers and int64 vectors, concatenated; a constant where all are numbers."""
-    parts: list[Any] = []
-    for size in sizes:
-        if isinstance(size, int) and parts and isinstance(parts[-1], list):
-            parts[-1].append(size)
-        else:
-            parts.append([size] if isinstance(size, int) else size)
-    values = [op.constant(p) if isinstance(p, list) else p for p in parts]
-    if not values:
-        return op.constant(np.zeros(0, np.int64))
-    return values[0] if len(values) == 1 else op.Concat(*values, axis=0)
-
-
-def reshape_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
-    """`value` in the shape of `like`, which has as many elements."""
-    if same_shape(value, like):
-        return value
-    sizes = [dim(like, i) for i in range(len(like.shape))] if like.shape is not None else [None] * 2
-    if sizes.count(None) <= 1 and 0 not in sizes:
-        shape = op.constant(np.array([-1 if s is None else s for s in sizes], np.int64))
-        result = op.Reshape(value, shape)
-    else:
-        result = op.Reshape(value, op.Shape(like), allowzero=1)
-    result.shape = like.shape or result.shape
-    return result
-
-
-def filled(op: Any, shape: Tensor, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
-    """A tensor of one number."""
-    tensor = ir.tensor(np.full(1, number).astype((dtype or ir.DataType.FLOAT).numpy()))
-    return op.ConstantOfShape(shape, value=tensor)
-
-
-def zeros_like(op: Any, value: ir.Value) -> Tensor:
-    """Zeros of the shape and dtype of a value."""
-    if value.shape is not None and len(value.shape) == 0:
-        return op.constant(np.zeros((), (value.dtype or ir.DataType.FLOAT).numpy()))
-    return filled(op, shape_of(op, value), value.dtype)
-
-
-def present(op: Any, dy: ir.Value | None, y: ir.Value) -> Tensor:
-    """The gradient of an output, zeros where none reaches it."""
-    return zeros_like(op, y) if dy is None else dy
-
-
-def size_of(op: Any, x: Tensor, axis: int) -> Tensor:
-    """The size of an axis as an int64 scalar."""
-    size = dim(x, axis)
-    if size is not None:
-        return op.constant(np.int64(size))
-    return op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
-
-
-def pad(
-    op: Any, x: Tensor, axes: Sequence[int], before: Sequence[Any], after: Sequence[Any]
-) -> Tensor:
-    """Zeros around some axes; amounts are numbers or int64 vectors of one, negative ones cut.
-
-    Never by Pad's own `axes` input: where onnxruntime (1.31) moves a Transpose past such a Pad, it
-    permutes the amounts as if there were one for every axis.
-    """
-    pads: list[Any] = [0] * (2 * known_rank(x))
-    for axis, low, high in zip(axes, before, after, strict=True):
-        pads[axis % known_rank(x)], pads[axis % known_rank(x) + known_rank(x)] = low, high
-    if all(isinstance(size, int) and size == 0 for size in pads):
-        return x
-    return op.Pad(x, vector(op, pads))
-
-
-def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
-    """A vector's entries as vectors of one; numbers where it is constant."""
-    ints = static_ints(vector)
-    if ints is not None:
-        return list(ints)
-    return [op.Slice(vector, [i], [i + 1], [0]) for i in range(count)]
-
-
 def norm_axis(axis: int, value: ir.Value) -> int:
     """An axis counted from the front, from one that may be negative."""
     return axis if axis >= 0 else axis + known_rank(value)
 
 
-def swap_last(op: Any, value: ir.Value) -> Tensor:
-    """The transpose of the last two axes."""
-    n = known_rank(value)
-    return op.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
+# ---- the builder -----------------------------------------------------------------------------
 
 
-def to_type(op: Any, value: Tensor, dtype: ir.DataType | None) -> Tensor:
-    """`value` cast to a dtype; None leaves it as it is."""
-    return value if dtype is None or value.dtype == dtype else op.Cast(value, to=int(dtype))
+class TensorBuilder(Builder):
+    """A Builder with names for what takes several nodes: `op.Reshape` is one, `op.reshape` some.
 
-
-def scatter_add(
-    op: Any, kind: str, base: Tensor, indices: Tensor, updates: Tensor, **attributes: Any
-) -> Tensor:
-    """`base` with updates added at places that may repeat, by ScatterND or ScatterElements.
-
-    In 16 bits the sums are made in float32 for onnxruntime's CPU, which has no others (1.32); a
-    graph with `fused` operators runs on our own kernels, which have.
+    A size is a number, or an int64 vector of one that is computed where the model runs. `fused`:
+    kernels of ours run the graph.
     """
-    dtype = base.dtype
-    if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and not op.fused:
-        base, updates = (op.Cast(v, to=int(ir.DataType.FLOAT)) for v in (base, updates))
-    added = op.node(kind, [base, indices, updates], reduction="add", **attributes)
-    return to_type(op, added, dtype)
 
+    fused = False
+    fresh: Callable[[str], str]
 
-def sum_over(op: Any, value: Tensor, axes: Sequence[int], keepdims: int = 0) -> Tensor:
-    """The sum over these axes: the value itself over none, where ReduceSum sums over all."""
-    return op.ReduceSum(value, op.constant(list(axes)), keepdims=keepdims) if axes else value
+    def formula(self, text: str, node: ir.Node | None = None, **values: Any) -> Any:
+        """The result of formulas (`ops.formula`) of these values."""
+        return emitted(text, self, node, **values)
 
+    def to_like(self, value: Tensor, like: ir.Value) -> Tensor:
+        """`value` cast to the dtype of `like`; at run time where either is unknown."""
+        if value is like or (value.dtype == like.dtype and like.dtype is not None):
+            return value
+        return self.Cast(value, to=int(like.dtype)) if like.dtype else self.CastLike(value, like)
 
-def mean_over(op: Any, value: Tensor, axes: Sequence[int]) -> Tensor:
-    """The mean over these axes, which keep the size 1: the value itself over none."""
-    return op.ReduceMean(value, op.constant(list(axes)), keepdims=1) if axes else value
+    def emit(self, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
+        """A node of ours whose outputs have the types and shapes of `like`."""
+        values = self.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
+        values = (values,) if len(like) == 1 else values
+        for value, template in zip(values, like, strict=True):
+            value.dtype, value.shape = template.dtype, template.shape
+        return values
 
+    def output(self, node: ir.Node, index: int, dtype: ir.DataType | None, label: str) -> Tensor:
+        """Output `index` of a forward node; one that it lacks is added, named `<y>.<label>`."""
+        if index >= len(node.outputs):
+            node.resize_outputs(index + 1)
+        value = node.outputs[index]
+        if not value.name:
+            value.name = self.fresh(f"{node.outputs[0].name}.{label}")
+        if value.dtype is None and dtype is not None:
+            value.dtype = dtype
+        return value
 
-def split_evenly(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
-    """dy split evenly among the places where the masks (of dy's dtype) are 1."""
-    total = masks[0]
-    for mask in masks[1:]:
-        total = op.Add(total, mask)
-    each = op.Div(dy, total)
-    return [op.Mul(each, mask) for mask in masks]
+    def shape_of(self, value: ir.Value, axes: Sequence[int] | None = None) -> Tensor:
+        """The shape (of some axes) as an int64 vector: a constant where it is known."""
+        if axes is None:
+            sizes = dims(value)
+            return self.constant(sizes) if sizes else self.Shape(value)
+        static_sizes = [dim(value, a) for a in axes]
+        if None not in static_sizes:
+            return self.constant(static_sizes)
+        if [a + 1 for a in axes[:-1]] == list(axes[1:]) and (
+            axes[-1] + 1 or value.shape is not None
+        ):
+            end = axes[-1] + 1 if axes[-1] != -1 else None
+            return self.Shape(value, start=axes[0], end=end)
+        return self.Gather(self.Shape(value), self.constant(list(axes)))
 
+    def sizes_of(self, value: ir.Value) -> list[Any]:
+        """The size of each axis."""
+        return [
+            d if (d := dim(value, a)) is not None else self.Shape(value, start=a, end=a + 1)
+            for a in range(known_rank(value))
+        ]
 
-def unbroadcast(op: Any, g: Tensor, x: ir.Value) -> Tensor:
-    """Sum `g` over the axes along which `x` was broadcast, so that it has the shape of `x`.
+    def reshape(self, value: ir.Value, sizes: Sequence[Any]) -> Tensor:
+        """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape.
 
-    Axes are static where ranks and sizes (or their symbols) tell; otherwise they are found at run
-    time, as the places where x, its shape filled up with ones on the left, has size 1.
-    """
-    if same_shape(g, x):
-        return g
-    if g.shape is not None and x.shape is not None and len(g.shape) >= len(x.shape):
-        lead = len(g.shape) - len(x.shape)
-        pairs = list(enumerate(zip(g.shape[lead:], x.shape, strict=True), start=lead))
-        ones = [i for i, (gd, xd) in pairs if xd == 1 and gd != 1]
-        # A known size other than 1 was not broadcast, whatever g's is; nor was one equal to g's.
-        if all(isinstance(xd, int) or gd == 1 or same_dim(gd, xd) for _, (gd, xd) in pairs):
-            if lead:
-                axes = [*range(lead), *ones]
-                g = op.ReduceSum(g, op.constant(axes), keepdims=int(bool(ones)))
-                return op.Squeeze(g, op.constant(list(range(lead)))) if ones else g
-            return op.ReduceSum(g, op.constant(ones), keepdims=1) if ones else g
-    shape = op.Shape(x)
-    full = shape
-    if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
-        missing = op.Sub(op.Shape(op.Shape(g)), op.Shape(shape))
-        full = op.Concat(filled(op, missing, ir.DataType.INT64, 1), shape, axis=0)
-    axes = op.Squeeze(op.NonZero(op.Equal(full, 1)), op.constant([0]))
-    g = op.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
-    return op.Reshape(g, shape, allowzero=1)  # inference does not see the rank of the sum
+        Beside a -1 a number of 0 copies a size; without one, every size is meant as it is. A value
+        without elements has no -1 that onnxruntime finds where another size is 0.
+        """
+        copies = any(isinstance(s, int) and s < 0 for s in sizes)
+        open_sizes = not all(isinstance(s, int) for s in sizes)
+        zeros = any(isinstance(s, int) and s == 0 for s in sizes)
+        exact = not copies and (open_sizes or zeros)
+        return self.Reshape(value, self.vector(sizes), allowzero=1 if exact else None)
+
+    def elements(self, value: ir.Value, start: int = 0) -> Any:
+        """The number of elements along the axes from `start` on, as a size."""
+        sizes = [dim(value, a) for a in range(start, known_rank(value))]
+        if None in sizes:
+            return self.ReduceProd(self.Shape(value, start=start), keepdims=1)
+        return math.prod(s for s in sizes if s is not None)
+
+    def ratio(self, x: ir.Value, y: ir.Value) -> Tensor:
+        """How many elements of x there are for each of y (of which there may be none): an int64."""
+        return self.Div(self.Size(x), self.Max(self.Size(y), self.constant(np.int64(1))))
+
+    def vector(self, sizes: Sequence[Any]) -> Tensor:
+        """Numbers and int64 vectors, concatenated; a constant where all are numbers."""
+        parts: list[Any] = []
+        for size in sizes:
+            if isinstance(size, int) and parts and isinstance(parts[-1], list):
+                parts[-1].append(size)
+            else:
+                parts.append([size] if isinstance(size, int) else size)
+        values = [self.constant(p) if isinstance(p, list) else p for p in parts]
+        if not values:
+            return self.constant(np.zeros(0, np.int64))
+        return values[0] if len(values) == 1 else self.Concat(*values, axis=0)
+
+    def reshape_like(self, value: ir.Value, like: ir.Value) -> Tensor:
+        """`value` in the shape of `like`, which has as many elements."""
+        if same_shape(value, like):
+            return value
+        sizes = (
+            [dim(like, i) for i in range(len(like.shape))] if like.shape is not None else [None] * 2
+        )
+        if sizes.count(None) <= 1 and 0 not in sizes:
+            shape = self.constant(np.array([-1 if s is None else s for s in sizes], np.int64))
+            result = self.Reshape(value, shape)
+        else:
+            result = self.Reshape(value, self.Shape(like), allowzero=1)
+        result.shape = like.shape or result.shape
+        return result
+
+    def filled(self, shape: Tensor, dtype: ir.DataType | None, number: float = 0.0) -> Tensor:
+        """A tensor of one number."""
+        tensor = ir.tensor(np.full(1, number).astype((dtype or ir.DataType.FLOAT).numpy()))
+        return self.ConstantOfShape(shape, value=tensor)
+
+    def zeros_like(self, value: ir.Value) -> Tensor:
+        """Zeros of the shape and dtype of a value."""
+        if value.shape is not None and len(value.shape) == 0:
+            return self.constant(np.zeros((), (value.dtype or ir.DataType.FLOAT).numpy()))
+        return self.filled(self.shape_of(value), value.dtype)
+
+    def present(self, dy: ir.Value | None, y: ir.Value) -> Tensor:
+        """The gradient of an output, zeros where none reaches it."""
+        return self.zeros_like(y) if dy is None else dy
+
+    def size_of(self, x: Tensor, axis: int) -> Tensor:
+        """The size of an axis as an int64 scalar."""
+        size = dim(x, axis)
+        if size is not None:
+            return self.constant(np.int64(size))
+        return self.Squeeze(self.Shape(x, start=axis, end=axis + 1), self.constant([0]))
+
+    def counted(self, count: Tensor) -> Tensor:
+        """0, 1, … up to a number, an int64 scalar."""
+        return self.Range(self.constant(np.int64(0)), count, self.constant(np.int64(1)))
+
+    def pad(
+        self, x: Tensor, axes: Sequence[int], before: Sequence[Any], after: Sequence[Any]
+    ) -> Tensor:
+        """Zeros around some axes; amounts are sizes, negative ones cut.
+
+        Never by Pad's own `axes` input: where onnxruntime (1.31) moves a Transpose past such a Pad,
+        it permutes the amounts as if there were one for every axis.
+        """
+        pads: list[Any] = [0] * (2 * known_rank(x))
+        for axis, low, high in zip(axes, before, after, strict=True):
+            pads[axis % known_rank(x)], pads[axis % known_rank(x) + known_rank(x)] = low, high
+        if all(isinstance(size, int) and size == 0 for size in pads):
+            return x
+        return self.Pad(x, self.vector(pads))
+
+    def pieces(self, vector: Tensor, count: int) -> list[Tensor]:
+        """A vector's entries as vectors of one; numbers where it is constant."""
+        ints = static_ints(vector)
+        if ints is not None:
+            return list(ints)
+        return [self.Slice(vector, [i], [i + 1], [0]) for i in range(count)]
+
+    def swap_last(self, value: ir.Value) -> Tensor:
+        """The transpose of the last two axes."""
+        n = known_rank(value)
+        return self.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
+
+    def to_type(self, value: Tensor, dtype: ir.DataType | None) -> Tensor:
+        """`value` cast to a dtype; None leaves it as it is."""
+        return value if dtype is None or value.dtype == dtype else self.Cast(value, to=int(dtype))
+
+    def scatter_add(
+        self, kind: str, base: Tensor, indices: Tensor, updates: Tensor, **attributes: Any
+    ) -> Tensor:
+        """`base` with updates added at places that may repeat, by ScatterND or ScatterElements.
+
+        In 16 bits the sums are made in float32 for onnxruntime's CPU, which has no others (1.32); a
+        graph with `fused` operators runs on our own kernels, which have.
+        """
+        dtype = base.dtype
+        if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and not self.fused:
+            base, updates = (self.Cast(v, to=int(ir.DataType.FLOAT)) for v in (base, updates))
+        added = self.node(kind, [base, indices, updates], reduction="add", **attributes)
+        return self.to_type(added, dtype)
+
+    def sum_over(self, value: Tensor, axes: Sequence[int], keepdims: int = 0) -> Tensor:
+        """The sum over these axes: the value itself over none, where ReduceSum sums over all."""
+        return (
+            self.ReduceSum(value, self.constant(list(axes)), keepdims=keepdims) if axes else value
+        )
+
+    def mean_over(self, value: Tensor, axes: Sequence[int]) -> Tensor:
+        """The mean over these axes, which keep the size 1: the value itself over none."""
+        return self.ReduceMean(value, self.constant(list(axes)), keepdims=1) if axes else value
+
+    def split_evenly(self, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
+        """dy split evenly among the places where the masks (of dy's dtype) are 1."""
+        total = masks[0]
+        for mask in masks[1:]:
+            total = self.Add(total, mask)
+        each = self.Div(dy, total)
+        return [self.Mul(each, mask) for mask in masks]
+
+    def unbroadcast(self, g: Tensor, x: ir.Value) -> Tensor:
+        """Sum `g` over the axes along which `x` was broadcast, so that it has the shape of `x`.
+
+        Axes are static where ranks and sizes (or their symbols) tell; otherwise they are found at
+        run time, as the places where x, its shape filled up with ones on the left, has size 1.
+        """
+        if same_shape(g, x):
+            return g
+        if g.shape is not None and x.shape is not None and len(g.shape) >= len(x.shape):
+            lead = len(g.shape) - len(x.shape)
+            pairs = list(enumerate(zip(g.shape[lead:], x.shape, strict=True), start=lead))
+            ones = [i for i, (gd, xd) in pairs if xd == 1 and gd != 1]
+            # A known size other than 1 was not broadcast, nor was one equal to g's.
+            if all(isinstance(xd, int) or gd == 1 or same_dim(gd, xd) for _, (gd, xd) in pairs):
+                if lead:
+                    axes = [*range(lead), *ones]
+                    g = self.ReduceSum(g, self.constant(axes), keepdims=int(bool(ones)))
+                    return self.Squeeze(g, self.constant(list(range(lead)))) if ones else g
+                return self.ReduceSum(g, self.constant(ones), keepdims=1) if ones else g
+        shape = self.Shape(x)
+        full = shape
+        if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
+            missing = self.Sub(self.Shape(self.Shape(g)), self.Shape(shape))
+            full = self.Concat(self.filled(missing, ir.DataType.INT64, 1), shape, axis=0)
+        axes = self.Squeeze(self.NonZero(self.Equal(full, 1)), self.constant([0]))
+        g = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
+        return self.Reshape(g, shape, allowzero=1)  # inference does not see the rank of the sum

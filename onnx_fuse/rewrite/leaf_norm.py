@@ -15,7 +15,6 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, producer, sole_consumer
-from onnx_fuse.ops.shape_ops import emit
 
 MIN_ROWS = 16
 """Rows from which a product costs more than a pass over the weights."""
@@ -81,7 +80,7 @@ def _emit(
         w = op.Transpose(w, perm=[1, 0])
     name = "LayerNormLeafGradTurned" if turned else "LayerNormLeafGrad"
     xh = op.Mul(op.Sub(x, mean), rstd)
-    return list(emit(op, name, [dt, xh, w, gamma, beta], [*like, beta][:4]))
+    return list(op.emit(name, [dt, xh, w, gamma, beta], [*like, beta][:4]))
 
 
 def _plain(node: ir.Node) -> bool:

@@ -10,7 +10,6 @@ from onnx_fuse import rewrite
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.constants import Model
-from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.loss import class_axis
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.session import load
@@ -66,7 +65,7 @@ def distilled(
         b = op.CastLike(b, a)
         axis = class_axis(len(like.shape), {})
         text = _SQUARES if temperature is None else _DIVERGENCE.format(axis=axis)
-        terms.append(op.Mul(emitted(text, op, a=a, b=b, t=temperature or 1.0), float(weight)))
+        terms.append(op.Mul(op.formula(text, a=a, b=b, t=temperature or 1.0), float(weight)))
     total = op.node("Sum", terms, outputs=[op.fresh("distillation")])
     total.type, total.shape = next(iter(ours[name].type for name in chosen)), ir.Shape([])
     graph.extend(op.nodes)

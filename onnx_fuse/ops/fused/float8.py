@@ -23,7 +23,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, saved
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import typed
-from onnx_fuse.ops.shape_ops import Values, emit
+from onnx_fuse.ops.shape_ops import TensorBuilder, Values
 
 NAME = "Float8Linear"
 HISTORY = 16
@@ -99,7 +99,7 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
     like = [x, ir.Value(type=x.type, shape=w.shape), ir.Value(type=x.type), history]
     like[2].shape = ir.Shape([dim(w, 1)])
     attributes = {k: a.value for k, a in node.attributes.items()}
-    dx, dw, dc, following = emit(op, f"{NAME}{act}Grad", inputs, like, **attributes)
+    dx, dw, dc, following = op.emit(f"{NAME}{act}Grad", inputs, like, **attributes)
     if w.dtype is not None and w.dtype != x.dtype:
         dw = typed(op.Cast(dw, to=w.dtype.value), w, w.shape)
     return [dx, dw, dc if rank(c) == 1 else op.ReduceSum(dc, keepdims=0), None, None, following]
@@ -129,7 +129,7 @@ register(*(op for activation in (None, *ACTIVATIONS.values()) for op in _define(
 
 
 def linear(
-    op: Any,
+    op: TensorBuilder,
     act: str,
     operands: tuple[ir.Value, ir.Value, ir.Value],
     histories: tuple[ir.Value, ir.Value, ir.Value],
@@ -139,4 +139,4 @@ def linear(
     x, w, _ = operands
     y = ir.Value(type=x.type, shape=ir.Shape([dim(x, 0), dim(w, 1)]))
     like = [y, *histories[:2]]
-    return emit(op, NAME + act, [*operands, *histories], like, **attributes)
+    return op.emit(NAME + act, [*operands, *histories], like, **attributes)

@@ -22,7 +22,7 @@ from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
 from onnx_fuse.ops.opdef import OpDef, lookup
-from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, emit, fail, unbroadcast
+from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, fail
 
 STASH = "stash_type: int = 1"
 
@@ -192,12 +192,12 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
             len(shape) < 2 or shape[-1] == dim(w, 1)
         )
         if per_column or not op.wants(c):
-            *grads, dc = emit(op, str(grad), inputs, like, **attributes)
+            *grads, dc = op.emit(str(grad), inputs, like, **attributes)
             for _ in shape[1:]:
                 dc = op.Unsqueeze(dc, op.constant([0]))
-            grads.append(unbroadcast(op, dc, c) if per_column else None)
+            grads.append(op.unbroadcast(dc, c) if per_column else None)
         else:
-            *grads, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
+            *grads, _, dz = op.emit(str(grad.exposing("dz")), inputs, [*like, y], **attributes)
             grads.append(dz)
     if dn is not None:
         through, *rest = grads or [None, None, None]
@@ -338,7 +338,7 @@ def norm_grad(
     plain = {"LayerNorm": "LayerNormGrad", "RMSNorm": "RMSNormalizationGrad"}[kind]
     name = plain if ds is None else f"Skip{kind}Grad"
     inputs = [dy, *([ds] if ds is not None else []), x, affine[0], *stats]
-    return list(emit(op, name, inputs, [x, *affine], **wide(node)))
+    return list(op.emit(name, inputs, [x, *affine], **wide(node)))
 
 
 def rms_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:

@@ -32,7 +32,7 @@ from onnx_fuse.ops.rules import (
     producer,
     sole_consumer,
 )
-from onnx_fuse.ops.shape_ops import Values, emit
+from onnx_fuse.ops.shape_ops import Values
 
 _BODY = """
   first = [0]
@@ -100,7 +100,7 @@ def _grad(op: Any, node: ir.Node, dys: Values) -> Values:
     activation = FusedName.of(node.op_type).activation
     name = str(FusedName.make("GroupNorm", activation, grad=True))
     attributes = {k: a.value for k, a in node.attributes.items()}
-    return list(emit(op, name, [dys[0], *node.inputs], list(node.inputs), **attributes))
+    return list(op.emit(name, [dys[0], *node.inputs], list(node.inputs), **attributes))
 
 
 def _define_grad(activation: Activation | None) -> OpDef:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, given, rank
+from onnx_fuse.ir.build import dim, given, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
@@ -33,7 +33,7 @@ from onnx_fuse.ops.rules import (
     row_axis,
     typed,
 )
-from onnx_fuse.ops.shape_ops import Values
+from onnx_fuse.ops.shape_ops import TensorBuilder, Values
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048
@@ -221,7 +221,7 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         return rw.refuse(NAME, nodes, "the probabilities are read as well")
     if not all(_read_once(v) for v in (value, *(view.outputs[0] for view in views))):
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
-    op, w = Builder(), site.w
+    op, w = TensorBuilder(), site.w
     x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE
     stash = ir.DataType.DOUBLE if double else ir.DataType.FLOAT

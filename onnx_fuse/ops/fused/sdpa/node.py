@@ -15,6 +15,7 @@ from onnx_fuse.ops.fused.sdpa.mask_analysis import causal_step
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import Rewriter, attribute, typed
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 _SUMS = 25
 """The opset from which what hides keys is added to a mask and does not take its place
@@ -51,7 +52,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     for reason, stands in problems.items():
         if stands:
             return rw.refuse("Sdpa", [node], reason)
-    op = Builder()
+    op = TensorBuilder()
     flat = rank(q) == 3
     heads, groups = attribute(node, "q_num_heads"), attribute(node, "kv_num_heads")
     if flat:
