@@ -192,5 +192,20 @@ PARTS = {
     "QKV": "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v",
     "SCORES": "kt = Transpose <perm = [0,1,3,2]> (k)  s = MatMul (q, kt)",
     "SCALE": "f = float {0.35355339}",
+    "PADDED_NORM": "pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}"
+    "  flat = int64[3] {-1, 9, 16}"
+    "  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}"
+    "  n = LayerNormalization <axis = -1> (x, g, b)  p = Pad (n, pads)  t = Reshape (p, cut)"
+    "  u = Transpose <perm = [0,1,3,2,4,5]> (t)  v = Reshape (u, flat)",
+    "NUMBERS": "axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}",
+    "STD": "v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)",
+    "IMAGE_NORM": "t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)"
+    "  u = Transpose <perm = [0,3,1,2]> (n)",
+    "GELU_OF_X": "u = Mul (x, r)  e = Erf (u)  e1 = Add (e, one)  p = Mul (x, e1)"
+    "  y = Mul (p, half)",
+    "ERF_OF_X": "u = Mul (x, r)  e = Erf (u)  e1 = Add (e, one)",
+    "ROWS_OF_6": "var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}"
+    "  m = MatMul (x, w)",
+    "VARIANCE": "var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}",
 }
 """Parts of the graphs' texts."""

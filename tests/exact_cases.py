@@ -17,7 +17,6 @@ PARTS = {
     "GLU": "z = MatMul (x, w)  q, u = Split <axis = -1, num_outputs = 2> (z)",
     "SILU": "s = Sigmoid (q)  o = Mul (q, s)",
     "BN": "float[6] g, float[6] b, float[6] m",
-    "VARIANCE": "var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}",
     "IMAGE": "float[B,4,S,T] x, float[6,4,3,3] w",
 }
 ROWS = """
@@ -25,14 +24,12 @@ ROWS = """
 ln_in_double_between_casts:
   ($X) => ($OUT)
   xd = Cast <to = 11> (x)  axes = int64[1] {-1}  eps = double {1e-05}  mu = ReduceMean (xd, axes)
-  d = Sub (xd, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)
-  n = Div (d, std)  y = CastLike (n, x)
+  d = Sub (xd, mu)  sq = Mul (d, d)  $STD  n = Div (d, std)  y = CastLike (n, x)
   reason: LayerNormalization computes in float32
 rms_in_double_between_casts:
   ($X) => ($OUT)
-  d = Cast <to = 11> (x)  axes = int64[1] {-1}  eps = double {1e-06}  sq = Mul (d, d)
-  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  n = Div (d, std)
-  y = CastLike (n, x)
+  d = Cast <to = 11> (x)  axes = int64[1] {-1}  eps = double {1e-06}  sq = Mul (d, d)  $STD
+  n = Div (d, std)  y = CastLike (n, x)
   reason: its epsilon 1e-06 is a double
 ln_variance_rounded:
   ($X) => ($OUT)
@@ -44,8 +41,7 @@ ln_variance_rounded:
 ln_mean_rounded: RMSNormalization  # of the deviation from the rounded mean
   ($X) => ($OUT)
   axes = int64[1] {-1}  eps = float {1e-05}  mf = ReduceMean (x, axes)  mh = Cast <to = 10> (mf)
-  mu = CastLike (mh, x)  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  y = Div (d, std)
+  mu = CastLike (mh, x)  d = Sub (x, mu)  sq = Mul (d, d)  $STD  y = Div (d, std)
   spares float16: $KEPT_WIDE
 rms_root_rounded:
   ($X) => ($OUT)
@@ -56,9 +52,8 @@ rms_root_rounded:
   reason: $WITHIN
 ln_in_float16:
   (float16[B,T,8] x) => (float16[B,T,8] y)
-  axes = int64[1] {-1}  e32 = float {1e-05}  eps = Cast <to = 10> (e32)  mu = ReduceMean (x, axes)
-  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)
-  y = Div (d, std)
+  axes = int64[1] {-1}  e32 = float {1e-05}  eps = Cast <to = 10> (e32)  $CENTRE  sq = Mul (d, d)
+  $STD  y = Div (d, std)
   spares float16: $KEPT_WIDE
   reason: computed in float16
 ln_deviation_rounded_before_an_rms_norm: RMSNormalization; opset 23
@@ -72,40 +67,34 @@ ln_epsilon_raises_the_rank:
   reason: $WITHIN
 ln_exponent_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  two = float[1,1,1,1] {2.0}  eps = float {1e-05}  mu = ReduceMean (x, axes)
-  d = Sub (x, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)
-  y = Div (d, std)
+  axes = int64[1] {-1}  two = float[1,1,1,1] {2.0}  eps = float {1e-05}  $CENTRE  sq = Pow (d, two)
+  $STD  y = Div (d, std)
   reason: $WITHIN
 ln_root_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  h = float[1,1,1,1] {0.5}  eps = float {1e-05}  mu = ReduceMean (x, axes)
-  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Pow (ve, h)
-  y = Div (d, std)
+  axes = int64[1] {-1}  h = float[1,1,1,1] {0.5}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
+  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Pow (ve, h)  y = Div (d, std)
   reason: $WITHIN
 ln_one_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  one = float[1,1,1,1] {1.0}  eps = float {1e-05}  mu = ReduceMean (x, axes)
-  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)
-  r = Div (one, std)  y = Mul (d, r)
+  axes = int64[1] {-1}  one = float[1,1,1,1] {1.0}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
+  $STD  r = Div (one, std)  y = Mul (d, r)
   reason: $WITHIN
 ln_scale_of_one_element:
   ($X, float[1] g, float[1] b) => ($OUT)
-  axes = int64[1] {-1}  eps = float {1e-05}  mu = ReduceMean (x, axes)  d = Sub (x, mu)
-  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  n = Div (d, std)
+  axes = int64[1] {-1}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)  $STD  n = Div (d, std)
   s = Mul (n, g)  y = Add (s, b)
 ln_unbiased_variance:
   ($X) => ($OUT)
-  axes = int64[1] {-1}  seven = float {7.0}  eps = float {1e-05}  mu = ReduceMean (x, axes)
-  d = Sub (x, mu)  sq = Mul (d, d)  t = ReduceSum (sq, axes)  v = Div (t, seven)  ve = Add (v, eps)
-  std = Sqrt (ve)  y = Div (d, std)
+  axes = int64[1] {-1}  seven = float {7.0}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
+  t = ReduceSum (sq, axes)  v = Div (t, seven)  ve = Add (v, eps)  std = Sqrt (ve)  y = Div (d, std)
 ln_epsilon_outside_the_root:
   ($X) => ($OUT)
   axes = int64[1] {-1}  eps = float {1e-05}  mu = ReduceMean (x, axes)  d = Sub (x, mu)
   sq = Mul (d, d)  v = ReduceMean (sq, axes)  s = Sqrt (v)  std = Add (s, eps)  y = Div (d, std)
 ln_over_another_axis:
   ($X) => ($OUT)
-  axes = int64[1] {1}  eps = float {1e-05}  mu = ReduceMean (x, axes)  d = Sub (x, mu)
-  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  y = Div (d, std)
+  axes = int64[1] {1}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)  $STD  y = Div (d, std)
 ln_negative_scale_of_a_constant_row:  # -0.0, which a bias of 0.0 would lose
   ($X, float[8] g) => ($OUT)
   zero = float {0.0}  k = Mul (x, zero)  a = Abs (g)  s = Neg (a)
@@ -123,38 +112,31 @@ skip_norm_scaled_by_its_own_sum: fed x r
 # --- activations ----------------------------------------------------------------------------
 gelu_half_raises_the_rank:
   ($X) => ($RAISED)
-  half = float[1,1,1,1] {0.5}  one = float {1.0}  r = float {0.70710678}  u = Mul (x, r)
-  e = Erf (u)  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float[1,1,1,1] {0.5}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
 gelu_one_raises_the_rank:
   ($X) => ($RAISED)
-  half = float {0.5}  one = float[1,1,1,1] {1.0}  r = float {0.70710678}  u = Mul (x, r)
-  e = Erf (u)  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.5}  one = float[1,1,1,1] {1.0}  r = float {0.70710678}  $GELU_OF_X
 gelu_root_raises_the_rank:
   ($X) => ($RAISED)
-  half = float {0.5}  one = float {1.0}  r = float[1,1,1,1] {0.70710678}  u = Mul (x, r)
-  e = Erf (u)  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.5}  one = float {1.0}  r = float[1,1,1,1] {0.70710678}  $GELU_OF_X
 quick_gelu_factor_raises_the_rank:
   ($X) => ($RAISED)
   a = float[1,1,1,1] {1.702}  u = Mul (x, a)  s = Sigmoid (u)  y = Mul (x, s)
 gelu_with_a_half_of_0.5009:
   ($X) => ($OUT)
-  half = float {0.5009}  one = float {1.0}  r = float {0.70710678}  u = Mul (x, r)  e = Erf (u)
-  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.5009}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
   reason: near those of Gelu
 gelu_with_a_half_of_0.5000001:
   ($X) => ($OUT)
-  half = float {0.50000012}  one = float {1.0}  r = float {0.70710678}  u = Mul (x, r)  e = Erf (u)
-  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.50000012}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
   reason: near those of Gelu
 gelu_with_a_root_of_four_digits:
   ($X) => ($OUT)
-  half = float {0.5}  one = float {1.0}  r = float {0.7071}  u = Mul (x, r)  e = Erf (u)
-  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.5}  one = float {1.0}  r = float {0.7071}  $GELU_OF_X
   reason: near those of Gelu
 gelu_with_a_one_of_1.0005:
   ($X) => ($OUT)
-  half = float {0.5}  one = float {1.0005}  r = float {0.70710678}  u = Mul (x, r)  e = Erf (u)
-  e1 = Add (e, one)  p = Mul (x, e1)  y = Mul (p, half)
+  half = float {0.5}  one = float {1.0005}  r = float {0.70710678}  $GELU_OF_X
   reason: near those of Gelu
 gelu_as_a_sum:  # -0.0 · ½ + -0.0 · ½ · erf is 0.0
   ($X) => ($OUT)
@@ -164,8 +146,7 @@ gelu_as_a_sum:  # -0.0 · ½ + -0.0 · ½ · erf is 0.0
 gelu_that_overflows:
   ($X) => ($OUT)
   half = float {5e-31}  large = float {1e+30}  one = float {1.0}  r = float {0.70710678}
-  xl = Mul (x, large)  u = Mul (x, r)  e = Erf (u)  e1 = Add (e, one)  p = Mul (xl, e1)
-  y = Mul (p, half)
+  xl = Mul (x, large)  $ERF_OF_X  p = Mul (xl, e1)  y = Mul (p, half)
   spares float16: $KEPT_WIDE
 silu_of_1.0019: QuickGelu
   ($X) => ($OUT)
@@ -218,15 +199,15 @@ skip_norm_in_a_branch: fed x flag
   ($FLAG, $AFFINE) => ($OUT)
   s = Add (x, x)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) { t = LayerNormalization <axis = -1> (s, g, b) },
-    else_branch = no () => (float[B,T,8] o) { o = Neg (s) }>
+  then_branch = yes () => (float[B,T,8] t) { t = LayerNormalization <axis = -1> (s, g, b) },
+  else_branch = no () => (float[B,T,8] o) { o = Neg (s) }>
 skip_norm_in_a_branch_with_its_scale: fed x flag
   ($FLAG, float[8] g, float[8] b) => ($OUT)
   s = Add (x, x)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) {
-      h = Neg (g) n = LayerNormalization <axis = -1> (s, h, b) t = Neg (n) },
-    else_branch = no () => (float[B,T,8] o) { o = Neg (x) }>
+  then_branch = yes () => (float[B,T,8] t) {
+  h = Neg (g) n = LayerNormalization <axis = -1> (s, h, b) t = Neg (n) },
+  else_branch = no () => (float[B,T,8] o) { o = Neg (x) }>
 skip_norm_in_a_loop_with_its_scale:
   ($X, $AFFINE) => ($OUT)
   s = Add (x, x)  three = int64 {3}  go = bool {1}
@@ -238,50 +219,48 @@ loss_in_a_branch: fed x labels flag
   (float[B,8] x, int64[B] labels, bool flag) => (float y, float[B,8] l)
   l = LogSoftmax <axis = 1> (x)
   y = If (flag) <
-    then_branch = yes () => (float t) { t = NegativeLogLikelihoodLoss (l, labels) },
-    else_branch = no () => (float o) { o = ReduceMax <keepdims = 0> (x) }>
+  then_branch = yes () => (float t) { t = NegativeLogLikelihoodLoss (l, labels) },
+  else_branch = no () => (float o) { o = ReduceMax <keepdims = 0> (x) }>
   spares empty: there is no maximum over none
 activation_in_a_branch: Gemm; fed x flag
   ($FLAG, float[8,8] w, float[8] c) => ($OUT)
   m = MatMul (x, w)  z = Add (m, c)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) { t = Gelu (z) },
-    else_branch = no () => (float[B,T,8] o) { o = Relu (z) }>
+  then_branch = yes () => (float[B,T,8] t) { t = Gelu (z) },
+  else_branch = no () => (float[B,T,8] o) { o = Relu (z) }>
 gelu_in_a_branch: fed x flag
   ($FLAG) => ($OUT)
-  half = float {0.5}  one = float {1.0}  r = float {0.70710678}  u = Mul (x, r)  e = Erf (u)
-  e1 = Add (e, one)  p = Mul (x, e1)
-  y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) { t = Mul (p, half) },
-    else_branch = no () => (float[B,T,8] o) { o = Relu (p) }>
+  half = float {0.5}  one = float {1.0}  r = float {0.70710678}  $ERF_OF_X  p = Mul (x, e1)
+  y = If (flag) <  then_branch = yes () => (float[B,T,8] t) { t = Mul (p, half) },
+  else_branch = no () => (float[B,T,8] o) { o = Relu (p) }>
 norm_before_a_branch: fed x flag
   ($FLAG, $AFFINE, float[8,8] w) => ($OUT)
   n = LayerNormalization <axis = -1> (x, g, b)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) { t = MatMul (n, w) },
-    else_branch = no () => (float[B,T,8] o) { o = Neg (n) }>
+  then_branch = yes () => (float[B,T,8] t) { t = MatMul (n, w) },
+  else_branch = no () => (float[B,T,8] o) { o = Neg (n) }>
 products_of_one_input_in_two_bodies: fed x flag
   ($FLAG, float[8,8] w, float[8,8] w1, float[8,8] w2) => ($OUT)
   a = MatMul (x, w)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) { u = MatMul (x, w1) t = Add (u, a) },
-    else_branch = no () => (float[B,T,8] o) { v = MatMul (x, w2) o = Mul (v, a) }>
+  then_branch = yes () => (float[B,T,8] t) { u = MatMul (x, w1) t = Add (u, a) },
+  else_branch = no () => (float[B,T,8] o) { v = MatMul (x, w2) o = Mul (v, a) }>
 batch_norm_in_a_branch: fed x flag
   (float[B,4,S,T] x, bool flag, float[6,4,1,1] w, $BN) => (float[B,6,S,T] y)
   $VARIANCE  z = Conv (x, w)
   y = If (flag) <
-    then_branch = yes () => (float[B,6,S,T] t) { t = BatchNormalization (z, g, b, m, var) },
-    else_branch = no () => (float[B,6,S,T] o) { o = Relu (z) }>
+  then_branch = yes () => (float[B,6,S,T] t) { t = BatchNormalization (z, g, b, m, var) },
+  else_branch = no () => (float[B,6,S,T] o) { o = Relu (z) }>
 nested_branches: fed x flag
   ($FLAG, $AFFINE, float[8,8] w) => ($OUT)
   s = Add (x, x)
   y = If (flag) <
-    then_branch = yes () => (float[B,T,8] t) {
-      i = If (flag) <
-        then_branch = yes () => (float[B,T,8] t) { t = LayerNormalization <axis = -1> (s, g, b) },
-        else_branch = no () => (float[B,T,8] o) { o = MatMul (s, w) }>
-      t = Relu (i) },
-    else_branch = no () => (float[B,T,8] o) { o = Neg (s) }>
+  then_branch = yes () => (float[B,T,8] t) {
+  i = If (flag) <
+  then_branch = yes () => (float[B,T,8] t) { t = LayerNormalization <axis = -1> (s, g, b) },
+  else_branch = no () => (float[B,T,8] o) { o = MatMul (s, w) }>
+  t = Relu (i) },
+  else_branch = no () => (float[B,T,8] o) { o = Neg (s) }>
 # --- losses ---------------------------------------------------------------------------------
 cross_entropy_of_a_rounded_softmax_stays: fed x labels
   (float[B,24] x, int64[B] labels) => (float y)

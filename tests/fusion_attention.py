@@ -28,25 +28,14 @@ attention_by_einsum_with_heads_in_the_weights: Gemm Gemm Gemm Sdpa Gemm; gone Ei
   h = Einsum <equation = "acbe,aecd->abcd"> (p, v)  o = Einsum <equation = "abcd,cde->abe"> (h, wo)
   y = Add (o, co)
   spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
-product_by_einsum_rows_and_a_batch: gone Einsum
-  (float[B,3,5,8] x, float[3,4,8] w) => (float[B,3,5,4] y)
-  y = Einsum <equation = "bhwc,hkc->bhwk"> (x, w)
-  spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
-product_by_einsum_last_row_is_first: gone Einsum
-  (float[B,3,5,8] x, float[5,4,8] w) => (float[B,3,5,4] y)
-  y = Einsum <equation = "bhwc,wkc->bhwk"> (x, w)
-  spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
-product_by_einsum_swapped: gone Einsum
-  (float[B,T,8] x, float[8,3,2] w) => (float[3,2,B,T] y)
-  y = Einsum <equation = "cde,abc->deab"> (w, x)
-  spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
-product_by_einsum_batch_and_two_sums: gone Einsum
-  (float[3,T,2,4] x, float[3,2,4,5] w) => (float[3,T,5] y)
-  y = Einsum <equation = "nabc,nbcd->nad"> (x, w)
-  spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
-product_by_einsum_leading_axes: gone Einsum
-  (float[B,T,8] x, float[4,8] w) => (float[B,T,4] y)
-  y = Einsum <equation = "...d,kd->...k"> (x, w)
+product_by_einsum_$name: gone Einsum;
+name, x, w, y, equation, of in rows_and_a_batch B,3,5,8 3,4,8 B,3,5,4 bhwc,hkc->bhwk x, w |
+last_row_is_first B,3,5,8 5,4,8 B,3,5,4 bhwc,wkc->bhwk x, w |
+swapped B,T,8 8,3,2 3,2,B,T cde,abc->deab w, x |
+batch_and_two_sums 3,T,2,4 3,2,4,5 3,T,5 nabc,nbcd->nad x, w |
+leading_axes B,T,8 4,8 B,T,4 ...d,kd->...k x, w
+  (float[$x] x, float[$w] w) => (float[$y] y)
+  y = Einsum <equation = "$equation"> ($of)
   spares empty: onnxruntime's Einsum dies of a batch of none (1.32)
 product_by_einsum_only_turned: gone Einsum
   (float[B,T,8] x) => (float[8,B,T] y)

@@ -37,37 +37,32 @@ conv_relu_without_bias: ConvRelu
   z = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w)  y = Relu (z)
 conv_batch_norm_relu: ConvRelu
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] g, float[6] b) => (float[B,6,P,Q] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  z = Conv <pads = [1,1,1,1]> (x, w)
-  n = BatchNormalization (z, g, b, b, var)  y = Relu (n)
+  $VARIANCE  z = Conv <pads = [1,1,1,1]> (x, w)  n = BatchNormalization (z, g, b, b, var)
+  y = Relu (n)
 product_batch_norm_through_a_reshape: Gemm; gone BatchNormalization
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
-  r = Reshape (m, flat)  y = BatchNormalization (r, g, b, b, var)
+  $ROWS_OF_6  r = Reshape (m, flat)  y = BatchNormalization (r, g, b, b, var)
 product_batch_norm_of_a_biased_product: Gemm; gone BatchNormalization
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b, float[6] c) => (float[N,6] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
-  a = Add (c, m)  r = Reshape (a, flat)  y = BatchNormalization (r, g, b, b, var)
+  $ROWS_OF_6  a = Add (c, m)  r = Reshape (a, flat)  y = BatchNormalization (r, g, b, b, var)
 product_batch_norm_through_a_transpose: GemmRelu; gone BatchNormalization
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[B,6,T] y)
   var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
   r = Transpose <perm = [0,2,1]> (m)  n = BatchNormalization (r, g, b, b, var)  y = Relu (n)
 product_batch_norm_whose_shape_is_read: GemmHardSwish; gone BatchNormalization HardSwish
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[B,T,6] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
-  size = Shape (m)  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)
+  $ROWS_OF_6  size = Shape (m)  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)
   v = Reshape (n, size)  y = HardSwish (v)
 product_batch_norm_read_twice_stays:
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
-  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)  y = Add (n, r)
+  $ROWS_OF_6  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)  y = Add (n, r)
 product_batch_norm_of_a_residual_stays:
   (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
   var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
   t = Tanh (m)  a = Add (m, t)  r = Reshape (a, flat)  y = BatchNormalization (r, g, b, b, var)
 product_batch_norm_of_other_axis_stays:
   (float[B,6,16] x, float[16,5] w, float[6] g, float[6] b) => (float[B,6,5] y)
-  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  m = MatMul (x, w)
-  y = BatchNormalization (m, g, b, b, var)
+  $VARIANCE  m = MatMul (x, w)  y = BatchNormalization (m, g, b, b, var)
 conv_add_relu: ConvAddRelu; fed x r; gone Conv Add Relu
   (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w, c)  s = Add (z, r)  y = Relu (s)
@@ -86,28 +81,14 @@ conv_bias_behind_it_rank_3: ConvRelu; fed x r; gone Add Relu Mul
 conv_bias_behind_it_and_residual: ConvAddRelu; fed x r; gone Add Relu Mul
   (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[1,6,1,1] c) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w)  b = Add (c, z)  s = Add (b, r)  y = Relu (s)
-conv_clip_from_0_to_6: ConvClippedRelu
+conv_clip_from_0_to_$name: ConvClippedRelu; name, high in 6 6 | half 0.5
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
-conv_clip_from_0_to_half: ConvClippedRelu
-  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {0}  high = float {0.5}  z = Conv <pads = [1,1,1,1]> (x, w, c)
+  low = float {0}  high = float {$high}  z = Conv <pads = [1,1,1,1]> (x, w, c)
   y = Clip (z, low, high)
-conv_clip_from_minus_1:
+conv_clip_$name: ; name, low, high, of in from_minus_1 -1 6 z, low, high | to_0 0 0 z, low, high |
+without_bounds 0 6 z | without_a_low_bound 0 6 z, , high
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {-1}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
-  reason: not one of the activations
-conv_clip_to_0:
-  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {0}  high = float {0}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
-  reason: not one of the activations
-conv_clip_without_bounds:
-  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z)
-  reason: not one of the activations
-conv_clip_without_a_low_bound:
-  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
-  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, , high)
+  low = float {$low}  high = float {$high}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip ($of)
   reason: not one of the activations
 conv_sum_that_is_no_bias_of_columns:
   (float[B,3,S,6] x, float[6,3,3,3] w, float[1,1,1,6] b) => (float[B,6,S,6] y)
@@ -132,41 +113,28 @@ conv_add_broadcast_stays: fed x r
   reason: it follows an Add
 convolution_of_single_taps_behind_a_norm_narrow: LayerNormGemmRelu; gone Conv
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Relu (z)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Relu (z)
 convolution_of_single_taps_behind_a_norm_and_another: LayerNormGemmGelu; gone Conv
   (float[B,8,S,T] x, float[8] g, float[8] b, float[32,8,1,1] w, float[32] c, float[8,32,1,1] v)
   => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  h = Gelu (z)  y = Conv (h, v)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  h = Gelu (z)
+  y = Conv (h, v)
 convolution_of_single_taps_behind_a_norm_wide:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[32,8,1,1] w, float[32] c) => (float[B,32,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  y = Neg (z)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  y = Neg (z)
   reason: the Transpose would move 32 numbers a pixel, not 8
 convolution_of_single_taps_behind_a_norm_of_groups:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,4,1,1] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 2, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
+  $IMAGE_NORM  z = Conv <group = 2, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
 convolution_of_single_taps_behind_a_norm_of_nine:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,3,3] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
 convolution_of_single_taps_behind_a_norm_in_steps:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [0,0,0,0], strides = [2,2]> (u, w)  y = Neg (z)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [2,2]> (u, w)  y = Neg (z)
 convolution_of_single_taps_behind_a_norm_padded:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
 convolution_of_single_taps_behind_a_norm_turned:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
   t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
@@ -174,9 +142,7 @@ convolution_of_single_taps_behind_a_norm_turned:
   z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
 convolution_of_single_taps_behind_a_norm_read_twice:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
-  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
-  u = Transpose <perm = [0,3,1,2]> (n)
-  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Mul (z, u)
+  $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Mul (z, u)
   reason: others read the norm or its Transpose
 conv_prelu: ConvPRelu; gone PRelu
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a) => (float[B,6,S,T] y)

@@ -23,30 +23,22 @@ norm_without_bias: LayerNormGemm
   n = LayerNormalization (x, g)  $LINEAR  y = Identity (z)
 norm_written_out_pow_div: LayerNormGemm
   ($IN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  $BIAS  $LINEAR  y = Identity (z)
+  $NUMBERS  $CENTRE  sq = Pow (d, two)  $STD  p = Div (d, std)  $BIAS  $LINEAR  y = Identity (z)
 norm_written_out_mul_reciprocal: LayerNormGemm
   ($IN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  r = Reciprocal (std)  p = Mul (r, d)  $BIAS  $LINEAR
+  $NUMBERS  $CENTRE  sq = Mul (d, d)  $STD  r = Reciprocal (std)  p = Mul (r, d)  $BIAS  $LINEAR
   y = Identity (z)
 norm_written_out_mul_one_over: LayerNormGemm
   ($IN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  r = Div (one, std)  p = Mul (d, r)  $BIAS  $LINEAR
+  $NUMBERS  $CENTRE  sq = Mul (d, d)  $STD  r = Div (one, std)  p = Mul (d, r)  $BIAS  $LINEAR
   y = Identity (z)
 norm_written_out_width_from_sizes: LayerNormGemm  # [B·4, -1, 16], as patches are unfolded
   (float[B,4,T,16] x, $AFFINE, $LIN) => (float[R,T,24] y)
   zero = int64 {0}  four = int64 {4}  at = int64[1] {0}  rest = int64[1] {-1}  all = Shape (x)
   b0 = Gather (all, zero)  t = Shape <start = 2, end = 3> (x)  b4 = Mul (b0, four)
-  b1 = Unsqueeze (b4, at)  to = Concat <axis = 0> (b1, t, rest)  x3 = Reshape (x, to)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x3, axes)  d = Sub (x3, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  q = Mul (p, g)  n = Add (q, b)  $LINEAR
-  y = Identity (z)
+  b1 = Unsqueeze (b4, at)  to = Concat <axis = 0> (b1, t, rest)  x3 = Reshape (x, to)  $NUMBERS
+  mu = ReduceMean (x3, axes)  d = Sub (x3, mu)  sq = Pow (d, two)  $STD  p = Div (d, std)
+  q = Mul (p, g)  n = Add (q, b)  $LINEAR  y = Identity (z)
 # torch.var_mean: its axes are put back by Reshape
 norm_written_out_with_var_and_mean: LayerNormGemm; gone ReduceMean ReduceSum
   ($IN)
@@ -64,23 +56,18 @@ norm_written_out_around_an_rms_norm: LayerNormGemm; gone ReduceMean; opset 23
   $LINEAR  y = Identity (z)
 norm_written_out_operands_swapped: LayerNormGemm
   ($IN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  q = Mul (g, p)  n = Add (b, q)
+  $NUMBERS  $CENTRE  sq = Pow (d, two)  $STD  p = Div (d, std)  q = Mul (g, p)  n = Add (b, q)
   m = MatMul (n, w)  z = Add (c, m)  y = Identity (z)
 norm_written_out_without_affine: LayerNormGemm
   ($X, $LIN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
-  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  n = Identity (p)  $LINEAR
+  $NUMBERS  $CENTRE  sq = Pow (d, two)  $STD  p = Div (d, std)  n = Identity (p)  $LINEAR
   y = Identity (z)
 norm_with_casts_between: LayerNormGemm
   (float16[B,T,16] x, float16[16] g, float16[16] b, float16[16,24] w, float16[24] c)
   => (float16[B,T,24] y)
-  xf = Cast <to = 1> (x)  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}
-  eps = float {1e-12}  mu = ReduceMean (xf, axes)  d = Sub (xf, mu)  sq = Pow (d, two)
-  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)
-  ph = Cast <to = 10> (p)  q = Mul (ph, g)  n = Add (q, b)  $LINEAR  y = Identity (z)
+  xf = Cast <to = 1> (x)  $NUMBERS  mu = ReduceMean (xf, axes)  d = Sub (xf, mu)  sq = Pow (d, two)
+  $STD  p = Div (d, std)  ph = Cast <to = 10> (p)  q = Mul (ph, g)  n = Add (q, b)  $LINEAR
+  y = Identity (z)
 norm_over_two_axes_stays: Gemm
   (float[B,5,16] x, float[5,16] g, float[5,16] b, float[16,24] w, float[24] c) => (float[B,5,24] y)
   n = LayerNormalization <axis = 1> (x, g, b)  $LINEAR  y = Identity (z)
@@ -88,26 +75,20 @@ norm_over_two_axes_stays: Gemm
 # --- RMSNormalization -------------------------------------------------------------------------
 rms_pow_div: RMSNormGemm
   (float[B,T,16] x, float[16] g, $LIN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}  d = Identity (x)
-  sq = Pow (d, two)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)
-  n = Mul (g, p)  m = MatMul (n, w)  z = Add (m, c)  y = Identity (z)
+  $NUMBERS  d = Identity (x)  sq = Pow (d, two)  $STD  p = Div (d, std)  n = Mul (g, p)
+  m = MatMul (n, w)  z = Add (m, c)  y = Identity (z)
 rms_mul_reciprocal: RMSNormGemm
   (float[B,T,16] x, float[16] g, $LIN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}  d = Identity (x)
-  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)
-  r = Reciprocal (std)  p = Mul (r, d)  n = Mul (g, p)  m = MatMul (n, w)  z = Add (m, c)
-  y = Identity (z)
+  $NUMBERS  d = Identity (x)  sq = Mul (d, d)  $STD  r = Reciprocal (std)  p = Mul (r, d)
+  n = Mul (g, p)  m = MatMul (n, w)  z = Add (m, c)  y = Identity (z)
 rms_without_epsilon: RMSNormGemm  # which dynamo's exporter takes for zero where it is 1e-8
   ($X, float[16] g, $LIN)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}  d = Identity (x)
-  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (v)
-  r = Reciprocal (std)  p = Mul (r, d)  n = Mul (g, p)  $LINEAR  y = Identity (z)
+  $NUMBERS  d = Identity (x)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)
+  std = Sqrt (v)  r = Reciprocal (std)  p = Mul (r, d)  n = Mul (g, p)  $LINEAR  y = Identity (z)
 rms_between_casts_with_its_scale_in_float32_stays: RMSNormalization Gemm
   (float16[B,T,16] x, float[16] g, float16[16,24] w, float16[24] c) => (float16[B,T,24] y)
-  d = Cast <to = 1> (x)  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}
-  eps = float {1e-12}  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)
-  std = Sqrt (ve)  r = Reciprocal (std)  p = Mul (r, d)  f = Mul (g, p)  n = Cast <to = 10> (f)
-  $LINEAR  y = Identity (z)
+  d = Cast <to = 1> (x)  $NUMBERS  sq = Mul (d, d)  $STD  r = Reciprocal (std)  p = Mul (r, d)
+  f = Mul (g, p)  n = Cast <to = 10> (f)  $LINEAR  y = Identity (z)
   reason: a Cast between it and the product rounds
 rms_node: RMSNormGemm; opset 23
   ($X, float[16] g, $LIN)
@@ -135,83 +116,47 @@ gemm_with_alpha_stays:
   (float[B,16] x, float[24,16] w, float[24] c) => (float[B,24] y)
   z = Gemm <transB = 1, alpha = 0.5> (x, w, c)  y = Tanh (z)
   reason: alpha other than 1
-activation_leaky_relu: GemmLeakyRelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = LeakyRelu <alpha = 0.2> (z)
-activation_relu_6: GemmClippedRelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  o = float {0}  six = float {6}  y = Clip (z, o, six)
-activation_sigmoid: GemmSigmoid
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Sigmoid (z)
-activation_tanh: GemmTanh
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Tanh (z)
-activation_elu: GemmElu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Elu <alpha = 0.7> (z)
-activation_selu: GemmSelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Selu (z)
-activation_mish: GemmMish
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Mish (z)
-activation_mish_of_opset_17: GemmMish
-  (float[B,T,16] x, $LIN)
-  $PLAIN  s = Softplus (z)  t = Tanh (s)  y = Mul (z, t)
-activation_softplus: GemmSoftplus
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Softplus (z)
-activation_hard_sigmoid: GemmHardSigmoid
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = HardSigmoid <alpha = 0.16666667> (z)
-activation_hard_swish: GemmHardSwish
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = HardSwish (z)
-activation_hard_swish_of_opset_13: GemmHardSwish
-  (float[B,T,16] x, $LIN)
-  $PLAIN  s = HardSigmoid <alpha = 0.16666667> (z)  y = Mul (s, z)
+activation_$name: Gemm$op; name, op, body in leaky_relu LeakyRelu y = LeakyRelu <alpha = 0.2> (z) |
+relu_6 ClippedRelu o = float {0}  six = float {6}  y = Clip (z, o, six) |
+sigmoid Sigmoid y = Sigmoid (z) |
+tanh Tanh y = Tanh (z) |
+elu Elu y = Elu <alpha = 0.7> (z) |
+selu Selu y = Selu (z) |
+mish Mish y = Mish (z) |
+mish_of_opset_17 Mish s = Softplus (z)  t = Tanh (s)  y = Mul (z, t) |
+softplus Softplus y = Softplus (z) |
+hard_sigmoid HardSigmoid y = HardSigmoid <alpha = 0.16666667> (z) |
+hard_swish HardSwish y = HardSwish (z) |
+hard_swish_of_opset_13 HardSwish s = HardSigmoid <alpha = 0.16666667> (z)  y = Mul (s, z) |
+gelu Gelu y = Gelu (z) |
+gelu_tanh GeluTanh y = Gelu <approximate = "tanh"> (z) |
+gelu_erf_half_last Gelu $ERF  t = Mul (z, e1)  y = Mul (t, half) |
+gelu_erf_half_first Gelu $ERF  h = Mul (half, z)  y = Mul (h, e1) |
+gelu_erf_half_inner Gelu $ERF  h = Mul (e1, half)  y = Mul (z, h) |
+silu Silu s = Sigmoid (z)  y = Mul (s, z) |
+quick_gelu QuickGelu al = float {1.702}  az = Mul (al, z)  s = Sigmoid (az)  y = Mul (z, s)
+  ($X, $LIN)
+  $PLAIN  $body
 activation_hard_swish_of_relu_6_last: GemmHardSwish
-  (float[B,T,16] x, $LIN)
+  ($X, $LIN)
   $PLAIN  o = float {0}  three = float {3}  six = float {6}  sixth = float {0.16666666666666666}
   a = Add (z, three)  u = Clip (a, o, six)  t = Mul (z, u)  y = Div (t, six)
 activation_hard_swish_of_relu_6_first: GemmHardSwish
-  (float[B,T,16] x, $LIN)
+  ($X, $LIN)
   $PLAIN  o = float {0}  three = float {3}  six = float {6}  sixth = float {0.16666666666666666}
   a = Add (z, three)  u = Clip (a, o, six)  d = Mul (u, sixth)  y = Mul (z, d)
 activation_hard_sigmoid_of_relu_6: GemmHardSigmoid
-  (float[B,T,16] x, $LIN)
+  ($X, $LIN)
   $PLAIN  o = float {0}  three = float {3}  six = float {6}  a = Add (three, z)
   u = Clip (a, o, six)  y = Div (u, six)
-activation_gelu: GemmGelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Gelu (z)
-activation_gelu_tanh: GemmGeluTanh
-  (float[B,T,16] x, $LIN)
-  $PLAIN  y = Gelu <approximate = "tanh"> (z)
-activation_gelu_erf_half_last: GemmGelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  $ERF  t = Mul (z, e1)  y = Mul (t, half)
-activation_gelu_erf_half_first: GemmGelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  $ERF  h = Mul (half, z)  y = Mul (h, e1)
-activation_gelu_erf_half_inner: GemmGelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  $ERF  h = Mul (e1, half)  y = Mul (z, h)
 activation_gelu_tanh_pow: GemmGeluTanh
-  (float[B,T,16] x, $LIN)
+  ($X, $LIN)
   $PLAIN  $TANH  z3 = Pow (z, three)  az = Mul (z3, a)  i = Add (z, az)  ki = Mul (i, k)
   t = Tanh (ki)  t1 = Add (one, t)  h = Mul (z, half)  y = Mul (h, t1)
 activation_gelu_tanh_fast: GemmGeluTanh
-  (float[B,T,16] x, $LIN)
+  ($X, $LIN)
   $PLAIN  $TANH  zk = Mul (z, k)  az = Mul (a, z)  azz = Mul (az, z)  i = Add (azz, one)
   ki = Mul (zk, i)  t = Tanh (ki)  t1 = Add (t, one)  h = Mul (t1, z)  y = Mul (h, half)
-activation_silu: GemmSilu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  s = Sigmoid (z)  y = Mul (s, z)
-activation_quick_gelu: GemmQuickGelu
-  (float[B,T,16] x, $LIN)
-  $PLAIN  al = float {1.702}  az = Mul (al, z)  s = Sigmoid (az)  y = Mul (z, s)
 activation_behind_a_reshape: GemmRelu
   ($X, $LIN) => (float[N,24] y)
   $PLAIN  to = int64[2] {-1, 24}  f = Reshape (z, to)  y = Relu (f)
@@ -285,10 +230,8 @@ norm_without_bias_through_a_pad: LayerNormGemm
   m = MatMul (p, w)  y = Add (m, c)
 rms_through_a_pad: RMSNormGemm
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
-  pads = int64[6] {0, 1, 0, 0, 2, 0}  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}
-  eps = float {1e-12}  d = Identity (x)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
-  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  n = Mul (g, p)  q2 = Pad (n, pads)
-  m = MatMul (q2, w)  y = Add (m, c)
+  pads = int64[6] {0, 1, 0, 0, 2, 0}  $NUMBERS  d = Identity (x)  sq = Pow (d, two)  $STD
+  p = Div (d, std)  n = Mul (g, p)  q2 = Pad (n, pads)  m = MatMul (q2, w)  y = Add (m, c)
 norm_of_no_epsilon_through_a_pad_stays: Gemm  # zeros become NaN
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  n = LayerNormalization <epsilon = 0.0> (x, g)
@@ -301,32 +244,16 @@ norm_with_bias_through_a_pad_stays: Gemm
 # [2, 3] padded to windows of [3, 3]
 norm_with_bias_before_a_pad_of_many_rows: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  $PADDED
+  $PADDED_NORM  $PADDED
 norm_with_bias_before_a_pad_bias_less: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  y = MatMul (v, w)
+  $PADDED_NORM  y = MatMul (v, w)
 norm_with_bias_before_a_pad_of_a_zero_bias: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  m = MatMul (v, w)  y = Add (m, none)
+  $PADDED_NORM  m = MatMul (v, w)  y = Add (m, none)
 norm_with_bias_before_a_pad_and_an_activation: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  m = MatMul (v, w)  z = Add (m, c)  y = Relu (z)
+  $PADDED_NORM  m = MatMul (v, w)  z = Add (m, c)  y = Relu (z)
 norm_with_bias_before_a_pad_of_a_roll: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
   pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
@@ -338,35 +265,19 @@ norm_with_bias_before_a_pad_of_a_roll: LayerNormGemm
   v = Reshape (u, flat)  $PADDED
 norm_with_bias_before_a_pad_whose_sizes_are_asked_for: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  s = Shape (v)  f = Cast <to = 1> (s)  e = ReduceSum <keepdims = 0> (f)
+  $PADDED_NORM  s = Shape (v)  f = Cast <to = 1> (s)  e = ReduceSum <keepdims = 0> (f)
   d = Shape <start = 1> (t)  h = Cast <to = 1> (d)  i = ReduceMax <keepdims = 0> (h)  j = Div (e, i)
   m = MatMul (v, w)  z = Add (m, c)  y = Div (z, j)
 norm_with_bias_before_a_pad_of_many_columns_stays: Gemm
   (float[B,2,3,16] x, $AFFINE, float[16,120] w, float[120] c) => (float[U,9,120] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  $PADDED
+  $PADDED_NORM  $PADDED
   reason: costs more than the norm's
 norm_with_bias_before_a_pad_and_others_stays:
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  e = Exp (v)  f = Add (v, e)  y = MatMul (f, w)
+  $PADDED_NORM  e = Exp (v)  f = Add (v, e)  y = MatMul (f, w)
 norm_with_bias_before_a_pad_and_its_bias_of_rows_stays: Gemm
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
-  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
-  flat = int64[3] {-1, 9, 16}
-  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
-  v = Reshape (u, flat)  k = float[9,1] {1,2,3,4,5,6,7,8,9}  m = MatMul (v, w)  y = Add (m, k)
+  $PADDED_NORM  k = float[9,1] {1,2,3,4,5,6,7,8,9}  m = MatMul (v, w)  y = Add (m, k)
   reason: not one number a column
 norm_through_a_pad_of_ones_stays: Gemm
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
@@ -383,10 +294,8 @@ merge_query_key_value: LayerNormGemm
   v = Add (m2, c2)  y = Concat <axis = -1> (q, k, v)
 merge_gate_and_up: RMSNormGateFirstGemmSilu
   ($X, float[16] g, float[16,24] w, float[16,24] w1)
-  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}  d = Identity (x)
-  sq = Pow (d, two)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)
-  n = Mul (p, g)  a = MatMul (n, w)  s = Sigmoid (a)  gate = Mul (a, s)  up = MatMul (n, w1)
-  y = Mul (gate, up)
+  $NUMBERS  d = Identity (x)  sq = Pow (d, two)  $STD  p = Div (d, std)  n = Mul (p, g)
+  a = MatMul (n, w)  s = Sigmoid (a)  gate = Mul (a, s)  up = MatMul (n, w1)  y = Mul (gate, up)
 # --- gated products ---------------------------------------------------------------------------
 gate_in_the_last_half_behind_a_layer_norm: LayerNormGateLastGemmGelu; gone Split Mul
   ($X, $AFFINE, float[16,48] w, float[48] c)
