@@ -4,64 +4,41 @@ from gradient_rows import F32, apart, row, rows
 
 CONV = list(
     rows("""
-Conv plain: x=(2, 3, 5, 6), w=(4, 3, 3, 2), b=(4,), dtype=F32, static=("w",)
-  y = Conv <group = 1> (x, w, b)
-Conv 1x1: x=(2, 3, 4, 5), w=(4, 3, 1, 1), b=(4,), dtype=F32, static=("w",)
-  y = Conv <group = 1> (x, w, b)
-Conv 1x1 stride: x=(2, 3, 5, 4), w=(4, 3, 1, 1), b=(4,), dtype=F32, static=("w",)
-  y = Conv <strides = [2, 2]> (x, w, b)
-Conv pads: x=(2, 3, 5, 6), w=(4, 3, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <pads = [1, 0, 2, 1]> (x, w, b)
-Conv stride: x=(2, 3, 7, 9), w=(4, 3, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <strides = [2, 3], pads = [1, 1, 1, 1]> (x, w, b)
-Conv stride, rows left over: x=(1, 2, 8, 6), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
-  y = Conv <strides = [3, 2]> (x, w, b)
-Conv dilated: x=(2, 2, 7, 6), w=(3, 2, 2, 3), b=(3,), dtype=F32, static=("w",)
-  y = Conv <dilations = [2, 1], strides = [1, 2]> (x, w, b)
-Conv group: x=(2, 4, 4, 5), w=(6, 2, 3, 3), b=(6,), dtype=F32, static=("w",)
-  y = Conv <group = 2, pads = [1, 1, 1, 1]> (x, w, b)
-Conv depthwise: x=(2, 4, 6, 5), w=(4, 1, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <group = 4, strides = [2, 2], pads = [1, 1, 1, 1]> (x, w, b)
-Conv 1-D: x=(2, 3, 8), w=(4, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <strides = [2], pads = [1, 1]> (x, w, b)
-Conv 3-D: x=(1, 2, 3, 4, 3), w=(2, 2, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
-  y = Conv <strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]> (x, w, b)
-Conv same upper: x=(1, 2, 6, 5), w=(2, 2, 3, 4), b=(2,), dtype=F32, static=("w",)
-  y = Conv <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w, b)
-Conv same lower: x=(1, 2, 5, 6), w=(2, 2, 4, 3), b=(2,), dtype=F32, static=("w",)
-  y = Conv <auto_pad = "SAME_LOWER"> (x, w, b)
-Conv valid: x=(1, 2, 5, 6), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
-  y = Conv <auto_pad = "VALID"> (x, w, b)
-Conv SAME_UPPER cuts: x=(1, 2, 8, 6), w=(2, 2, 1, 2), b=(2,), dtype=F32, static=("w",)
-  y = Conv <auto_pad = "SAME_UPPER", strides = [4, 6]> (x, w, b)
-Conv SAME_LOWER cuts: x=(1, 2, 8, 6), w=(2, 2, 1, 2), b=(2,), dtype=F32, static=("w",)
-  y = Conv <auto_pad = "SAME_LOWER", strides = [4, 6]> (x, w, b)
-Conv no images: x=(0, 4, 5, 6), w=(4, 4, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
-Conv no channels: x=(2, 0, 5, 6), w=(4, 0, 3, 3), b=(4,), dtype=F32, static=("w",)
-  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
-Conv no filters: x=(2, 4, 5, 6), w=(0, 4, 3, 3), b=(0,), dtype=F32, static=("w",)
-  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+Conv $name: x=($x), w=($w), b=($b,), dtype=F32, static=("w",);
+name, x, w, b, how in plain 2,3,5,6 4,3,3,2 4 group = 1 |
+1x1 2,3,4,5 4,3,1,1 4 group = 1 |
+1x1_stride 2,3,5,4 4,3,1,1 4 strides = [2, 2] |
+pads 2,3,5,6 4,3,3,3 4 pads = [1, 0, 2, 1] |
+stride 2,3,7,9 4,3,3,3 4 strides = [2, 3], pads = [1, 1, 1, 1] |
+stride_rows_left_over 1,2,8,6 2,2,3,3 2 strides = [3, 2] |
+dilated 2,2,7,6 3,2,2,3 3 dilations = [2, 1], strides = [1, 2] |
+group 2,4,4,5 6,2,3,3 6 group = 2, pads = [1, 1, 1, 1] |
+depthwise 2,4,6,5 4,1,3,3 4 group = 4, strides = [2, 2], pads = [1, 1, 1, 1] |
+1-D 2,3,8 4,3,3 4 strides = [2], pads = [1, 1] |
+3-D 1,2,3,4,3 2,2,2,3,2 2 strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0] |
+same_upper 1,2,6,5 2,2,3,4 2 auto_pad = "SAME_UPPER", strides = [2, 2] |
+same_lower 1,2,5,6 2,2,4,3 2 auto_pad = "SAME_LOWER" |
+valid 1,2,5,6 2,2,3,3 2 auto_pad = "VALID" |
+SAME_UPPER_cuts 1,2,8,6 2,2,1,2 2 auto_pad = "SAME_UPPER", strides = [4, 6] |
+SAME_LOWER_cuts 1,2,8,6 2,2,1,2 2 auto_pad = "SAME_LOWER", strides = [4, 6] |
+no_images 0,4,5,6 4,4,3,3 4 pads = [1, 1, 1, 1] |
+no_channels 2,0,5,6 4,0,3,3 4 pads = [1, 1, 1, 1] |
+no_filters 2,4,5,6 0,4,3,3 0 pads = [1, 1, 1, 1]
+  y = Conv <$how> (x, w, b)
 Conv same upper run-time kernel: x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, static=("w",)
   y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)
 Conv no pixels: x=(2, 4, 0, 4), w=(4, 4, 2, 3), dtype=F32, dynamic=(0, 1)
   y = Conv <pads = [1, 0, 1, 1]> (x, w)
-ConvTranspose plain: x=(2, 3, 4, 5), w=(3, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <group = 1> (x, w, b)
-ConvTranspose stride: x=(2, 3, 4, 3), w=(3, 2, 3, 4), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <strides = [2, 3], pads = [1, 0, 1, 2]> (x, w, b)
-ConvTranspose output_padding: x=(1, 3, 4, 3), w=(3, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <strides = [2, 2], output_padding = [1, 1]> (x, w, b)
-ConvTranspose group, dilated: x=(2, 4, 3, 4), w=(4, 3, 2, 3), b=(6,), dtype=F32, static=("w",)
-  y = ConvTranspose <group = 2, dilations = [2, 1]> (x, w, b)
-ConvTranspose 1-D: x=(2, 3, 4), w=(3, 2, 4), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <strides = [2], pads = [1, 1]> (x, w, b)
-ConvTranspose 3-D: x=(1, 2, 3, 2, 2), w=(2, 2, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <strides = [1, 2, 1]> (x, w, b)
-ConvTranspose same upper: x=(1, 2, 3, 4), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w, b)
-ConvTranspose same lower: x=(1, 2, 3, 4), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
-  y = ConvTranspose <auto_pad = "SAME_LOWER", strides = [2, 2]> (x, w, b)
+ConvTranspose $name: x=($x), w=($w), b=($b,), dtype=F32, static=("w",);
+name, x, w, b, how in plain 2,3,4,5 3,2,3,2 2 group = 1 |
+stride 2,3,4,3 3,2,3,4 2 strides = [2, 3], pads = [1, 0, 1, 2] |
+output_padding 1,3,4,3 3,2,3,3 2 strides = [2, 2], output_padding = [1, 1] |
+group_dilated 2,4,3,4 4,3,2,3 6 group = 2, dilations = [2, 1] |
+1-D 2,3,4 3,2,4 2 strides = [2], pads = [1, 1] |
+3-D 1,2,3,2,2 2,2,2,3,2 2 strides = [1, 2, 1] |
+same_upper 1,2,3,4 2,2,3,3 2 auto_pad = "SAME_UPPER", strides = [2, 2] |
+same_lower 1,2,3,4 2,2,3,3 2 auto_pad = "SAME_LOWER", strides = [2, 2]
+  y = ConvTranspose <$how> (x, w, b)
 ConvTranspose output_shape: x=(1, 2, 3, 4), w=(2, 2, 4, 5), b=(2,), dtype=F32, dynamic=(0, 1),
 static=("w",)
   y = ConvTranspose <output_shape = [7, 8], strides = [2, 2]> (x, w, b)
@@ -78,26 +55,20 @@ POOL = [
     row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
     row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
     *rows("""
-$op tiles: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [2, 2], strides = [2, 2]> (x)
-$op overlap: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [3, 2]> (x)
-$op pads: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]> (x)
-$op ceil: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1> (x)
-$op ceil, pads: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1> (x)
-$op dilated: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [2, 2], dilations = [2, 3]> (x)
-$op same: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"> (x)
-$op gaps: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
-  y = $op <kernel_shape = [1, 2], strides = [2, 3]> (x)
-$op cut like upper: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool
-  y = $op <kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_UPPER"> (x)
-$op cut like lower: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool
-  y = $op <kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_LOWER"> (x)
+$op $name: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool;
+name, how in tiles kernel_shape = [2, 2], strides = [2, 2] |
+overlap kernel_shape = [3, 2] |
+pads kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0] |
+ceil kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1 |
+ceil_pads kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1 |
+dilated kernel_shape = [2, 2], dilations = [2, 3] |
+same kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER" |
+gaps kernel_shape = [1, 2], strides = [2, 3]
+  y = $op <$how> (x)
+$op $name: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool;
+name, how in cut_like_upper kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_UPPER" |
+cut_like_lower kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_LOWER"
+  y = $op <$how> (x)
 $op cut, dilated: x=apart(2, 2, 8, 9), dtype=F32; op in AveragePool LpPool
   y = $op <kernel_shape = [1, 2], strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"> (x)
 $op of no images: x=np.zeros((0, 2, 5, 6)), dtype=F32; op in AveragePool LpPool
