@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -148,6 +148,15 @@ def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> 
     """The outputs by name."""
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def assert_same(found: Iterable[Any], expected: Iterable[Any], **tolerance: Any) -> None:
+    """As many arrays, each the same to the bit, or as `assert_allclose` with what is given."""
+    for a, b in zip(found, expected, strict=True):
+        if tolerance:
+            np.testing.assert_allclose(a, b, **tolerance)
+        else:
+            np.testing.assert_array_equal(a, b)
 
 
 def setting(*keys: Any, to: Any) -> Callable[[Any], None]:

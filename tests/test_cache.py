@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from support import ENCODER
+from support import ENCODER, assert_same
 
 from onnx_fuse import InferenceSession, cache, plugins, rewrite, session
 from onnx_fuse.container import stamp
@@ -268,8 +268,7 @@ def test_a_second_session_on_the_cpu_answers_the_same(
     expected, first = on_cpu(path, FEEDS, **options)
     actual, second = on_cpu(path, FEEDS, **options)
     assert (len(entries(gpu)), optimized) == (1, [1])
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(actual, expected)
     assert rewrite.op_counts(second.model) == rewrite.op_counts(first.model)
     assert [*map(str, second.get_inputs())] == [*map(str, first.get_inputs())]
     stored = sum(p.stat().st_size for p in entries(gpu))
@@ -289,8 +288,7 @@ def test_every_small_graph_answers_the_same(name: str, gpu: Path, optimized: lis
     save(text_model(text), path)
     expected, _ = on_cpu(path, feeds)
     actual, _ = on_cpu(path, feeds)
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(actual, expected)
     assert optimized == [1]
 
 

@@ -19,7 +19,7 @@ import onnxruntime as ort
 import pytest
 from cuda.bindings import driver
 from cuda.bindings import nvrtc as bindings_nvrtc
-from support import ENCODER, Cli
+from support import ENCODER, Cli, assert_same
 
 from onnx_fuse import bench, config, rewrite, session
 from onnx_fuse.cuda import nvrtc
@@ -74,8 +74,7 @@ def test_optimize_writes_a_checked_file_and_a_table(cli: Cli, tmp_path: Path) ->
     result = cli("optimize", path, "--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
     assert (result.code, result.err) == (0, "")
     fused = tmp_path / "encoder.fused.onnx"
-    for a, b in zip(outputs(fused), outputs(path), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert_same(outputs(fused), outputs(path), atol=2e-5)
     for text in ("int64 [batch, sequence]", "output pooler_output", "LayerNormGemm", "check ok"):
         assert text in result.out
     report = json.loads((tmp_path / "r.json").read_text())
@@ -95,8 +94,7 @@ def test_inline_writes_plain_onnx(cli: Cli, tmp_path: Path) -> None:
     model = onnx.load(plain)
     assert not model.functions
     assert {o.domain for o in model.opset_import} <= {"", "ai.onnx"}
-    for a, b in zip(outputs(plain), outputs(path), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert_same(outputs(plain), outputs(path), atol=2e-5)
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -234,8 +232,7 @@ def test_external_data(cli: Cli, tmp_path: Path) -> None:
     out.parent.mkdir()
     assert cli("optimize", path, "-o", out, "--save-as-external-data").code == 0
     assert sorted(p.name for p in out.parent.iterdir()) == ["big.onnx", "big.onnx.data"]
-    for a, b in zip(outputs(out), outputs(path), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert_same(outputs(out), outputs(path), atol=2e-5)
     assert cli("validate", out, "--against", path).code == 0
 
 

@@ -17,7 +17,7 @@ import lowering
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from support import ENCODER, setting
+from support import ENCODER, assert_same, setting
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, rewrite, session
 from onnx_fuse.cuda import nvrtc
@@ -114,8 +114,7 @@ def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
     feeds = {name: rng.integers(0, 2, (2, 7)) for name in IDS}  # another shape: the graph has all
     want = InferenceSession(ENCODER).run(None, feeds)
     rtol = 1e-5 if precision == "fp32" else 0.1  # of sums over 32 of bfloat16's 8 bits, two layers
-    for got, array in zip(InferenceSession(path).run(None, feeds), want, strict=True):
-        np.testing.assert_allclose(got, array, rtol=rtol, atol=rtol)
+    assert_same(InferenceSession(path).run(None, feeds), want, rtol=rtol, atol=rtol)
 
 
 def test_the_same_model_gives_the_same_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
+from support import assert_same
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -144,5 +145,4 @@ def test_products_of_one_input_are_merged_with_their_blocks(second: str, merged:
         x[:1] = np.where(np.arange(K) == 5, np.inf, x[:1])
         both = (before, to_proto(model).SerializeToString())
         first, after = (ort.run(ort.session(m, as_written=True), {"x": x}) for m in both)
-        for expected, y in zip(first, after, strict=True):
-            np.testing.assert_array_equal(y, expected)
+        assert_same(after, first)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support import Cli, stock, table
+from support import Cli, assert_same, stock, table
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -268,8 +268,7 @@ def test_the_node_is_written_back_at_its_opset() -> None:
         assert [(o.domain, o.version) for o in written.opset_import] == [("", opset)]
         feeds = feeds_of(proto, hostile=True)
         expected = run(proto.SerializeToString(), feeds)
-        for a, b in zip(expected, run(written.SerializeToString(), feeds), strict=True):
-            np.testing.assert_allclose(b, a, rtol=2e-6, atol=1e-6)
+        assert_same(run(written.SerializeToString(), feeds), expected, rtol=2e-6, atol=1e-6)
     pattern = r"node '.*' \(\w+\).* needs opset \d+.*"
     assert [r for r in reasons if not re.fullmatch(pattern, r)] == []
     # Upsample and Resize 10 become Resize 13; a matrix of several axes is reshaped by opset 14
@@ -295,8 +294,7 @@ def test_what_fusions_read_of_shapes_is_written_in_opset_13() -> None:
     for shape in ((2, 3, 6), (1, 1, 6), (2, 0, 6)):
         feeds = {"x": RNG.standard_normal(shape).astype(np.float32)}
         expected = run(proto.SerializeToString(), feeds)
-        for a, b in zip(expected, run(written.SerializeToString(), feeds), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_same(expected, run(written.SerializeToString(), feeds))
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int8", "int32", "uint16", "int64"])
@@ -311,8 +309,7 @@ def test_the_lowest_bits_are_a_remainder_before_opset_18(kind: str) -> None:
     info = np.iinfo(kind)
     feeds = {"x": np.array([0, 1, 15, 16, 100, info.max, info.min, info.min + 5], kind)}
     expected = run(proto.SerializeToString(), feeds)
-    for a, b in zip(expected, run(written.SerializeToString(), feeds), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(expected, run(written.SerializeToString(), feeds))
 
 
 def test_other_bits_have_no_older_spelling() -> None:
@@ -492,8 +489,7 @@ def test_a_scan_with_a_batch_is_a_scan_of_scans(directions: str) -> None:
     want = stock(proto, optimized=True).run(None, feeds)
     upgraded = to_proto(load(proto))
     got = stock(upgraded, optimized=True).run(None, feeds)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(got, want)
 
 
 SCANNED = {"s": (2, 4), "x": (2, 3, 4)}

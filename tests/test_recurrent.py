@@ -5,6 +5,7 @@ import onnx_ir as ir
 import pytest
 from gradient_loops import RECURRENT
 from lowering import lowered
+from support import assert_same
 from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
@@ -61,8 +62,7 @@ def test_the_step_operators_bodies_are_the_node(case) -> None:
     model.graph.extend(op.nodes)
     model.graph.outputs.extend(outputs)
     found = session(model).run(list(case.outputs), feeds)
-    for got, want in zip(found, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert_same(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,5 +133,4 @@ def test_sequences_of_nothing_do_not_end_the_process(kind: str, operands: str, w
     for (y, h), (steps, batch) in zip(nothing, ((0, 2), (2, 0), (0, 0)), strict=True):
         assert y.shape == (steps, count, batch, 3)
         np.testing.assert_array_equal(h, np.zeros((count, batch, 3), np.float32), strict=True)
-    for a, b in zip(without_input, of_zeros, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert_same(without_input, of_zeros, rtol=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
+from support import assert_same
 
 from onnx_fuse import InferenceSession, Trainer, config
 from onnx_fuse.cuda.arguments import Arguments
@@ -38,8 +39,7 @@ def expected(x: np.ndarray) -> list[np.ndarray]:
 
 
 def same(found: list[Any], x: np.ndarray) -> None:
-    for got, want in zip(found, expected(x), strict=True):
-        np.testing.assert_allclose(np.asarray(got), want, atol=1e-6)
+    assert_same(found, expected(x), atol=1e-6)
 
 
 def session() -> InferenceSession:

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir
 import onnxruntime as ort
 import pytest
-from support import ENCODER, python
+from support import ENCODER, assert_same, python
 from test_cache import wait_for_writers
 
 import onnx_fuse as of
@@ -198,8 +198,7 @@ def test_a_model_may_come_as(kind: str) -> None:
     feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ids)
     expected = ort.InferenceSession(ENCODER).run(None, feeds)
     for runs in (source, fused):
-        for a, b in zip(of.InferenceSession(runs).run(None, feeds), expected, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
+        assert_same(of.InferenceSession(runs).run(None, feeds), expected, atol=1e-5)
     if not isinstance(fused, onnx_ir.Model):
         data = fused if isinstance(fused, bytes) else fused.SerializeToString()
         np.testing.assert_allclose(
@@ -402,8 +401,7 @@ def test_external_data_lives_on_without_its_file(tmp_path: Path) -> None:
     feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ids)
     stored = io.BytesIO(fused.SerializeToString()).getvalue()
     expected = ort.InferenceSession(ENCODER).run(None, feeds)
-    for a, b in zip(ort.InferenceSession(stored).run(None, feeds), expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_same(ort.InferenceSession(stored).run(None, feeds), expected, atol=1e-5)
 
 
 LOOP = """

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from support import stock
+from support import assert_same, stock
 
 from onnx_fuse import autodiff, nn, rewrite
 from onnx_fuse.autodiff.load import load
@@ -255,8 +255,7 @@ def assert_saves(
         return
     outputs = trainer.evaluate(feeds).outputs
     assert [v.name for v in run.get_outputs()] == list(outputs)
-    for value, wanted in zip(found, outputs.values(), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+    assert_same(found, outputs.values(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("level", [0, 2])
