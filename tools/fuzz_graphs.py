@@ -266,3 +266,11 @@ def finished(g: Graph) -> Case:
         for sizes in ways
     ]
     return Case(model, feeds, [node.op_type for node in g.nodes])
+
+
+Draw = Callable[[Graph, str], None]
+"""How a node of an operator is drawn and added."""
+
+
+def table(draw: Draw, names: str) -> dict[str, Draw]:
+    return dict.fromkeys(names.split(), draw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from fuzz_graphs import ANY, FLOATS, Graph, Refused
+from fuzz_graphs import ANY, FLOATS, Draw, Graph, Refused, table
 from onnx import TensorProto, helper
 
 
@@ -228,3 +228,27 @@ def shape_of(g: Graph, operator: str) -> None:
     x = g.value(ANY, (0, 4))
     given = {"start": g.number(-2, 2), "end": g.number(-1, 4)} if g.chance(0.5) else {}
     g.node(operator, [x], **(given if operator == "Shape" else {}))
+
+
+MOVES: dict[str, Draw] = {
+    "Transpose": transpose,
+    "Reshape": reshape,
+    "Flatten": flatten,
+    **table(squeeze, "Squeeze Unsqueeze"),
+    "Expand": expand,
+    "Tile": tile,
+    "Concat": concat,
+    "Split": split,
+    "Slice": slice_,
+    "Pad": pad,
+    **table(gather, "Gather GatherElements"),
+    **table(gather_nd, "GatherND ScatterND"),
+    "ScatterElements": scatter_elements,
+    "OneHot": one_hot,
+    "Compress": compress,
+    "Trilu": trilu,
+    "Range": range_,
+    "Shape": shape_of,
+    **table(shaped, "ConstantOfShape"),
+}
+"""How nodes of operators that move elements or work out shapes are drawn."""

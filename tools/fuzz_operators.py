@@ -20,53 +20,18 @@ from fuzz_graphs import (
     SMALL_INTEGERS,
     SYMBOLS,
     Case,
+    Draw,
     Graph,
     Refused,
     Shape,
     finished,
     run_alone,
+    table,
 )
-from fuzz_moves import (
-    compress,
-    concat,
-    counted,
-    expand,
-    flatten,
-    gather,
-    gather_nd,
-    one_hot,
-    pad,
-    range_,
-    reshape,
-    scatter_elements,
-    shape_of,
-    shaped,
-    slice_,
-    split,
-    squeeze,
-    tile,
-    transpose,
-    trilu,
-)
-from fuzz_random import chosen, dropout, random
-from fuzz_windows import (
-    blocks,
-    columns,
-    conv,
-    deformed,
-    global_pool,
-    grid_sample,
-    integer_conv,
-    local_norm,
-    overlapping,
-    per_channel,
-    pool,
-    regions,
-    resize,
-)
+from fuzz_moves import MOVES, counted, shaped
+from fuzz_random import RANDOM
+from fuzz_windows import WINDOWS, per_channel
 from onnx import TensorProto, helper
-
-Draw = Callable[[Graph, str], None]
 
 
 def unary(dtypes: Sequence[str], **attributes: Callable[[Graph], Any]) -> Draw:
@@ -497,10 +462,6 @@ def microsoft(g: Graph, operator: str) -> None:
     g.node(operator, [x], domain="com.microsoft")
 
 
-def table(draw: Draw, names: str) -> dict[str, Draw]:
-    return dict.fromkeys(names.split(), draw)
-
-
 def small(g: Graph) -> float:
     return float(g.one_of((0.1, 0.5, 1.0)))
 
@@ -546,35 +507,11 @@ OPERATORS: dict[str, Draw] = {
     "TopK": top_k,
     **table(cumulative, "CumSum CumProd"),
     "Unique": unique,
-    "Transpose": transpose,
-    "Reshape": reshape,
-    "Flatten": flatten,
-    **table(squeeze, "Squeeze Unsqueeze"),
-    "Expand": expand,
-    "Tile": tile,
-    "Concat": concat,
-    "Split": split,
-    "Slice": slice_,
-    "Pad": pad,
-    **table(gather, "Gather GatherElements"),
-    **table(gather_nd, "GatherND ScatterND"),
-    "ScatterElements": scatter_elements,
-    "OneHot": one_hot,
-    "Compress": compress,
-    "Trilu": trilu,
-    "Range": range_,
-    "Shape": shape_of,
     **table(matmul, "MatMul FusedMatMul"),
     "Gemm": gemm,
     "Einsum": einsum,
     **table(layer_norm, "LayerNormalization RMSNormalization"),
     **table(channel_norm, "BatchNormalization InstanceNormalization GroupNormalization"),
-    **table(conv, "Conv ConvTranspose"),
-    **table(pool, "MaxPool AveragePool LpPool"),
-    **table(global_pool, "GlobalAveragePool GlobalMaxPool GlobalLpPool"),
-    "Resize": resize,
-    **table(blocks, "DepthToSpace SpaceToDepth"),
-    "GridSample": grid_sample,
     **table(recurrent, "LSTM GRU RNN"),
     "Attention": attention,
     "RotaryEmbedding": rotary,
@@ -582,12 +519,6 @@ OPERATORS: dict[str, Draw] = {
     "MatMulInteger": integer_product,
     "QLinearMatMul": quantized_matmul,
     "MatMulNBits": few_bits,
-    **table(integer_conv, "ConvInteger QLinearConv"),
-    "Col2Im": columns,
-    "DeformConv": deformed,
-    "RoiAlign": regions,
-    "NonMaxSuppression": overlapping,
-    "LRN": local_norm,
     "MeanVarianceNormalization": mean_variance,
     "Det": determinant,
     "EyeLike": diagonal,
@@ -596,14 +527,13 @@ OPERATORS: dict[str, Draw] = {
     "ReverseSequence": reversed_sequences,
     **table(signal_window, "BlackmanWindow HammingWindow HannWindow"),
     **table(transform, "DFT STFT"),
-    "Dropout": dropout,
-    "Multinomial": chosen,
-    **table(random, "Bernoulli RandomNormal RandomNormalLike RandomUniform RandomUniformLike"),
     **table(loss, "SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"),
+    **MOVES,
+    **WINDOWS,
+    **RANDOM,
     "If": branches,
     "Scan": scanned,
     **table(microsoft, "FastGelu BiasGelu QuickGelu SkipLayerNormalization"),
-    **table(shaped, "ConstantOfShape"),
 }
 """How a node of each operator is drawn."""
 UNDRAWN = {

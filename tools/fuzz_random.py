@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fuzz_graphs import Graph
+from fuzz_graphs import Draw, Graph, table
 from onnx import helper
 
 
@@ -77,3 +77,11 @@ def dropout(g: Graph, operator: str) -> None:
     g.node("Where", [mask, scaled, g.constant(0, g.dtype(x))])
     held(g, "Sub", [y, g.nodes[-1].output[0]])
     del g.values[mask]
+
+
+RANDOM: dict[str, Draw] = {
+    "Dropout": dropout,
+    "Multinomial": chosen,
+    **table(random, "Bernoulli RandomNormal RandomNormalLike RandomUniform RandomUniformLike"),
+}
+"""How nodes of random operators are drawn."""

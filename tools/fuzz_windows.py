@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from fuzz_graphs import SMALL_INTEGERS, Graph, Refused
+from fuzz_graphs import SMALL_INTEGERS, Draw, Graph, Refused, table
 
 
 def window(g: Graph, spatial: int) -> dict[str, Any]:
@@ -205,3 +205,20 @@ def overlapping(g: Graph, operator: str) -> None:
     inputs = [g.constant(corners, "float32")]
     inputs += [g.constant(scores.reshape(batch, classes, boxes), "float32")]
     g.node(operator, [*inputs, *limits], center_point_box=g.number(0, 1))
+
+
+WINDOWS: dict[str, Draw] = {
+    **table(conv, "Conv ConvTranspose"),
+    **table(pool, "MaxPool AveragePool LpPool"),
+    **table(global_pool, "GlobalAveragePool GlobalMaxPool GlobalLpPool"),
+    "Resize": resize,
+    **table(blocks, "DepthToSpace SpaceToDepth"),
+    "GridSample": grid_sample,
+    **table(integer_conv, "ConvInteger QLinearConv"),
+    "Col2Im": columns,
+    "DeformConv": deformed,
+    "RoiAlign": regions,
+    "NonMaxSuppression": overlapping,
+    "LRN": local_norm,
+}
+"""How nodes of operators over windows, regions and images are drawn."""
