@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
-from onnx import AttributeProto, ModelProto, NodeProto, helper, numpy_helper
+from mutations import nodes_of
+from onnx import AttributeProto, ModelProto, NodeProto, helper
 
 UNARY = {
     *("Abs", "Neg", "Relu", "Sigmoid", "Tanh", "Exp", "Erf", "Sqrt", "Softplus", "Softsign"),
@@ -21,7 +23,6 @@ UNARY = {
 """Operators whose entries depend on one entry of one input each."""
 SUMS = {"Add", "Mul"}
 Change = Callable[[ModelProto, np.random.Generator], bool]
-Around = Callable[[ModelProto, NodeProto], list[NodeProto]]
 
 
 def _inner(model: ModelProto) -> set[str]:
@@ -48,13 +49,6 @@ def _replace(model: ModelProto, index: int, nodes: list[NodeProto]) -> None:
 def _drawn(model: ModelProto, rng: np.random.Generator, among: set[str]) -> int | None:
     fits = [i for i, n in enumerate(model.graph.node) if n.op_type in among and not n.domain]
     return int(rng.choice(fits)) if fits else None
-
-
-def _constant(model: ModelProto, array: np.ndarray, stem: str) -> str:
-    taken = {t.name for t in model.graph.initializer}
-    name = next(f"{stem}{i}" for i in range(len(taken) + 1) if f"{stem}{i}" not in taken)
-    model.graph.initializer.append(numpy_helper.from_array(array, name))
-    return name
 
 
 def rename(model: ModelProto, rng: np.random.Generator) -> bool:
@@ -97,69 +91,33 @@ def permute(model: ModelProto, rng: np.random.Generator) -> bool:
     return len(ordered) > 1
 
 
-def _between(node: NodeProto, x: str, y: str) -> NodeProto:
-    """The same operator from x to y."""
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.input[0], copy.output[0] = x, y
-    return copy
+AROUND = {
+    # y = f(x) becomes Reshape(f(Reshape(x, [-1])), Shape(x))
+    "reshape_through": "sizes = Shape (x)  flat = Constant <value_ints = [-1]> ()"
+    "  a = Reshape (x, flat)  b = F (a)  y = Reshape <allowzero = 1> (b, sizes)",
+    # Transpose(f(Transpose(x))); without perm all axes are reversed
+    "transpose_through": "a = Transpose (x)  b = F (a)  y = Transpose (b)",
+    # f of the first row and f of the others, joined; x has an axis
+    "parts": "zero = Constant <value_ints = [0]> ()  one = Constant <value_ints = [1]> ()"
+    "  end = Constant <value_ints = [9223372036854775807]> ()"
+    "  a = Slice (x, zero, one, zero)  b = F (a)  c = Slice (x, one, end, zero)  d = F (c)"
+    "  y = Concat <axis = 0> (b, d)",
+}
+"""What some y = f(x) is replaced by."""
 
 
-def _around(model: ModelProto, rng: np.random.Generator, nodes: Around) -> bool:
-    """Replace some y = f(x) by the nodes that are made of it."""
+def around(model: ModelProto, rng: np.random.Generator, text: str) -> bool:
     index = _drawn(model, rng, UNARY)
     if index is None:
         return False
-    _replace(model, index, nodes(model, model.graph.node[index]))
+    node = model.graph.node[index]
+    nodes = nodes_of(text, f"{node.output[0]}_part", x=node.input[0], y=node.output[0])
+    for i, inner in enumerate(nodes):
+        if inner.op_type == "F":
+            nodes[i] = NodeProto.FromString(node.SerializeToString())
+            nodes[i].input[0], nodes[i].output[0] = inner.input[0], inner.output[0]
+    _replace(model, index, nodes)
     return True
-
-
-def _reshaped(model: ModelProto, node: NodeProto) -> list[NodeProto]:
-    x, y = node.input[0], node.output[0]
-    flat = _constant(model, np.array([-1], np.int64), "flat")
-    return [
-        helper.make_node("Shape", [x], [f"{y}_shape"]),
-        helper.make_node("Reshape", [x, flat], [f"{y}_flat"]),
-        _between(node, f"{y}_flat", f"{y}_flat_out"),
-        helper.make_node("Reshape", [f"{y}_flat_out", f"{y}_shape"], [y], allowzero=1),
-    ]
-
-
-def _transposed(model: ModelProto, node: NodeProto) -> list[NodeProto]:
-    x, y = node.input[0], node.output[0]
-    return [
-        helper.make_node("Transpose", [x], [f"{y}_turned"]),
-        _between(node, f"{y}_turned", f"{y}_turned_out"),
-        helper.make_node("Transpose", [f"{y}_turned_out"], [y]),
-    ]
-
-
-def _in_parts(model: ModelProto, node: NodeProto) -> list[NodeProto]:
-    x, y = node.input[0], node.output[0]
-    zero, one, end = (
-        _constant(model, np.array([n], np.int64), "row") for n in (0, 1, np.iinfo(np.int64).max)
-    )
-    nodes = []
-    for part, start, stop in ((f"{y}_part0", zero, one), (f"{y}_part1", one, end)):
-        nodes.append(helper.make_node("Slice", [x, start, stop, zero], [part]))
-        nodes.append(_between(node, part, f"{part}_out"))
-    nodes.append(helper.make_node("Concat", [f"{y}_part0_out", f"{y}_part1_out"], [y], axis=0))
-    return nodes
-
-
-def reshape_through(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) becomes Reshape(f(Reshape(x, [-1])), Shape(x))."""
-    return _around(model, rng, _reshaped)
-
-
-def transpose_through(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) becomes Transpose(f(Transpose(x))); without perm all axes are reversed."""
-    return _around(model, rng, _transposed)
-
-
-def parts(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) becomes f of the first row and f of the others, joined; x has an axis."""
-    return _around(model, rng, _in_parts)
 
 
 def reassociate(model: ModelProto, rng: np.random.Generator) -> bool:
@@ -200,20 +158,15 @@ def written_out(model: ModelProto, rng: np.random.Generator) -> bool:
     return True
 
 
-CHANGES: tuple[Change, ...] = (
-    rename,
-    permute,
-    reshape_through,
-    transpose_through,
-    parts,
-    reassociate,
-    written_out,
-)
+CHANGES: dict[str, Change] = {
+    **{change.__name__: change for change in (rename, permute, reassociate, written_out)},
+    **{name: partial(around, text=text) for name, text in AROUND.items()},
+}
 
 
 def equivalent(source: ModelProto, rng: np.random.Generator) -> tuple[ModelProto, list[str]]:
     """A copy with one to three changes, and their names."""
     model = ModelProto()
     model.CopyFrom(source)
-    chosen = [CHANGES[i] for i in rng.permutation(len(CHANGES))[: int(rng.integers(1, 4))]]
-    return model, [change.__name__ for change in chosen if change(model, rng)]
+    chosen = rng.permutation(list(CHANGES))[: int(rng.integers(1, 4))]
+    return model, [name for name in chosen if CHANGES[name](model, rng)]

@@ -58,8 +58,8 @@ def _reader(graph: GraphProto, rng: np.random.Generator) -> tuple[int, int]:
     return place
 
 
-def _nodes(text: str, stem: str, **names: str) -> list[NodeProto]:
-    """Nodes as ONNX text; what `names` does not name is named after the stem."""
+def nodes_of(text: str, stem: str, **names: str) -> list[NodeProto]:
+    """Nodes from ONNX text; what `names` does not name is named after the stem."""
     nodes = list(onnx.parser.parse_graph(f"g () => () {{ {text} }}").node)
     for node in nodes:
         node.input[:] = [names.get(n, f"{stem}_{n}") if n else "" for n in node.input]
@@ -190,7 +190,7 @@ def between(graph: GraphProto, rng: np.random.Generator) -> None:
     }
     text = Template(_choice(rng, BETWEEN)).substitute(words)
     graph.node[at].input[k] = stem
-    _insert(graph, at, _nodes(text, stem, x=value, y=stem))
+    _insert(graph, at, nodes_of(text, stem, x=value, y=stem))
 
 
 def rewire(graph: GraphProto, rng: np.random.Generator) -> None:
@@ -398,17 +398,17 @@ def weight_elsewhere(graph: GraphProto, rng: np.random.Generator) -> None:
         perm = [int(p) for p in rng.permutation(array.ndim)]
         moved = np.ascontiguousarray(array.transpose(np.argsort(perm)))
         held.CopyFrom(numpy_helper.from_array(moved, stem))
-        nodes = _nodes(f"y = Transpose <perm = {perm}> (x)", stem, x=stem, y=name)
+        nodes = nodes_of(f"y = Transpose <perm = {perm}> (x)", stem, x=stem, y=name)
     elif way == 1:
         held.name = stem
-        nodes = _nodes("y = Identity (x)", stem, x=stem, y=name)
+        nodes = nodes_of("y = Identity (x)", stem, x=stem, y=name)
     elif way == 2:
         nodes = [onnx.helper.make_node("Constant", [], [name], value=held)]
         graph.initializer.remove(held)
     else:
         held.CopyFrom(numpy_helper.from_array(array.reshape(-1), stem))
         text = f"s = Constant <value_ints = {list(array.shape)}> ()  y = Reshape (x, s)"
-        nodes = _nodes(text, stem, x=stem, y=name)
+        nodes = nodes_of(text, stem, x=stem, y=name)
     _insert(graph, 0, nodes)
 
 
