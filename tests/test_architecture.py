@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 LAYERS = (
     ("errors",),
     ("config", "progress"),
-    ("files", "container", "guard", "textwrap"),
+    ("files", "container", "guard", "options", "textwrap"),
     ("distributed",),
     ("ir",),
     ("program",),
@@ -46,10 +46,10 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4320, "autodiff": 1750, "cli": 3758, "cuda": 1800, "cuda_src": 15010, "distributed": 950,
+    "": 4412, "autodiff": 1750, "cli": 3439, "cuda": 1800, "cuda_src": 15010, "distributed": 950,
     "importer": 5595, "ir": 2375, "kernels": 10115, "lower": 8799, "nn": 4870, "ops": 12197,
     "program": 10105, "report": 2125, "rewrite": 3450, "runtime": 8564, "torch": 4000,
-    "training": 6940, "validation": 4715,
+    "training": 6881, "validation": 4715,
     "generation": 1457,
     "quantization": 721,
 }  # fmt: skip

@@ -14,8 +14,9 @@ import pytest
 from onnx_fuse import cli
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.options import options_of
 from onnx_fuse.training.fit_options import FitOptions
-from onnx_fuse.training.options import TrainingOptions, options_of
+from onnx_fuse.training.options import TrainingOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp

@@ -70,6 +70,7 @@ def api_page() -> str:
 
 def _options(name: str) -> list[str]:
     """The table of a public name's options, which its signature has from a dataclass."""
+    from onnx_fuse.options import options_of
     from onnx_fuse.training import fit_options, options
 
     takers: dict[str, type] = {
@@ -82,7 +83,7 @@ def _options(name: str) -> list[str]:
         return []
     parameters = inspect.signature(cls).parameters
     text = ["| option | type | default | |", "|---|---|---|---|"]
-    for key, option in options.options_of(cls).items():
+    for key, option in options_of(cls).items():
         kind = parameters[key].annotation.replace("|", "&#124;")
         default = parameters[key].default
         shown = "required" if default is inspect.Parameter.empty else f"`{default!r}`"

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
-    Debug,
-    Device,
-    Dims,
-    Html,
-    Inputs,
-    Json,
-    Precision,
-    Shapes,
-    Trace,
     check_device,
     check_precision,
     hardware_of,
     parse_dims,
     parse_mkn,
     parse_shapes,
+    with_options,
 )
 from onnx_fuse.errors import UsageError
 
@@ -40,77 +30,50 @@ EXAMPLES = (
     "onnx-fuse bench model.onnx --train --loss mse --device cuda --mode end2end",
     "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
 )
+OPTIONS = """
+    model (MODEL): The .onnx file to time; with --tune, also an operator's name.
+    repeat (--repeat, 1 or more): Time both models this many times.
+    threads (--threads, 0 or more): Use this many threads on the CPU. With 0, onnxruntime
+        chooses the number; with 1, CPU time is measured.
+    grad (--grad): Time forward and backward: the gradients of all weights and outputs.
+    train (--train): Time a training step with AdamW and --loss.
+    loss (--loss NAME): The loss of --train.
+    mode (--mode kernel|end2end): Time only the GPU's work, or calls from host memory to host
+        memory.
+    against (--against unfused|cpu): With --device cuda, compare with the GPU unfused, or with
+        onnxruntime's CPU.
+    tune (--tune): Time the kernels for MODEL on this GPU, and use the fastest from now on.
+    shape (--shape M,K,N): Tune an operator at these sizes.
+    limit (--limit, 1 or more): Stop tuning after this many seconds.
+    top (--top, 1 or more): Try this many configurations of each kernel.
+    records (--records DIR): Keep tuning records in this folder, not in the cache.
+    """
 
 
+@with_options(OPTIONS)
 def bench(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL", help="The .onnx file to time; with --tune, also an operator's name."
-        ),
-    ],
-    inputs: Inputs = None,
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    device: Device = "cpu",
-    repeat: Annotated[int, typer.Option(min=1, help="Time both models this many times.")] = 50,
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Use this many threads on the CPU. With 0, onnxruntime chooses the number; "
-            "with 1, CPU time is measured.",
-        ),
-    ] = 0,
-    grad: Annotated[
-        bool,
-        typer.Option(
-            "--grad", help="Time forward and backward: the gradients of all weights and outputs."
-        ),
-    ] = False,
-    train: Annotated[
-        bool, typer.Option("--train", help="Time a training step with AdamW and --loss.")
-    ] = False,
-    loss: Annotated[
-        str, typer.Option(metavar="NAME", help="The loss of --train.")
-    ] = "cross_entropy",
-    mode: Annotated[
-        str,
-        typer.Option(
-            metavar="kernel|end2end",
-            help="Time only the GPU's work, or calls from host memory to host memory.",
-        ),
-    ] = "kernel",
-    against: Annotated[
-        str,
-        typer.Option(
-            metavar="unfused|cpu",
-            help="With --device cuda, compare with the GPU unfused, or with onnxruntime's CPU.",
-        ),
-    ] = "unfused",
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Time the kernels for MODEL on this GPU, and use the fastest from now on.",
-        ),
-    ] = False,
-    shape: Annotated[
-        list[str] | None, typer.Option(metavar="M,K,N", help="Tune an operator at these sizes.")
-    ] = None,
-    precision: Precision = "fp32",
-    limit: Annotated[float, typer.Option(min=1, help="Stop tuning after this many seconds.")] = 120,
-    top: Annotated[
-        int, typer.Option(min=1, help="Try this many configurations of each kernel.")
-    ] = 6,
-    records: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep tuning records in this folder, not in the cache."),
-    ] = None,
-    trace: Trace = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    inputs: Path | None = None,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    device: str = "cpu",
+    repeat: int = 50,
+    threads: int = 0,
+    grad: bool = False,
+    train: bool = False,
+    loss: str = "cross_entropy",
+    mode: str = "kernel",
+    against: str = "unfused",
+    tune: bool = False,
+    shape: list[str] | None = None,
+    precision: str = "fp32",
+    limit: float = 120,
+    top: int = 6,
+    records: Path | None = None,
+    trace: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Time MODEL as it is and fused, in turns, and show the ratio; or tune its kernels.
 

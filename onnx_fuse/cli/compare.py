@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Html, Json
+from onnx_fuse.cli.options import with_options
 
 EXAMPLES = (
     "onnx-fuse compare monday.json today.json",
     "onnx-fuse compare adamw.json lion.json --html compared.html",
 )
+OPTIONS = """
+    a (A.json): A report that --json wrote.
+    b (B.json): Another one, of the same command.
+    """
 
 
+@with_options(OPTIONS)
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="A report that --json wrote.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one, of the same command.")],
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    a: Path,
+    b: Path,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Show two reports of one command side by side: times, sizes, errors, or training curves."""
     from onnx_fuse.report import compare as reports

@@ -5,23 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import (
-    Debug,
-    Html,
-    Json,
-    ModelArg,
-    Precision,
     check_precision,
     hardware_of,
-    output_option,
     shape_sets,
     size_ranges,
     split_names,
+    with_options,
 )
 from onnx_fuse.errors import DeviceError, UsageError
 
@@ -37,53 +32,34 @@ EXAMPLES = (
     "onnx-fuse compile model.onnx --target h100,a100 --precision fp16 --input-shapes x:1,3,224,224",
     "onnx-fuse compile model.onnx --train step.toml --target h200 --dim batch=8 sequence=1..512",
 )
+OPTIONS = """
+    target (--target GPU): Compile for these GPUs: h200, h100, a100, ..., or cuda for the one in
+        this machine, which is the default.
+    output (-o, --output OUT): Write to this file. The default is MODEL with the ending .fused.
+    level (--level, 0 to 3): Fuse up to this level, as onnx-fuse optimize does.
+    input_shapes (--input-shapes NAME:1,128 ...): Compile for these shapes of the inputs. A
+        repeated name begins another program.
+    dim (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
+        for them: 8, several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.
+    train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
+        train --config in this file. OUT is then a folder, for onnx-fuse train --compiled.
+    """
 
 
+@with_options(OPTIONS)
 def compile(
     context: typer.Context,
-    model: ModelArg,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GPU",
-            help="Compile for these GPUs: h200, h100, a100, ..., or cuda for the one in this "
-            "machine, which is the default.",
-        ),
-    ] = None,
-    output: Annotated[Path | None, output_option(".fused")] = None,
-    precision: Precision = "fp32",
-    level: Annotated[
-        int,
-        typer.Option(min=0, max=3, help="Fuse up to this level, as onnx-fuse optimize does."),
-    ] = 2,
-    input_shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input-shapes",
-            metavar="NAME:1,128 ...",
-            help="Compile for these shapes of the inputs. A repeated name begins another program.",
-        ),
-    ] = None,
-    dim: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dim",
-            metavar="SYMBOL=8 ...",
-            help="Compile for these sizes, by the names that the model's inputs have for them: 8, "
-            "several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.",
-        ),
-    ] = None,
-    train: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.toml|FILE.yaml",
-            help="Compile training instead, with the options of onnx-fuse train --config in this "
-            "file. OUT is then a folder, for onnx-fuse train --compiled.",
-        ),
-    ] = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    target: list[str] | None = None,
+    output: Path | None = None,
+    precision: str = "fp32",
+    level: int = 2,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    train: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Compile MODEL for a GPU into one file that runs without NVRTC and without ONNX libraries.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from onnx_fuse import __version__
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Html, Json
+from onnx_fuse.cli.options import with_options
 from onnx_fuse.errors import (
     INSTALL_CUBLASLT,
     INSTALL_CUDA,
@@ -52,7 +54,12 @@ _OPTIONAL = {
 EXAMPLES = ("onnx-fuse doctor", "onnx-fuse doctor --json doctor.json")
 
 
-def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
+@with_options()
+def doctor(
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
+) -> None:
     """Show versions, devices and settings, run a small model, and say what is missing."""
     import platform
     from importlib import metadata

@@ -6,101 +6,67 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Device, Json, Precision, check_device, check_precision
+from onnx_fuse.cli.options import check_device, check_precision, with_options
 from onnx_fuse.errors import UsageError
 
 EXAMPLES = (
     'onnx-fuse generate folder "Why is the sky blue?" --device cuda --precision fp16',
     "onnx-fuse generate model.onnx --ids 5,6,7 --max-new-tokens 20 --temperature 0.8 --seed 1",
 )
+OPTIONS = """
+    model (MODEL_OR_FOLDER): The .onnx file of a decoder, or the folder that it is in, with its
+        tokenizer.json and its genai_config.json or generation_config.json.
+    prompt (PROMPT): The text that is to be continued.
+    ids (--ids 5,6,7): Continue these ids in place of a text, and print ids.
+    system (--system TEXT): Begin the chat with this message of the system.
+    raw (--raw): Leave the folder's chat template out.
+    tokenizer (--tokenizer FILE): Use this tokenizer.json instead of the folder's.
+    max_new_tokens (--max-new-tokens, 0 or more): End after this many tokens.
+    max_length (--max-length, 1 or more): Allow this many tokens of the prompt and its
+        continuation together. The default is the folder's context length.
+    temperature (--temperature): Divide the logits by this number and draw; 0 takes the most
+        probable token. The default of this option and of the next four is the folder's, or off.
+    top_k (--top-k): Draw from this many of the most probable tokens.
+    top_p (--top-p): Draw from the most probable tokens that reach this sum together.
+    min_p (--min-p): Draw from tokens of at least this share of the highest probability.
+    repetition_penalty (--repetition-penalty): Make tokens that came before less probable by
+        this factor.
+    seed (--seed): Draw the same tokens whenever this number is the same.
+    eos (--eos ID): End at this id instead of the folder's; may be repeated.
+    chunk (--chunk, 1 or more): Put a prompt into the cache in pieces of this size.
+    draft (--draft FILE): Let this smaller decoder guess tokens, which costs fewer runs and
+        changes none.
+    guesses (--guesses, 1 or more): Let --draft guess this many tokens for a run.
+    """
 
 
+@with_options(OPTIONS)
 def generate(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL_OR_FOLDER",
-            help="The .onnx file of a decoder, or the folder that it is in, with its "
-            "tokenizer.json and its genai_config.json or generation_config.json.",
-        ),
-    ],
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text that is to be continued.")
-    ] = None,
-    ids: Annotated[
-        str | None,
-        typer.Option(metavar="5,6,7", help="Continue these ids in place of a text, and print ids."),
-    ] = None,
-    system: Annotated[
-        str, typer.Option(metavar="TEXT", help="Begin the chat with this message of the system.")
-    ] = "",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Leave the folder's chat template out.")
-    ] = False,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Use this tokenizer.json instead of the folder's."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="End after this many tokens.")] = 128,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Allow this many tokens of the prompt and its continuation together. The default "
-            "is the folder's context length.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Divide the logits by this number and draw; 0 takes the most probable token. The "
-            "default of this option and of the next four is the folder's, or off."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from this many of the most probable tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the most probable tokens that reach this sum together."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from tokens of at least this share of the highest probability."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Make tokens that came before less probable by this factor."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Draw the same tokens whenever this number is the same.")
-    ] = None,
-    eos: Annotated[
-        list[int] | None,
-        typer.Option(metavar="ID", help="End at this id instead of the folder's; may be repeated."),
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Put a prompt into the cache in pieces of this size.")
-    ] = None,
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Let this smaller decoder guess tokens, which costs fewer runs and changes none.",
-        ),
-    ] = None,
-    guesses: Annotated[
-        int, typer.Option(min=1, help="Let --draft guess this many tokens for a run.")
-    ] = 4,
-    device: Device = "cpu",
-    precision: Precision = "fp32",
-    json: Json = None,
-    debug: Debug = False,
+    model: Path,
+    prompt: str | None = None,
+    ids: str | None = None,
+    system: str = "",
+    raw: bool = False,
+    tokenizer: Path | None = None,
+    max_new_tokens: int = 128,
+    max_length: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    eos: list[int] | None = None,
+    chunk: int | None = None,
+    draft: Path | None = None,
+    guesses: int = 4,
+    device: str = "cpu",
+    precision: str = "fp32",
+    json: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Continue PROMPT with a decoder, and print the text while it comes.
 

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import (
-    Debug,
-    Dims,
-    Html,
-    Inputs,
-    Json,
-    ModelArg,
-    Shapes,
-    output_option,
-    parse_dims,
-    parse_shapes,
-    split_names,
-)
+from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, with_options
 from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -32,36 +18,30 @@ EXAMPLES = (
     "onnx-fuse gradient model.onnx --loss cross_entropy -o model.grad.onnx",
     "onnx-fuse gradient model.onnx --wrt x --wrt layer1.weight --check",
 )
+OPTIONS = """
+    output (-o, --output OUT): Write to this file. The default is MODEL with the ending
+        .grad.onnx.
+    loss (--loss NAME): Differentiate this loss (cross_entropy, mse, ...) or this scalar output.
+        Without it, the graph computes a vector-Jacobian product: it has an input y.grad for
+        each output y.
+    wrt (--wrt NAME): Differentiate by this weight or input. The default is every weight.
+    check (--check): Compare the gradients with central differences.
+    """
 
 
+@with_options(OPTIONS)
 def gradient(
-    model: ModelArg,
-    output: Annotated[Path | None, output_option(".grad.onnx")] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Differentiate this loss (cross_entropy, mse, ...) or this scalar output. Without "
-            "it, the graph computes a vector-Jacobian product: it has an input y.grad for each "
-            "output y.",
-        ),
-    ] = None,
-    wrt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Differentiate by this weight or input. The default is every weight.",
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the gradients with central differences.")
-    ] = False,
-    inputs: Inputs = None,
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    output: Path | None = None,
+    loss: str | None = None,
+    wrt: list[str] | None = None,
+    check: bool = False,
+    inputs: Path | None = None,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Write a graph that computes MODEL's gradients, as ONNX that any runtime can run.
 

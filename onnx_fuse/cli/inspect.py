@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import Debug, Html, Json
+from onnx_fuse.cli.options import with_options
 
 if TYPE_CHECKING:
     from onnx_fuse.report.page import Section
@@ -17,15 +15,17 @@ EXAMPLES = (
     "onnx-fuse inspect model.onnx",
     "onnx-fuse inspect model.onnx model.fused.onnx --html compared.html",
 )
+OPTIONS = """
+    models (MODEL ...): One or more files to show.
+    """
 
 
+@with_options(OPTIONS)
 def inspect(
-    models: Annotated[
-        list[Path], typer.Argument(metavar="MODEL ...", help="One or more files to show.")
-    ],
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    models: list[Path],
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Show the inputs, outputs, operators and sizes of models, side by side."""
     from onnx_fuse import report

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import (
-    Debug,
-    Html,
-    Json,
-    Precision,
-    check_precision,
-    hardware_of,
-    parse_mkn,
-)
+from onnx_fuse.cli.options import check_precision, hardware_of, parse_mkn, with_options
 from onnx_fuse.errors import CheckFailed, UsageError, unknown
 
 EXAMPLES = (
@@ -25,36 +14,31 @@ EXAMPLES = (
     "onnx-fuse lab Gemm --candidate mma_sm80.cu --shape 512,768,3072 --precision bf16",
     "onnx-fuse lab Softmax --shape 8192,4096,1 --tune --freeze",
 )
+OPTIONS = """
+    op (OP): The operator, such as Gemm.
+    shape (--shape M,K,N): Time at these sizes; may be repeated.
+    candidate (--candidate FILE.cu): Try this changed copy of a kernel's source, beside the
+        kernel that has the file.
+    tune (--tune): Time all configurations, not the likeliest alone.
+    freeze (--freeze): Use the fastest at these sizes from now on.
+    records (--records DIR): With --freeze, keep the records in this folder.
+    limit (--limit, 1 or more): Check for this many seconds at most.
+    """
 
 
+@with_options(OPTIONS)
 def lab(
-    op: Annotated[str, typer.Argument(metavar="OP", help="The operator, such as Gemm.")],
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="M,K,N", help="Time at these sizes; may be repeated."),
-    ] = None,
-    precision: Precision = "fp32",
-    candidate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.cu",
-            help="Try this changed copy of a kernel's source, beside the kernel that has the file.",
-        ),
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Time all configurations, not the likeliest alone.")
-    ] = False,
-    freeze: Annotated[
-        bool, typer.Option("--freeze", help="Use the fastest at these sizes from now on.")
-    ] = False,
-    records: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --freeze, keep the records in this folder."),
-    ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Check for this many seconds at most.")] = 120,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    op: str,
+    shape: list[str] | None = None,
+    precision: str = "fp32",
+    candidate: Path | None = None,
+    tune: bool = False,
+    freeze: bool = False,
+    records: Path | None = None,
+    limit: float = 120,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
 

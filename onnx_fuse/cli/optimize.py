@@ -5,25 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
-    Debug,
-    Dims,
-    Html,
-    Inputs,
-    Json,
-    Precision,
-    Shapes,
     check_precision,
     hardware_of,
-    output_option,
     parse_dims,
     parse_shapes,
     split_names,
+    with_options,
 )
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 
@@ -38,68 +29,46 @@ EXAMPLES = (
 )
 _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
+OPTIONS = """
+    model (MODEL): The .onnx file to fuse.
+    output (-o, --output OUT): Write to this file. The default is MODEL with the ending
+        .fused.onnx.
+    level (--level, 0 to 3): Fuse up to this level; --list says what each level does.
+    fuse (--fuse NAME): Turn this fusion on at every level.
+    skip (--skip NAME): Turn this fusion off.
+    list_ (--list): List all levels and fusions, and stop.
+    explain (--explain): Give a reason for everything that was not fused.
+    target (--target GPU): Also list the ten slowest kernels for this GPU (with --explain, all):
+        h200, h100, a100, ..., or cuda for the GPU in this machine.
+    inline (--inline): Write only standard operators, instead of fused ones.
+    opset (--opset N|keep): Write this version of the ai.onnx opset, or keep that of MODEL.
+    check (--check/--no-check): Compare the result with MODEL on onnxruntime.
+    keep (--keep): Keep the result even if the check fails.
+    """
 
 
+@with_options(OPTIONS)
 def optimize(
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", help="The .onnx file to fuse.", show_default=False),
-    ] = None,
-    output: Annotated[Path | None, output_option(".fused.onnx")] = None,
-    level: Annotated[
-        int,
-        typer.Option(min=0, max=3, help="Fuse up to this level; --list says what each level does."),
-    ] = 2,
-    fuse: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Turn this fusion on at every level.")
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Turn this fusion off.")
-    ] = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List all levels and fusions, and stop.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Give a reason for everything that was not fused.")
-    ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GPU",
-            help="Also list the ten slowest kernels for this GPU (with --explain, all): "
-            "h200, h100, a100, ..., or cuda for the GPU in this machine.",
-        ),
-    ] = None,
-    precision: Precision = "fp32",
-    inline: Annotated[
-        bool,
-        typer.Option("--inline", help="Write only standard operators, instead of fused ones."),
-    ] = False,
-    opset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|keep", help="Write this version of the ai.onnx opset, or keep that of MODEL."
-        ),
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check/--no-check", help="Compare the result with MODEL on onnxruntime."),
-    ] = True,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the result even if the check fails.")
-    ] = False,
-    inputs: Inputs = None,
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    external: Annotated[
-        bool,
-        typer.Option(
-            "--save-as-external-data", help="Write the weights to OUT.data beside the model."
-        ),
-    ] = False,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path | None = None,
+    output: Path | None = None,
+    level: int = 2,
+    fuse: list[str] | None = None,
+    skip: list[str] | None = None,
+    list_: bool = False,
+    explain: bool = False,
+    target: str | None = None,
+    precision: str = "fp32",
+    inline: bool = False,
+    opset: str | None = None,
+    check: bool = True,
+    keep: bool = False,
+    inputs: Path | None = None,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    external: bool = False,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Fuse MODEL into a file that still runs on stock onnxruntime, and check the result."""
     if list_:

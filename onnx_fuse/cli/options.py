@@ -2,80 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.options import Option, options_in, options_of
 
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON."),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a report to this file as one HTML page."),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.json",
-        help="Write a timeline to this file, as a trace for ui.perfetto.dev.",
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Device = Annotated[
-    str,
-    typer.Option(
-        metavar="cpu|cuda",
-        help="Run on cpu (by onnxruntime) or on cuda (by this package's kernels).",
-    ),
-]
-Inputs = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.npz",
-        help="Read the inputs from this file, whose arrays have the inputs' names. The default "
-        "is generated inputs.",
-    ),
-]
-Precision = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6, bf16 or fp16.",
-    ),
-]
-ModelArg = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL", help="The .onnx file, or a file that onnx-fuse compile has written."
-    ),
-]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input-shapes",
-        metavar="NAME:1,128 ...",
-        help="Fix the shapes of these inputs; a size of -1 stays dynamic.",
-    ),
-]
-Dims = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dim",
-        metavar="SYMBOL=8 ...",
-        help="Fix sizes by the names that the model's inputs have for them, such as batch=8.",
-    ),
-]
+_SHARED = """
+    model (MODEL): The .onnx file, or a file that onnx-fuse compile has written.
+    json (--json FILE): Write the results to this file as JSON.
+    html (--html FILE): Write a report to this file as one HTML page.
+    trace (--trace FILE.json): Write a timeline to this file, as a trace for ui.perfetto.dev.
+    debug (--debug): Show the traceback of an error.
+    device (--device cpu|cuda): Run on cpu (by onnxruntime) or on cuda (by this package's kernels).
+    inputs (--inputs FILE.npz): Read the inputs from this file, whose arrays have the inputs' names.
+        The default is generated inputs.
+    precision (--precision NAME): Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6,
+        bf16 or fp16.
+    input_shapes (--input-shapes NAME:1,128 ...): Fix the shapes of these inputs; a size of -1 stays
+        dynamic.
+    dim (--dim SYMBOL=8 ...): Fix sizes by the names that the model's inputs have for them, such as
+        batch=8.
+    external (--save-as-external-data): Write the weights to OUT.data beside the model.
+    """
+"""What several commands have."""
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float)}
+_KINDS |= {"Sequence[str]": list[str], "Selection": list[str], "str | os.PathLike[str]": Path}
+"""Types of options by the annotation of a dataclass's field; others are texts."""
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def output_option(ending: str) -> Any:
-    """-o, the file that a command writes; the model's name with another ending by default."""
-    text = f"Write to this file. The default is MODEL with the ending {ending}."
-    return typer.Option("-o", "--output", metavar="OUT", help=text)
+def with_options(text: str = "", *classes: type, after: str = "") -> Callable[[Command], Command]:
+    """Give the parameters of a command the options that a text and dataclasses declare.
+
+    A field of a dataclass that is no parameter of it becomes one, after its parameter `after`.
+    """
+    fields = {
+        name: (inspect.signature(cls).parameters[name], option)
+        for cls in classes
+        for name, option in options_of(cls).items()
+        if option.flag
+    }
+    declared = options_in(_SHARED) | {k: v for k, (_, v) in fields.items()} | options_in(text)
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in signature.parameters.items():
+            if name in declared:
+                kind = _parsed(parameter.annotation, declared[name])
+                parameter = parameter.replace(annotation=kind)
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                parameters.append(parameter)
+            if name == after:
+                added = (pair for key, pair in fields.items() if key not in signature.parameters)
+                parameters += [_field(*pair) for pair in added]
+        changed: Any = command
+        changed.__signature__ = signature.replace(parameters=parameters)
+        changed.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _field(parameter: inspect.Parameter, option: Option) -> inspect.Parameter:
+    """The parameter of a command for a field of a dataclass."""
+    kind = _KINDS.get(parameter.annotation.removesuffix(" | None"), str)
+    if parameter.default in (None, ()):
+        kind, parameter = kind | None, parameter.replace(default=None)
+    return parameter.replace(annotation=_parsed(kind, option))
+
+
+def _parsed(kind: Any, option: Option) -> Any:
+    """The type of a parameter with what the parser is to know of it."""
+    if option.flag is None:
+        return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]
+    least, most = (
+        n if n is None else float(n) if "." in n else int(n) for n in (option.least, option.most)
+    )
+    flags, metavar, text = option.flag.split(", "), option.metavar, option.help
+    return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
 
 
 def check_device(device: str) -> None:

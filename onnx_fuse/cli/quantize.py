@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import Debug, Html, Json, ModelArg, output_option, split_names
+from onnx_fuse.cli.options import split_names, with_options
 from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -20,60 +18,39 @@ EXAMPLES = (
     "onnx-fuse quantize model.onnx --calibrate data.npz --to int8 -o model.int8.onnx",
     "onnx-fuse quantize model.onnx --calibrate data.npz --to mixed --max-error 0.02 --explain",
 )
+OPTIONS = """
+    output (-o, --output OUT): Write to this file. The default is MODEL with the ending
+        .quantized.onnx.
+    to (--to TYPE): The type: int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the
+        layers that cost most accuracy left float until --max-error holds.
+    calibrate (--calibrate DATA.npz): Find the ranges of activations on these inputs, arrays by
+        the inputs' names. The default is random inputs.
+    method (--method NAME): How ranges are found: minmax, entropy or percentile.
+    max_error (--max-error E): The largest error of an output, as a part of its norm. The
+        default is 0.01 for mixed, and no limit for other types.
+    ends (--ends): Quantize the first and the last layers, too.
+    skip (--skip NODE): Leave the layer of this node float.
+    explain (--explain): Say of each layer why it has its type.
+    keep (--keep): Keep the result even if it is beyond --max-error.
+    """
 
 
+@with_options(OPTIONS)
 def quantize(
-    model: ModelArg,
-    output: Annotated[Path | None, output_option(".quantized.onnx")] = None,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE",
-            help="The type: int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the "
-            "layers that cost most accuracy left float until --max-error holds.",
-        ),
-    ] = "int8",
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DATA.npz",
-            help="Find the ranges of activations on these inputs, arrays by the inputs' names. "
-            "The default is random inputs.",
-        ),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="How ranges are found: minmax, entropy or percentile."),
-    ] = "minmax",
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            metavar="E",
-            help="The largest error of an output, as a part of its norm. The default is 0.01 for "
-            "mixed, and no limit for other types.",
-        ),
-    ] = None,
-    ends: Annotated[
-        bool, typer.Option("--ends", help="Quantize the first and the last layers, too.")
-    ] = False,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="Leave the layer of this node float.")
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say of each layer why it has its type.")
-    ] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the result even if it is beyond --max-error.")
-    ] = False,
-    external: Annotated[
-        bool,
-        typer.Option(
-            "--save-as-external-data", help="Write the weights to OUT.data beside the model."
-        ),
-    ] = False,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    output: Path | None = None,
+    to: str = "int8",
+    calibrate: Path | None = None,
+    method: str = "minmax",
+    max_error: float | None = None,
+    ends: bool = False,
+    skip: list[str] | None = None,
+    explain: bool = False,
+    keep: bool = False,
+    external: bool = False,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Write MODEL with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs."""
     from onnx_fuse import progress

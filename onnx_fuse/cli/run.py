@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
-    Debug,
-    Device,
-    Dims,
-    Html,
-    Inputs,
-    Json,
-    ModelArg,
-    Precision,
-    Shapes,
-    Trace,
     check_device,
     check_precision,
     parse_dims,
     parse_shapes,
+    with_options,
 )
 from onnx_fuse.errors import ModelError, UsageError
 
@@ -34,49 +23,35 @@ EXAMPLES = (
     "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
     "onnx-fuse run model.onnx --device cuda --precision fp16 --dim batch=8 --profile",
 )
+OPTIONS = """
+    output (-o, --output OUT.npz): Write the outputs to this file.
+    profile (--profile): Show the time by operator (as onnxruntime counts it) or, on cuda, by
+        kernel.
+    gpus (--gpus, 1 or more): Spread the batch of --inputs over this many GPUs, or sessions on
+        the CPU.
+    recompile (--recompile): Compile the graph that is in a compiled file anew, for this GPU and
+        any shape.
+    explain (--explain): List each kernel on cuda, its predicted time and why it was chosen.
+    """
 
 
+@with_options(OPTIONS)
 def run(
-    model: ModelArg,
-    inputs: Inputs = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="OUT.npz", help="Write the outputs to this file."),
-    ] = None,
-    device: Device = "cpu",
-    precision: Precision = "fp32",
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="Show the time by operator (as onnxruntime counts it) or, on cuda, by kernel.",
-        ),
-    ] = False,
-    gpus: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Spread the batch of --inputs over this many GPUs, or sessions on the CPU."
-        ),
-    ] = 1,
-    recompile: Annotated[
-        bool,
-        typer.Option(
-            "--recompile",
-            help="Compile the graph that is in a compiled file anew, for this GPU and any shape.",
-        ),
-    ] = False,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="List each kernel on cuda, its predicted time and why it was chosen."
-        ),
-    ] = False,
-    trace: Trace = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    inputs: Path | None = None,
+    output: Path | None = None,
+    device: str = "cpu",
+    precision: str = "fp32",
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    profile: bool = False,
+    gpus: int = 1,
+    recompile: bool = False,
+    explain: bool = False,
+    trace: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Fuse MODEL and run it once, on given or generated inputs; show the outputs and the time."""
     files.check_paths(

@@ -6,32 +6,18 @@ import warnings
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import (
-    Debug,
-    Device,
-    Dims,
-    Html,
-    Json,
-    ModelArg,
-    Shapes,
-    Trace,
-    output_option,
-    parse_dims,
-    parse_shapes,
-    split_names,
-)
+from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, with_options
 from onnx_fuse.cli.train_options import (
     Config,
     begin_ranks,
     parse_groups,
     parse_terms,
     values_of,
-    with_options,
 )
 from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
@@ -48,152 +34,92 @@ EXAMPLES = (
     "onnx-fuse train model.onnx --data train.npz --val test.npz --loss mse --lr 3e-4 "
     "--schedule cosine --checkpoint run --resume",
 )
+OPTIONS = """
+    data (--data, --inputs FILE.npz): Train on these arrays, which have the names of the inputs,
+        and labels. A folder of .npy files is mapped instead of read.
+    destination (-o, --output OUT): Write to this file. The default is MODEL with the ending
+        .tuned.onnx.
+    val (--val FILE.npz): Evaluate on these arrays after each epoch.
+    patience (--patience, 1 or more): Stop after this many evaluations that are no better.
+    min_delta (--min-delta): Count an evaluation as better only if it improves by more than
+        this.
+    monitor (--monitor NAME): Compare evaluations by this metric.
+    keep_best (--keep-best): Write the weights of the best evaluation.
+    optimizer (--optimizer NAME): Update by sgd, adam, adamw, adagrad or lion.
+    lr (--lr): Set the learning rate, at its peak.
+    schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine or step.
+    warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
+    lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
+        (step).
+    momentum (--momentum): Set the momentum of sgd.
+    weight_decay (--weight-decay): Set the weight decay, instead of the optimizer's default.
+    ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
+    label_smoothing (--label-smoothing, 0.0 to 1.0): Smooth the labels of cross_entropy.
+    add_loss (--add-loss NAME,output=Y,weight=1,labels=T): Add this loss to the first one, by
+        its weight, from another output or labels.
+    group (--group GLOB:lr=R,weight_decay=D): Train these weights with other settings: lr or
+        scale, weight_decay, start (after so many updates), or frozen.
+    layer_decay (--layer-decay): Multiply the rate by this with each layer towards the input.
+    lora_rank (--lora-rank, 1 or more): Train low-rank adapters of this rank, and freeze the
+        weights.
+    lora_alpha (--lora-alpha): Scale the adapters by this over their rank. The default is 2 ·
+        rank.
+    lora (--lora GLOB): Adapt these weights. The default is all matrices.
+    adapters (--adapters FILE.safetensors|DIR): Write only the adapters to this file, or in
+        PEFT's format to a folder.
+    explain (--explain): List the norms and products that the GPU trains as two operators
+        because no fused kernel is faster, with the predicted times.
+    gpus (--gpus, 1 or more): Train on this many GPUs of this machine, by a process each; with
+        --device cpu by so many processes. --batch-size is that of all together.
+    resume (--resume): Continue from the newest checkpoint in the folder, if there is one.
+    csv (--csv FILE.csv): Write a row for each step and evaluation.
+    tensorboard (--tensorboard DIR): Write logs for TensorBoard; this needs tensorboardX.
+    curve (--curve FILE.html): Write the page of --html to this file, when the run is over.
+    """
 
 
-@with_options("config", TrainingOptions, FitOptions)
+@with_options(OPTIONS, TrainingOptions, FitOptions, after="config")
 def train(
     context: typer.Context,
     *,
-    model: ModelArg,
-    data: Annotated[
-        Path,
-        typer.Option(
-            "--data",
-            "--inputs",
-            metavar="FILE.npz",
-            help="Train on these arrays, which have the names of the inputs, and labels. A folder "
-            "of .npy files is mapped instead of read.",
-        ),
-    ],
-    destination: Annotated[Path | None, output_option(".tuned.onnx")] = None,
+    model: Path,
+    data: Path,
+    destination: Path | None = None,
     config: Config = None,
-    val: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.npz", help="Evaluate on these arrays after each epoch."),
-    ] = None,
-    patience: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after this many evaluations that are no better."),
-    ] = None,
-    min_delta: Annotated[
-        float,
-        typer.Option(help="Count an evaluation as better only if it improves by more than this."),
-    ] = 0.0,
-    monitor: Annotated[
-        str, typer.Option(metavar="NAME", help="Compare evaluations by this metric.")
-    ] = "validation_loss",
-    keep_best: Annotated[
-        bool, typer.Option("--keep-best", help="Write the weights of the best evaluation.")
-    ] = False,
-    optimizer: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Update by sgd, adam, adamw, adagrad or lion."),
-    ] = "adamw",
-    lr: Annotated[float, typer.Option(help="Set the learning rate, at its peak.")] = 1e-3,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Change the rate over the run: constant, linear, cosine or step."
-        ),
-    ] = "constant",
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Warm up: increase the rate over this many first updates.")
-    ] = 0,
-    lr_every: Annotated[
-        int,
-        typer.Option(min=1, help="Divide the rate by 10 each time after this many updates (step)."),
-    ] = 1000,
-    momentum: Annotated[float | None, typer.Option(help="Set the momentum of sgd.")] = None,
-    weight_decay: Annotated[
-        float | None, typer.Option(help="Set the weight decay, instead of the optimizer's default.")
-    ] = None,
-    ignore_index: Annotated[
-        int | None, typer.Option(help="Ignore labels with this number. The default is -100.")
-    ] = None,
-    label_smoothing: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Smooth the labels of cross_entropy.")
-    ] = None,
-    add_loss: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME,output=Y,weight=1,labels=T",
-            help="Add this loss to the first one, by its weight, from another output or labels.",
-        ),
-    ] = None,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB:lr=R,weight_decay=D",
-            help="Train these weights with other settings: lr or scale, weight_decay, start "
-            "(after so many updates), or frozen.",
-        ),
-    ] = None,
-    layer_decay: Annotated[
-        float | None,
-        typer.Option(help="Multiply the rate by this with each layer towards the input."),
-    ] = None,
-    lora_rank: Annotated[
-        int | None,
-        typer.Option(min=1, help="Train low-rank adapters of this rank, and freeze the weights."),
-    ] = None,
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option(help="Scale the adapters by this over their rank. The default is 2 · rank."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Adapt these weights. The default is all matrices."),
-    ] = None,
-    adapters: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.safetensors|DIR",
-            help="Write only the adapters to this file, or in PEFT's format to a folder.",
-        ),
-    ] = None,
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    device: Device = "cpu",
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="List the norms and products that the GPU trains as two operators because no "
-            "fused kernel is faster, with the predicted times.",
-        ),
-    ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Train on this many GPUs of this machine, by a process each; with --device cpu by "
-            "so many processes. --batch-size is that of all together.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue from the newest checkpoint in the folder, if there is one."
-        ),
-    ] = False,
-    csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="Write a row for each step and evaluation."),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write logs for TensorBoard; this needs tensorboardX."),
-    ] = None,
-    curve: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html", help="Write the page of --html to this file, when the run is over."
-        ),
-    ] = None,
-    trace: Trace = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    val: Path | None = None,
+    patience: int | None = None,
+    min_delta: float = 0.0,
+    monitor: str = "validation_loss",
+    keep_best: bool = False,
+    optimizer: str = "adamw",
+    lr: float = 1e-3,
+    schedule: str = "constant",
+    warmup: int = 0,
+    lr_every: int = 1000,
+    momentum: float | None = None,
+    weight_decay: float | None = None,
+    ignore_index: int | None = None,
+    label_smoothing: float | None = None,
+    add_loss: list[str] | None = None,
+    group: list[str] | None = None,
+    layer_decay: float | None = None,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    lora: list[str] | None = None,
+    adapters: Path | None = None,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    device: str = "cpu",
+    explain: bool = False,
+    gpus: int | None = None,
+    resume: bool = False,
+    csv: Path | None = None,
+    tensorboard: Path | None = None,
+    curve: Path | None = None,
+    trace: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
     **options: Any,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""

@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onnx_fuse.cli import show
 from onnx_fuse.cli.options import split_names
 from onnx_fuse.errors import INSTALL_YAML, UsageError
-from onnx_fuse.training.options import options_of
+from onnx_fuse.options import options_of
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
     from onnx_fuse.training.groups import Group
     from onnx_fuse.training.losses import Term
-
-
-Command = TypeVar("Command", bound=Callable[..., None])
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float)}
-_KINDS |= {"Sequence[str]": list[str], "Selection": list[str], "str | os.PathLike[str]": Path}
-"""Types of options by the annotation of the field; others are texts."""
-
-
-def with_options(after: str, *classes: type) -> Callable[[Command], Command]:
-    """Give a command the options that dataclasses declare, after its own option `after`.
-
-    It gets their values by the names of the fields.
-    """
-
-    def decorate(command: Command) -> Command:
-        signature = inspect.signature(command, eval_str=True)
-        *parameters, _ = signature.parameters.values()
-        place = [*signature.parameters].index(after) + 1
-        parameters[place:place] = [p for cls in classes for p in _parameters(cls)]
-        changed: Any = command
-        changed.__signature__ = signature.replace(parameters=parameters)
-        changed.__annotations__ = {p.name: p.annotation for p in parameters}
-        return command
-
-    return decorate
 
 
 def values_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,21 +28,6 @@ def values_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     several = (list, tuple)  # as the command and its context have them
     lists = {name: split_names(value) for name, value in args.items() if isinstance(value, several)}
     return {name: value for name, value in (args | lists).items() if value not in (None, [])}
-
-
-def _parameters(cls: type) -> Iterator[inspect.Parameter]:
-    for name, option in options_of(cls).items():
-        if option.flag is None:
-            continue
-        parameter = inspect.signature(cls).parameters[name]
-        kind = _KINDS.get(parameter.annotation.removesuffix(" | None"), str)
-        if parameter.default in (None, ()):
-            kind, parameter = kind | None, parameter.replace(default=None)
-        least, most = (None if n is None else int(n) for n in (option.least, option.most))
-        info = typer.Option(
-            option.flag, metavar=option.metavar, min=least, max=most, help=option.help
-        )
-        yield parameter.replace(annotation=Annotated[kind, info])
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import (
-    Debug,
-    Device,
-    Dims,
-    Html,
-    Inputs,
-    Json,
-    ModelArg,
-    Precision,
-    Shapes,
     check_device,
     check_precision,
     parse_dims,
     parse_shapes,
+    with_options,
 )
 from onnx_fuse.errors import CheckFailed, UsageError
 
@@ -34,54 +24,36 @@ EXAMPLES = (
     "onnx-fuse validate model.onnx --grad",
     "onnx-fuse validate model.fused.onnx --against model.onnx --blame --inputs feeds.npz",
 )
+OPTIONS = """
+    against (--against ORIGINAL): Compare MODEL with this file. Without it, MODEL is compared
+        with its own fusion.
+    op (--op): MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.
+    grad (--grad): Also compare every gradient with central differences.
+    all_ (--all): With --grad, compare each tensor by itself, not many at once.
+    blame (--blame): Name the nodes that cause the difference.
+    rtol (--rtol, 0.0 or more): Allow this difference, as a share of an output's largest value.
+    atol (--atol, 0.0 or more): Also allow this absolute difference.
+    """
 
 
+@with_options(OPTIONS)
 def validate(
-    model: ModelArg,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="ORIGINAL",
-            help="Compare MODEL with this file. Without it, MODEL is compared with its own fusion.",
-        ),
-    ] = None,
-    op: Annotated[
-        bool,
-        typer.Option(
-            "--op",
-            help="MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.",
-        ),
-    ] = False,
-    grad: Annotated[
-        bool, typer.Option("--grad", help="Also compare every gradient with central differences.")
-    ] = False,
-    all_: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help="With --grad, compare each tensor by itself, not many at once.",
-        ),
-    ] = False,
-    blame: Annotated[
-        bool, typer.Option("--blame", help="Name the nodes that cause the difference.")
-    ] = False,
-    device: Device = "cpu",
-    precision: Precision = "fp32",
-    inputs: Inputs = None,
-    input_shapes: Shapes = None,
-    dim: Dims = None,
-    rtol: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, help="Allow this difference, as a share of an output's largest value."
-        ),
-    ] = None,
-    atol: Annotated[
-        float | None, typer.Option(min=0.0, help="Also allow this absolute difference.")
-    ] = None,
-    json: Json = None,
-    html: Html = None,
-    debug: Debug = False,
+    model: Path,
+    against: Path | None = None,
+    op: bool = False,
+    grad: bool = False,
+    all_: bool = False,
+    blame: bool = False,
+    device: str = "cpu",
+    precision: str = "fp32",
+    inputs: Path | None = None,
+    input_shapes: list[str] | None = None,
+    dim: list[str] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    debug: bool = False,
 ) -> None:
     """Compare all outputs of MODEL with those of its fusion, or of ORIGINAL, on onnxruntime.
 

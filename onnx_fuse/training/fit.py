@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.options import takes
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
 from onnx_fuse.training.callbacks import Callback, Fit
@@ -23,7 +24,6 @@ from onnx_fuse.training.history import History
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Selection, begin
-from onnx_fuse.training.options import takes
 
 __all__ = ["evaluate", "fit", "start_or_resume"]
 __dir__ = __all__.copy

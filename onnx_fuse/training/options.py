@@ -1,15 +1,11 @@
-"""The options of training, each declared once: arguments, command line, checkpoints and docs."""
+"""The options of training, each declared once as `onnx_fuse.options` reads them."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_fuse.errors import UsageError
 
@@ -20,13 +16,6 @@ if TYPE_CHECKING:
     from onnx_fuse.training.adapters import Lora
     from onnx_fuse.training.losses import Given, Term
     from onnx_fuse.training.optim import Optimizer
-
-P = ParamSpec("P")
-A_co = TypeVar("A_co", covariant=True)
-R = TypeVar("R")
-S = TypeVar("S")
-_FLAG = r" \((--[\w-]+)(?: ([A-Z]+))?(?:, (\d+) (?:or more|to (\d+)))?\)"
-_ENTRY = re.compile(rf"(\w+)(?:{_FLAG})?: (.*?)(?: \| (.*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,68 +143,3 @@ class TrainingOptions(StepOptions):
             raise UsageError(f"the loss scale is {self.loss_scale}: it must be finite and above 0")
         if self.ema is not None and not 0 <= self.ema < 1:
             raise UsageError(f"ema is {self.ema}: it must be at least 0 and below 1")
-
-
-@dataclass(frozen=True)
-class Option:
-    """What TEXTS say of a field; one without a flag is no option of `onnx-fuse train`."""
-
-    flag: str | None
-    metavar: str | None
-    least: str | None
-    most: str | None
-    help: str
-    """What --help says."""
-    more: str | None
-    """What a docstring says besides."""
-
-
-def options_of(cls: type) -> dict[str, Option]:
-    """The options of a dataclass by the names of its fields."""
-    texts = "".join(vars(base).get("TEXTS", "") for base in reversed(cls.__mro__))
-    entries = (" ".join(entry.split()) for entry in re.split(r"\n {8}(?=\w)", texts))
-    matches = [_ENTRY.fullmatch(entry) for entry in entries if entry]
-    return {match[1]: Option(*match.groups()[1:]) for match in matches if match}
-
-
-class _Takes(Protocol[P, A_co]):
-    @overload
-    def __call__(self, function: Callable[[A_co], R], /) -> Callable[P, R]: ...
-
-    @overload
-    def __call__(self, function: Callable[[S, A_co], R], /) -> Callable[Concatenate[S, P], R]: ...
-
-
-def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
-    """Let a function be called with the arguments of a dataclass, and get them as that one object.
-
-    Its signature, and the line `{options}` in its docstring, name every field. What comes before
-    the object, as `self` does, stays.
-    """
-    cls: Any = arguments
-
-    def decorate(function: Callable[..., R]) -> Callable[..., R]:
-        signature = inspect.signature(function)
-        *before, _ = signature.parameters.values()
-        fields = inspect.signature(cls).parameters.values()
-        cls.__init__.__qualname__ = function.__qualname__  # which a TypeError names
-
-        @wraps(function)
-        def call(*args: Any, **options: Any) -> R:
-            return function(*args[: len(before)], cls(*args[len(before) :], **options))
-
-        shown = signature.replace(parameters=[*before, *fields])
-        call.__signature__ = shown  # type: ignore[attr-defined]
-        call.__doc__ = (function.__doc__ or "").replace("{options}", described(cls).lstrip())
-        return call
-
-    return decorate
-
-
-def described(cls: type) -> str:
-    """The fields of a dataclass of options as lines of a docstring."""
-    lines = []
-    for name, option in options_of(cls).items():
-        text = f"{name}: {option.help} {option.more or ''}"
-        lines += textwrap.wrap(text, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
-    return "\n".join(lines)

@@ -19,6 +19,7 @@ from onnx_fuse.ir.build import bind_defaults, replace_node
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, nodes_in_order, typed
+from onnx_fuse.options import takes
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.rewrite import batch
 from onnx_fuse.rewrite.canonicalize import clean
@@ -31,7 +32,7 @@ from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.losses import Target, Term
 from onnx_fuse.training.merged import Merging, Sums, add_to_weights
-from onnx_fuse.training.options import StepOptions, takes
+from onnx_fuse.training.options import StepOptions
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
 from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names

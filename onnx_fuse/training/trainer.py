@@ -23,6 +23,7 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
 from onnx_fuse.ir.constants import Model
+from onnx_fuse.options import takes
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.timeline import Communication
@@ -37,7 +38,7 @@ from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term, terms
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
-from onnx_fuse.training.options import TrainingOptions, takes
+from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State

@@ -1,0 +1,91 @@
+"""Options, each declared once as text: arguments, command line, checkpoints and docs are of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+A_co = TypeVar("A_co", covariant=True)
+R = TypeVar("R")
+S = TypeVar("S")
+_FLAG = r"--?[\w-]+"
+_RANGE = r", ([\d.]+) (?:or more|to ([\d.]+))"
+_PARSER = rf" \(({_FLAG}(?:(?:, |/){_FLAG})*)?(?: ?([^ ,)][^)]*?))?(?:{_RANGE})?\)"
+_ENTRY = re.compile(rf"(\w+)(?:{_PARSER})?: (.*?)(?: \| (.*))?")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a text says of an option: `name (--flag METAVAR, 1 or more): Help. | More help.`"""
+
+    flag: str | None
+    """The names on the command line; None for an argument there, or what is no part of it."""
+    metavar: str | None
+    least: str | None
+    most: str | None
+    help: str
+    """What --help says."""
+    more: str | None
+    """What a docstring says besides."""
+
+
+def options_in(text: str) -> dict[str, Option]:
+    """The options that a text declares, by their names; further lines of one are indented."""
+    entries = (" ".join(entry.split()) for entry in re.split(r"\n(?=\w)", inspect.cleandoc(text)))
+    matches = [_ENTRY.fullmatch(entry) for entry in entries if entry]
+    return {match[1]: Option(*match.groups()[1:]) for match in matches if match}
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """The options of a dataclass by the names of its fields, from TEXTS of it and its bases."""
+    texts = [vars(base).get("TEXTS", "") for base in reversed(cls.__mro__)]
+    return {name: option for text in texts for name, option in options_in(text).items()}
+
+
+class _Takes(Protocol[P, A_co]):
+    @overload
+    def __call__(self, function: Callable[[A_co], R], /) -> Callable[P, R]: ...
+
+    @overload
+    def __call__(self, function: Callable[[S, A_co], R], /) -> Callable[Concatenate[S, P], R]: ...
+
+
+def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
+    """Let a function be called with the arguments of a dataclass, and get them as that one object.
+
+    Its signature, and the line `{options}` in its docstring, name every field. What comes before
+    the object, as `self` does, stays.
+    """
+    cls: Any = arguments
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        signature = inspect.signature(function)
+        *before, _ = signature.parameters.values()
+        fields = inspect.signature(cls).parameters.values()
+        cls.__init__.__qualname__ = function.__qualname__  # which a TypeError names
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> R:
+            return function(*args[: len(before)], cls(*args[len(before) :], **options))
+
+        shown = signature.replace(parameters=[*before, *fields])
+        call.__signature__ = shown  # type: ignore[attr-defined]
+        call.__doc__ = (function.__doc__ or "").replace("{options}", described(cls).lstrip())
+        return call
+
+    return decorate
+
+
+def described(cls: type) -> str:
+    """The fields of a dataclass of options as lines of a docstring."""
+    lines = []
+    for name, option in options_of(cls).items():
+        text = f"{name}: {option.help} {option.more or ''}"
+        lines += textwrap.wrap(text, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
+    return "\n".join(lines)
