@@ -47,7 +47,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
     "": 4412, "autodiff": 1750, "cli": 3439, "cuda": 1800, "cuda_src": 15010, "distributed": 950,
-    "importer": 5595, "ir": 2375, "kernels": 10115, "lower": 8799, "nn": 4870, "ops": 12197,
+    "importer": 5524, "ir": 2375, "kernels": 10115, "lower": 8799, "nn": 4870, "ops": 12197,
     "program": 10105, "report": 2125, "rewrite": 3450, "runtime": 8564, "torch": 4000,
     "training": 6881, "validation": 4715,
     "generation": 1457,

@@ -11,17 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.importer.contrib.table import (
-    Body,
-    Results,
-    Unwritable,
-    attr,
-    contrib,
-    count,
-    known_rank,
-    needed,
-    wants,
-)
+from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known_rank
 from onnx_fuse.ir.build import dim, given, rank
 
 _LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.3895313892515355e38}
@@ -42,7 +32,7 @@ def split_heads(op: Body, x: ir.Value, heads: int, width: int | None = None) -> 
 def join_heads(op: Body, x: ir.Value, width: int | ir.Value | None) -> ir.Value:
     """[B, N, S, h] as [B, S, N·h]; `width`, that size, may be a vector of one."""
     rows = op.Transpose(x, perm=[0, 2, 1, 3])
-    return op.Reshape(rows, op.shape(0, 0, -1 if width is None else width))
+    return op.Reshape(rows, op.vector([0, 0, -1 if width is None else width]))
 
 
 def scaled_scores(
@@ -51,20 +41,13 @@ def scaled_scores(
     """q kᵀ · scale; without a scale 1/sqrt(h)."""
     scores = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
     if not scale and head is None:
-        width = op.Sqrt(op.cast_like(op.Shape(q, start=3, end=4), q))
-        return op.Div(scores, width)
+        return op.Div(scores, op.Sqrt(op.to_like(op.Shape(q, start=3, end=4), q)))
     return op.Mul(scores, op.number(scale or 1 / math.sqrt(head or 1), q))
 
 
-def scalar(op: Body, size: ir.Value) -> ir.Value:
-    """A vector of one as a scalar."""
-    return op.Squeeze(size)
-
-
-def counted(op: Body, size: ir.Value) -> ir.Value:
+def steps(op: Body, size: ir.Value) -> ir.Value:
     """0, 1, … up to a size, which is a vector of one."""
-    zero, one = (op.constant(np.array(i, np.int64)) for i in (0, 1))
-    return op.Range(zero, scalar(op, size), one)
+    return op.counted(op.Squeeze(size))
 
 
 def lowest(like: ir.Value) -> float:
@@ -91,12 +74,12 @@ def _padding(
         doubled = op.Concat(mask, no_starts, axis=0)
         ends = op.Slice(doubled, op.ints(0), rows, op.ints(0))
         starts = op.Slice(doubled, rows, op.Mul(rows, op.ints(2)), op.ints(0))
-        column = op.Cast(counted(op, total), to=ir.DataType.INT32)
+        column = op.Cast(steps(op, total), to=ir.DataType.INT32)
         ends, starts = (op.Unsqueeze(v, op.ints(1)) for v in (ends, starts))
         inside = op.And(op.Less(column, ends), op.GreaterOrEqual(column, starts))
         keep = op.Unsqueeze(inside, op.ints(1, 2))
     elif size in (2, 3):
-        seen = op.Greater(mask, op.cast_like(op.ints(0), mask))
+        seen = op.Greater(mask, op.to_like(op.ints(0), mask))
         keep = op.Unsqueeze(seen, op.ints(*((1, 2) if size == 2 else (1,))))
     else:
         raise Unwritable(f"its mask has {size} dimensions")
@@ -116,12 +99,12 @@ def _causal(
     `rows` are S, `new` L, `total` T, each a vector of one; `new` is `rows` where the two are known
     to be the same. Otherwise the last query sees all keys: so do onnxruntime's (1.32, on the CPU).
     """
-    row = op.Add(counted(op, rows), op.Sub(total, new))
-    column = counted(op, total)
+    row = op.Add(steps(op, rows), op.Sub(total, new))
+    column = steps(op, total)
     keep = op.LessOrEqual(column, op.Unsqueeze(row, op.ints(1)))
     if new is not rows:
         # with as many keys as queries the causal mask, too, lets the last query see all of them
-        final = op.Equal(counted(op, rows), op.Sub(rows, op.ints(1)))
+        final = op.Equal(steps(op, rows), op.Sub(rows, op.ints(1)))
         keep = op.Or(keep, op.Unsqueeze(final, op.ints(1)))
     other = op.number(0.0, like) if padding is None else padding
     return op.Where(keep, other, op.number(lowest(like), like))
@@ -129,7 +112,6 @@ def _causal(
 
 def _attend(
     op: Body,
-    node: ir.Node,
     q: ir.Value,
     k: ir.Value,
     v: ir.Value,
@@ -144,14 +126,14 @@ def _attend(
     """(y, scores before the softmax) of [B, N, ·, h]; `new` is L, None where it is S; `seen` [S, T]
     says in the place of a causal mask which keys count.
     """
-    scores = scaled_scores(op, q, k, attr(node, "scale"), head)
+    scores = scaled_scores(op, q, k, op.attr("scale"), head)
     total, added = op.Shape(k, start=2, end=3), None
     if mask is not None:
-        low = attr(node, "mask_filter_value", -10000.0)
-        added = _padding(op, mask, needed(node, 0), total, q, low)
+        low = op.attr("mask_filter_value", -10000.0)
+        added = _padding(op, mask, op.needed(0), total, q, low)
     if seen is not None:
         scores = op.Where(seen, scores, op.number(-math.inf, q))
-    elif attr(node, "unidirectional", 0):
+    elif op.attr("unidirectional", 0):
         rows = op.Shape(q, start=2, end=3)
         added = _causal(op, rows, rows if new is None else new, total, added, q)
     if bias is not None:
@@ -164,7 +146,6 @@ def _attend(
 
 def attention_of(
     op: Body,
-    node: ir.Node,
     qkv: ir.Value,
     sizes: Sequence[int],
     *,
@@ -174,9 +155,9 @@ def attention_of(
 ) -> Results:
     """[y, present] of the projected queries, keys and values, side by side in `qkv`."""
     for name in ("do_rotary", "past_present_share_buffer"):
-        if attr(node, name, 0):
+        if op.attr(name, 0):
             raise Unwritable(f"its attribute {name} is not supported")
-    heads = count(node, "num_heads")
+    heads = op.count("num_heads")
     parts = op.Split(qkv, op.ints(*sizes), outputs=3, axis=-1)
     q, k, v = (split_heads(op, x, heads, size) for x, size in zip(parts, sizes, strict=True))
     if past is not None:
@@ -186,48 +167,55 @@ def attention_of(
             for before, x in zip(pasts, (k, v), strict=True)
         )
     present = None
-    if wants(node, 1):
+    if op.wants(1):
         present = op.Concat(*(op.Unsqueeze(x, op.ints(0)) for x in (k, v)), axis=0)
     head = sizes[0] // heads
-    y, _ = _attend(op, node, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
+    y, _ = _attend(op, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
     return [y, present]
 
 
 # On a CPU, 12 heads of 64 (onnxruntime 1.32): with a past of 1024 Attention takes 1.25 ms whole and
 # 2.5 as fused parts, without one the same; MultiHeadAttention 1.0 to 1.2 times as long in parts.
 @contrib("Attention", whole=lambda node: given(node, 4) is not None)
-def attention(op: Body, node: ir.Node) -> Results:
-    x, weights, bias = needed(node, 0), needed(node, 1), given(node, 2)
-    if given(node, 6) is not None:
+def attention(
+    op: Body, x: ir.Value, weights: ir.Value, bias: Input, mask: Input, past: Input, added: Input
+) -> Results:
+    if op.given(6) is not None:
         raise Unwritable("its past_sequence_length says that past and present share a buffer")
     columns = dim(weights, 1) or dim(bias, 0)
-    sizes = list(attr(node, "qkv_hidden_sizes", ()) or ())
+    sizes = list(op.attr("qkv_hidden_sizes", ()) or ())
     if not sizes:
         if columns is None:
             raise Unwritable("the size of its weights is not known")
         sizes = [columns // 3] * 3
     if len(sizes) != 3 or (columns is not None and sum(sizes) != columns):
         raise Unwritable("its qkv_hidden_sizes are not those of its weights")
-    qkv = op.MatMul(x, weights)
-    if bias is not None:
-        qkv = op.Add(qkv, bias)
-    return attention_of(
-        op, node, qkv, sizes, mask=given(node, 3), past=given(node, 4), bias=given(node, 5)
-    )
+    qkv = op.plus(op.MatMul(x, weights), bias)
+    return attention_of(op, qkv, sizes, mask=mask, past=past, bias=added)
 
 
 @contrib(
     "MultiHeadAttention", whole=lambda node: True, lowered=lambda node: given(node, 8) is not None
 )
-def multi_head_attention(op: Body, node: ir.Node) -> Results:
-    query, key, value, bias = needed(node, 0), given(node, 1), given(node, 2), given(node, 3)
-    before = given(node, 8)
-    if given(node, 9) is not None:
+def multi_head_attention(
+    op: Body,
+    query: ir.Value,
+    key: Input,
+    value: Input,
+    bias: Input,
+    mask: Input,
+    added: Input,
+    past_key: Input,
+    past_value: Input,
+    before: Input,
+    beam_rows: Input,
+) -> Results:
+    if beam_rows is not None:
         raise Unwritable("its cache is that of a beam search")
-    masked = any(given(node, i) is not None for i in (4, 5))
-    if before is not None and (masked or wants(node, 3)):
+    masked = mask is not None or added is not None
+    if before is not None and (masked or op.wants(3)):
         raise Unwritable("its buffer is shared, and it has a mask or returns its scores")
-    heads = count(node, "num_heads")
+    heads = op.count("num_heads")
     form = (rank(query), rank(key), rank(value))
     total = dim(bias, 0)
     parts: list[ir.Value | None] = [None, None, None]
@@ -258,15 +246,14 @@ def multi_head_attention(op: Body, node: ir.Node) -> Results:
         if rank(x) == 4:  # [B, N, L, h], projected already
             split.append(x)
         elif rank(x) == 3:
-            split.append(split_heads(op, x if part is None else op.Add(x, part), heads, size))
+            split.append(split_heads(op, op.plus(x, part), heads, size))
         else:
             raise Unwritable("the rank of query, key or value is not known")
     q, k, v = split
     new = None if _as_long(query, key) else op.Shape(k, start=2, end=3)
-    past_key, past_value = given(node, 6), given(node, 7)
     seen = None
     if past_key is not None and past_value is not None and before is not None:
-        k, v, seen = _in_buffer(op, node, before, k, v)
+        k, v, seen = _in_buffer(op, (past_key, past_value), before, k, v)
     elif before is not None:
         raise Unwritable("its buffer is missing")
     elif past_key is not None and past_value is not None:
@@ -275,24 +262,26 @@ def multi_head_attention(op: Body, node: ir.Node) -> Results:
     width = op.Shape(value, start=2) if sizes[2] is None and rank(value) == 3 else sizes[2]
     read = v if seen is None else _seen_rows(op, v, seen)
     y, scores = _attend(
-        op, node, q, k, read, mask=given(node, 4), bias=given(node, 5), new=new, head=head,
-        width=width, seen=seen,
+        op, q, k, read, mask=mask, bias=added, new=new, head=head, width=width, seen=seen
     )  # fmt: skip
     return [y, k, v, scores]
 
 
 def _in_buffer(
-    op: Body, node: ir.Node, before: ir.Value, k: ir.Value, v: ir.Value
+    op: Body, buffers: tuple[ir.Value, ir.Value], before: ir.Value, k: ir.Value, v: ir.Value
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The buffers with k and v behind the `before` tokens of before, and which key a query sees."""
     rows = op.Shape(k, start=2, end=3)
-    place = op.Add(op.Reshape(op.Cast(before, to=ir.DataType.INT64), op.ints(1)), counted(op, rows))
+    place = op.Add(op.Reshape(op.Cast(before, to=ir.DataType.INT64), [1]), steps(op, rows))
     index = op.Expand(op.Reshape(place, op.ints(1, 1, -1, 1)), op.Shape(k))
-    presents = [op.ScatterElements(needed(node, i), index, x, axis=2) for i, x in ((6, k), (7, v))]
-    column = counted(op, op.Shape(presents[0], start=2, end=3))
-    last = place if attr(node, "unidirectional", 0) else op.ReduceMax(place, keepdims=1)
+    present_k, present_v = (
+        op.ScatterElements(buffer, index, x, axis=2)
+        for buffer, x in zip(buffers, (k, v), strict=True)
+    )
+    column = steps(op, op.Shape(present_k, start=2, end=3))
+    last = place if op.attr("unidirectional", 0) else op.ReduceMax(place, keepdims=1)
     seen = op.LessOrEqual(column, op.Unsqueeze(last, op.ints(1)))
-    return presents[0], presents[1], seen
+    return present_k, present_v, seen
 
 
 def _seen_rows(op: Body, v: ir.Value, seen: ir.Value) -> ir.Value:
@@ -351,8 +340,8 @@ def rotated(
         )
     else:
         a, b = op.Split(x, op.ints(half, half), outputs=2, axis=-1)
-    left = op.Sub(op.Mul(a, cos), op.Mul(b, sin))
-    right = op.Add(op.Mul(b, cos), op.Mul(a, sin))
+    left = op.formula("a * cos - b * sin", a=a, b=b, cos=cos, sin=sin)
+    right = op.formula("b * cos + a * sin", a=a, b=b, cos=cos, sin=sin)
     if interleaved:
         joined = op.Concat(*(op.Unsqueeze(p, op.ints(4)) for p in (left, right)), axis=4)
         y = op.Reshape(joined, op.ints(0, 0, 0, 2 * half))
@@ -362,17 +351,18 @@ def rotated(
 
 
 @contrib("RotaryEmbedding")
-def rotary_embedding(op: Body, node: ir.Node) -> Results:
-    x, positions, cos, sin = (needed(node, i) for i in range(4))
-    if attr(node, "is_packed_batching", 0) or attr(node, "scale", 1.0) != 1.0:
+def rotary_embedding(
+    op: Body, x: ir.Value, positions: ir.Value, cos: ir.Value, sin: ir.Value
+) -> Results:
+    if op.attr("is_packed_batching", 0) or op.attr("scale", 1.0) != 1.0:
         raise Unwritable("its ragged batches or its scale are not supported")
     half, size = dim(cos, 1), known_rank(x, "the input")
     if half is None:
         raise Unwritable("the size of its angles is not known")
-    heads = attr(node, "num_heads", 0)
+    heads = op.attr("num_heads", 0)
     if size == 4 and dim(x, 3) is not None:
         head = dim(x, 3)
-    elif attr(node, "rotary_embedding_dim", 0):
+    elif op.attr("rotary_embedding_dim", 0):
         width = dim(x, 2) if size == 3 else None
         head = None if width is None or not heads else width // heads
     else:
@@ -380,18 +370,16 @@ def rotary_embedding(op: Body, node: ir.Node) -> Results:
     if head is None:
         raise Unwritable("the size of its heads is not known")
     if known_rank(positions, "position_ids") == 1:
-        steps = counted(
-            op, op.Shape(x, start=size - 2 if size == 4 else 1, end=3 if size == 4 else 2)
-        )
-        positions = op.Unsqueeze(op.Add(steps, positions), op.ints(0))
+        rows = op.Shape(x, start=2, end=3) if size == 4 else op.Shape(x, start=1, end=2)
+        positions = op.Unsqueeze(op.Add(steps(op, rows), positions), [0])
     axis = op.ints(1 if size == 4 else 2)
     angles = [op.Unsqueeze(op.Gather(table, positions), axis) for table in (cos, sin)]
     rows = x
     if size == 3:  # a -1 beside sizes of 0 has no value
         count = op.Div(op.Shape(x, start=2, end=3), op.ints(head))
-        rows = op.Reshape(x, op.shape(0, 0, count, head))
-    pairs = bool(attr(node, "interleaved", 0))
+        rows = op.Reshape(x, op.vector([0, 0, count, head]))
+    pairs = bool(op.attr("interleaved", 0))
     y = rotated(op, rows, angles[0], angles[1], half, interleaved=pairs, head=head)
     if size == 3:
         y = op.Reshape(y, op.Shape(x), allowzero=1)
-    return [y]
+    return y

@@ -11,38 +11,29 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.importer.contrib.attention import (
-    counted,
     join_heads,
     lowest,
     rotated,
     scaled_scores,
     split_heads,
+    steps,
 )
-from onnx_fuse.importer.contrib.table import (
-    Body,
-    Results,
-    Unwritable,
-    attr,
-    contrib,
-    count,
-    needed,
-    wants,
-)
-from onnx_fuse.ir.build import dim, given, rank
+from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib
+from onnx_fuse.ir.build import dim, rank
 
 _REFUSED = {12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight",
             16: "query_seqlens"}  # fmt: skip
 
 
-def _refuse(node: ir.Node) -> None:
+def _refuse(op: Body) -> None:
     for i, name in _REFUSED.items():
-        if given(node, i) is not None:
+        if op.given(i) is not None:
             raise Unwritable(f"its input {name} is not supported")
-    if attr(node, "sliding_window_cache", 0):
+    if op.attr("sliding_window_cache", 0):
         raise Unwritable("its cache has the window's size")
-    if any(attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
+    if any(op.attr(f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
         raise Unwritable("its cache is quantized")
-    if wants(node, 3):
+    if op.wants(3):
         raise Unwritable("it returns the scores")
 
 
@@ -61,20 +52,24 @@ def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Val
         return x
     one = op.Unsqueeze(x, op.ints(2))
     each = op.Expand(one, op.ints(1, 1, groups, 1, 1))
-    return op.Reshape(
-        each, op.shape(op.Shape(x, start=0, end=1), heads, op.Shape(x, start=2, end=3), head)
-    )
+    batch, rows = op.Shape(x, start=0, end=1), op.Shape(x, start=2, end=3)
+    return op.Reshape(each, op.vector([batch, heads, rows, head]))
 
 
 # On a CPU, a token over a cache of 1024 takes 0.3 ms whole and 0.6 as fused parts (1.32).
 @contrib("GroupQueryAttention", whole=lambda node: True, lowered=lambda node: True)
-def group_query_attention(op: Body, node: ir.Node) -> Results:
-    _refuse(node)
-    query, key, value, past_key, past_value = (given(node, i) for i in range(5))
-    lengths, total = needed(node, 5), needed(node, 6)
-    if query is None:
-        raise Unwritable("its query is missing")
-    heads, kv_heads = count(node, "num_heads"), count(node, "kv_num_heads")
+def group_query_attention(
+    op: Body,
+    query: ir.Value,
+    key: Input,
+    value: Input,
+    past_key: Input,
+    past_value: Input,
+    lengths: ir.Value,
+    total: ir.Value,
+) -> Results:
+    _refuse(op)
+    heads, kv_heads = op.count("num_heads"), op.count("kv_num_heads")
     parts = heads if key is not None and value is not None else heads + 2 * kv_heads
     width = dim(query, 2)
     head = dim(past_key, 3) if width is None else width // parts
@@ -88,12 +83,12 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     rows = op.Shape(q, start=2, end=3)  # S
     ends = op.Add(op.Cast(op.Reshape(lengths, op.ints(-1, 1)), to=ir.DataType.INT64), op.ints(1))
     starts = op.Max(op.Sub(ends, rows), op.ints(0))  # P [B, 1]
-    places = op.Add(starts, counted(op, rows))  # of the new tokens: [B, S]
-    if attr(node, "do_rotary", 0):
-        angles = _angles(op, node, places, rows, total)
+    places = op.Add(starts, steps(op, rows))  # of the new tokens: [B, S]
+    if op.attr("do_rotary", 0):
+        angles = _angles(op, places, rows, total)
         for_both: dict[str, Any] = {
             "half": angles[2],
-            "interleaved": bool(attr(node, "rotary_interleaved", 0)),
+            "interleaved": bool(op.attr("rotary_interleaved", 0)),
             "head": head,
         }
         q, k = (rotated(op, x, angles[0], angles[1], **for_both) for x in (q, k))
@@ -103,7 +98,7 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     if past_key is not None and past_value is not None:
         behind = op.Shape(past_key, start=2, end=3)
         wanted = op.Max(wanted, behind)
-    column = counted(op, wanted)
+    column = steps(op, wanted)
     valid = op.Less(column, op.Add(starts, rows))  # [B, T]; padding behind a prompt is kept
     old = op.Less(column, starts)
     moved = op.Add(column, op.Sub(behind, starts))
@@ -115,33 +110,31 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     v = _cached(op, past_value, v, index, valid4)
     groups = heads // kv_heads
     all_k, all_v = (_shared(op, x, groups, heads, head) for x in (k, v))
-    scores = scaled_scores(op, q, all_k, attr(node, "scale"), head)
-    cap = attr(node, "softcap", 0.0)
+    scores = scaled_scores(op, q, all_k, op.attr("scale"), head)
+    cap = op.attr("softcap", 0.0)
     if cap:
-        bound = op.number(cap, q)
-        scores = op.Mul(op.Tanh(op.Div(scores, bound)), bound)
-    if given(node, 10) is not None:
-        scores = op.Add(scores, given(node, 10))
-    scores = op.Add(scores, _mask(op, node, places, column, op.Less(column, ends), q))
-    y = op.MatMul(_softmax(op, node, scores, heads), all_v)
-    window = attr(node, "local_window_size", -1)
-    if window > 0 and attr(node, "causal", 1):  # a query behind the end may see no key: 0
+        scores = op.formula("Tanh(scores / cap) * cap", scores=scores, cap=cap)
+    mask = _mask(op, places, column, op.Less(column, ends), q)
+    scores = op.Add(op.plus(scores, op.given(10)), mask)
+    y = op.MatMul(_softmax(op, scores, heads), all_v)
+    window = op.attr("local_window_size", -1)
+    if window > 0 and op.attr("causal", 1):  # a query behind the end may see no key: 0
         seen = op.Less(places, op.Add(ends, op.ints(window - 1)))
         y = op.Where(op.Unsqueeze(seen, op.ints(1, 3)), y, op.number(0.0, y))
     return [join_heads(op, y, heads * head), k, v]
 
 
 def _mask(
-    op: Body, node: ir.Node, places: ir.Value, column: ir.Value, valid: ir.Value, like: ir.Value
+    op: Body, places: ir.Value, column: ir.Value, valid: ir.Value, like: ir.Value
 ) -> ir.Value:
     """[B, 1, S, T]: the least number for keys that a query does not see.
 
     It is finite, for a query of the padding may see no key at all.
     """
     row = op.Unsqueeze(places, op.ints(2))  # [B, S, 1]
-    window = attr(node, "local_window_size", -1)
+    window = op.attr("local_window_size", -1)
     keep = op.Unsqueeze(valid, op.ints(1))
-    if attr(node, "causal", 1):
+    if op.attr("causal", 1):
         keep = op.And(op.LessOrEqual(column, row), keep)
         if window > 0:
             keep = op.And(keep, op.Greater(column, op.Sub(row, op.ints(window))))
@@ -149,10 +142,10 @@ def _mask(
     return op.Where(keep, op.number(0.0, like), op.number(lowest(like), like))
 
 
-def _softmax(op: Body, node: ir.Node, scores: ir.Value, heads: int) -> ir.Value:
+def _softmax(op: Body, scores: ir.Value, heads: int) -> ir.Value:
     """Softmax over the keys and, with a sink, over one more score: 0, or the number of the head."""
-    sink = given(node, 11)
-    if sink is None and attr(node, "smooth_softmax", 0) != 1:
+    sink = op.given(11)
+    if sink is None and op.attr("smooth_softmax", 0) != 1:
         return op.Softmax(scores, axis=-1)
     first = op.Slice(scores, op.ints(0), op.ints(1), op.ints(3))
     if sink is None:
@@ -164,18 +157,17 @@ def _softmax(op: Body, node: ir.Node, scores: ir.Value, heads: int) -> ir.Value:
 
 
 def _angles(
-    op: Body, node: ir.Node, places: ir.Value, rows: ir.Value, total: ir.Value
+    op: Body, places: ir.Value, rows: ir.Value, total: ir.Value
 ) -> tuple[ir.Value, ir.Value, int]:
     """cos and sin [B, 1, S, half] of the new tokens' positions, and half."""
-    cos, sin, positions = needed(node, 7), needed(node, 8), given(node, 9)
+    cos, sin, positions = op.needed(7), op.needed(8), op.given(9)
     half = dim(cos, 1)
     if half is None or rank(sin) != 2:
         raise Unwritable("the size of its angles is not known")
     if positions is not None:
         # a first prompt counts on from its first position
-        first = op.Reshape(op.Slice(op.Reshape(positions, op.ints(-1)), op.ints(0), op.ints(1),
-                                    op.ints(0)), op.ints(1, 1))  # fmt: skip
-        counting = op.Add(first, counted(op, rows))
+        first = op.Reshape(op.Slice(op.Reshape(positions, [-1]), [0], [1], [0]), [1, 1])
+        counting = op.Add(first, steps(op, rows))
         prompt = op.Equal(op.Cast(op.Reshape(total, op.ints(1)), to=ir.DataType.INT64), rows)
         places = op.Where(prompt, counting, positions)
     cos, sin = (op.Unsqueeze(op.Gather(table, places), op.ints(1)) for table in (cos, sin))

@@ -11,24 +11,21 @@ from onnx_fuse.importer.contrib.attention import multi_head_attention
 from onnx_fuse.importer.contrib.table import (
     CONV,
     Body,
+    Input,
     Results,
     Unwritable,
-    attr,
     contrib,
-    count,
     known_rank,
-    needed,
 )
-from onnx_fuse.ir.build import detach, dim, given, rank
+from onnx_fuse.ir.build import dim, given, rank
 
 LARGEST_INVERSE = 16
 """Rows up to which an elimination is written out."""
 
 
 @contrib("Inverse", recognized=False)
-def inverse(op: Body, node: ir.Node) -> Results:
+def inverse(op: Body, x: ir.Value) -> Results:
     """Gauss and Jordan's elimination of [A | 1], the largest of each column the pivot."""
-    x = needed(node, 0)
     size, kind = dim(x, -1) or dim(x, -2), x.dtype
     if size is None or kind is None or not 1 <= size <= LARGEST_INVERSE:
         raise Unwritable(f"its matrices are not known to have 1 to {LARGEST_INVERSE} rows")
@@ -57,33 +54,32 @@ def inverse(op: Body, node: ir.Node) -> Results:
 
 
 @contrib("NhwcConv")
-def nhwc_conv(op: Body, node: ir.Node) -> Results:
+def nhwc_conv(op: Body, x: ir.Value, w: ir.Value, bias: Input) -> Results:
     """Conv of images and filters whose channels come last."""
-    x, w = (op.channels_first(needed(node, i), 4) for i in range(2))
-    return [op.channels_last(op.like("Conv", node, [x, w, given(node, 2)], CONV), 4)]
+    x, w = op.channels_first(x, 4), op.channels_first(w, 4)
+    return op.channels_last(op.like("Conv", [x, w, bias], CONV), 4)
 
 
 @contrib("CausalConvWithState")
-def causal_conv(op: Body, node: ir.Node) -> Results:
+def causal_conv(op: Body, x: ir.Value, w: ir.Value, bias: Input, past: Input) -> Results:
     """A convolution of each channel over the last places and the new ones, which it hands on."""
-    x, w, bias, past = needed(node, 0), *(given(node, i) for i in range(1, 4))
     usual = {"ndim": 1, "state_update_capacity": 0, "state_window": 0, "state_length": 0,
              "channels_last": 0, "input_channel_offset": 0, "input_channels": 0,
              "state_channels_last": -1}  # fmt: skip
     for name, value in usual.items():
-        if attr(node, name, value) != value:
+        if op.attr(name, value) != value:
             raise Unwritable(f"its {name} is not supported")
     channels, taps = dim(w, 0), dim(w, 2)
     if channels is None or taps is None:
         raise Unwritable("the size of its weights is not known")
-    every = attr(node, "dilation", 1)
+    every = op.attr("dilation", 1)
     length = (taps - 1) * every
     if past is None:
-        like = op.shape(op.size(x, 0), channels, length)
-        past = op.Expand(op.number(0.0, x), like)
+        sizes = op.vector([op.shape_of(x, [0]), channels, length])
+        past = op.Expand(op.number(0.0, x), sizes)
     joined = op.Concat(past, x, axis=2)
     y = op.Conv(joined, w, bias, group=channels, dilations=[every])
-    match attr(node, "activation", "none"):
+    match op.attr("activation", "none"):
         case "none" | "":
             pass
         case "silu" | "swish":
@@ -91,8 +87,7 @@ def causal_conv(op: Body, node: ir.Node) -> Results:
         case other:
             raise Unwritable(f"its activation '{other}' is not known")
     size = op.Shape(joined, start=2, end=3)
-    last = op.Slice(joined, op.Sub(size, op.ints(length)), size, op.ints(2))
-    return [y, last]
+    return [y, op.Slice(joined, op.Sub(size, [length]), size, [2])]
 
 
 # bitsandbytes' 16 numbers of 4 bits: of a float with 2 bits of exponent and 1 of fraction, and the
@@ -107,83 +102,87 @@ _NF4 = [
 
 
 @contrib("MatMulBnb4")
-def matmul_bnb4(op: Body, node: ir.Node) -> Results:
+def matmul_bnb4(op: Body, x: ir.Value, packed: ir.Value, scales: ir.Value) -> Results:
     """x times weights of 4-bit numbers, two a byte, the first above, and a scale a block."""
-    x, packed, scales = (needed(node, i) for i in range(3))
-    rows, columns, block = (count(node, name) for name in ("N", "K", "block_size"))
+    rows, columns, block = (op.count(name) for name in ("N", "K", "block_size"))
     if rows * columns % block or rows * columns % 2 or x.dtype is None:
         raise Unwritable("its last block or byte is not full")
-    numbers = _NF4 if attr(node, "quant_type") == 1 else [*_FP4, *(-v for v in _FP4)]
+    numbers = _NF4 if op.attr("quant_type") == 1 else [*_FP4, *(-v for v in _FP4)]
     four = op.constant(np.array(16, np.uint8))
     pair = [op.Unsqueeze(v, op.ints(1)) for v in (op.Div(packed, four), op.Mod(packed, four))]
     code = op.Cast(op.Reshape(op.Concat(*pair, axis=1), op.ints(-1, block)), to=ir.DataType.INT32)
     table = op.constant(np.array(numbers, np.float32).astype(x.dtype.numpy()))
-    weights = op.Mul(op.Gather(table, code), op.Unsqueeze(scales, op.ints(1)))
-    w = op.Reshape(weights, op.ints(rows, columns))
-    if attr(node, "transB", 1):
-        w = op.Transpose(w, perm=[1, 0])
-    return [op.MatMul(x, w)]
+    weights = op.Mul(op.Gather(table, code), op.Unsqueeze(scales, [1]))
+    w = op.Reshape(weights, [rows, columns])
+    return op.MatMul(x, op.Transpose(w, perm=[1, 0]) if op.attr("transB", 1) else w)
 
 
 @contrib("GemmFastGelu")
-def gemm_fast_gelu(op: Body, node: ir.Node) -> Results:
-    z, bias = op.MatMul(needed(node, 0), needed(node, 1)), given(node, 2)
-    return [op.Gelu(z if bias is None else op.Add(z, bias), approximate="tanh")]
+def gemm_fast_gelu(op: Body, x: ir.Value, w: ir.Value, bias: Input) -> Results:
+    return op.Gelu(op.plus(op.MatMul(x, w), bias), approximate="tanh")
 
 
 @contrib("RelativePositionBias", recognized=False)
-def relative_position_bias(op: Body, node: ir.Node) -> Results:
+def relative_position_bias(op: Body, table: ir.Value, queries: ir.Value, keys: ir.Value) -> Results:
     """T5's: a number a head and a bucket of distances, near ones each, far ones by logarithm."""
-    table, queries, keys = (needed(node, i) for i in range(3))
-    buckets, far = dim(table, 0), attr(node, "max_distance")
+    buckets, far = dim(table, 0), op.attr("max_distance")
     if buckets is None:
         raise Unwritable("the number of its buckets is not known")
-    flat, zero, one = op.ints(), op.constant(0), op.constant(1)
-
-    def steps(count: ir.Value, axis: int) -> ir.Value:
-        number = op.Cast(op.Reshape(count, flat), to=ir.DataType.INT64)
-        return op.Unsqueeze(op.Range(zero, number, one), op.ints(axis))
-
-    distance = op.Sub(steps(keys, 0), steps(queries, 1))
+    columns, rows = (
+        op.Unsqueeze(op.counted(op.Cast(op.Reshape(v, []), to=ir.DataType.INT64)), [axis])
+        for axis, v in enumerate((keys, queries))
+    )
+    distance = op.Sub(columns, rows)
     base = None
-    if attr(node, "is_bidirectional", 0):
+    if op.attr("is_bidirectional", 0):
         buckets //= 2
-        after = op.Cast(op.Greater(distance, zero), to=ir.DataType.INT64)
-        base = op.Mul(after, op.constant(buckets))
+        after = "Cast <to = 7> (distance > 0) * buckets"
+        base = op.formula(after, distance=distance, buckets=float(buckets))
         distance = op.Abs(distance)
     else:
-        distance = op.Max(op.Neg(distance), zero)
+        distance = op.formula("Max(-distance, 0)", distance=distance)
     exact = buckets // 2
-    near = op.Less(distance, op.constant(exact))
-    ratio = op.Div(op.Cast(op.Max(distance, one), to=ir.DataType.FLOAT),
-                   op.constant(np.array(exact, np.float32)))  # fmt: skip
-    share = op.Div(op.Log(ratio), op.constant(np.array(math.log(far / exact), np.float32)))
-    beyond = op.Mul(share, op.constant(np.array(buckets - exact, np.float32)))
-    large = op.Add(op.Cast(beyond, to=ir.DataType.INT64), op.constant(exact))
-    bucket = op.Where(near, distance, op.Min(large, op.constant(buckets - 1)))
+    bucket = op.formula(
+        """steps = Log(Cast <to = 1> (Max(distance, 1)) / exact) / range * further
+        large = Cast <to = 7> (steps) + exact
+        Where(distance < exact, distance, Min(large, last))""",
+        distance=distance,
+        exact=float(exact),
+        range=math.log(far / exact),
+        further=float(buckets - exact),
+        last=float(buckets - 1),
+    )
     bucket = bucket if base is None else op.Add(base, bucket)
-    heads = op.Transpose(op.Gather(table, bucket), perm=[2, 0, 1])
-    return [op.Unsqueeze(heads, op.ints(0))]
+    return op.Unsqueeze(op.Transpose(op.Gather(table, bucket), perm=[2, 0, 1]), [0])
 
 
 @contrib("GatedRelativePositionBias", recognized=False)
-def gated_relative_position_bias(op: Body, node: ir.Node) -> Results:
+def gated_relative_position_bias(
+    op: Body,
+    queries: ir.Value,
+    shift: ir.Value,
+    places: ir.Value,
+    weights: ir.Value,
+    bias: ir.Value,
+    scale: ir.Value,
+) -> Results:
     """WavLM's: a bias by position, scaled by gates that the queries decide."""
-    if given(node, 6) is not None or known_rank(needed(node, 0), "its queries") != 3:
+    if op.given(6) is not None or known_rank(queries, "its queries") != 3:
         raise Unwritable("its tokens are packed")
-    queries, shift, places, weights, bias, scale = (needed(node, i) for i in range(6))
-    heads, width = count(node, "num_heads"), dim(weights, 1)
+    heads, width = op.count("num_heads"), dim(weights, 1)
     if width is None:
         raise Unwritable("the size of its weights is not known")
-    rows = op.Reshape(op.Add(queries, shift), op.ints(0, 0, heads, -1))
-    gates = op.Add(op.MatMul(op.Transpose(rows, perm=[0, 2, 1, 3]), weights), bias)
-    parts = op.Reshape(gates, op.ints(0, 0, 0, 2, width // 2))
-    update, reset = op.Split(
-        op.Sigmoid(op.ReduceSum(parts, op.ints(-1), keepdims=0)), outputs=2, axis=-1, num_outputs=2
+    rows = op.Transpose(op.Reshape(op.Add(queries, shift), [0, 0, heads, -1]), perm=[0, 2, 1, 3])
+    parts = op.Reshape(op.Add(op.MatMul(rows, weights), bias), [0, 0, 0, 2, width // 2])
+    gates = op.Sigmoid(op.ReduceSum(parts, [-1], keepdims=0))
+    update, reset = op.Split(gates, outputs=2, axis=-1, num_outputs=2)
+    return op.formula(
+        "(update * (reset * scale - 1) + 2) * places",
+        update=update,
+        reset=reset,
+        scale=scale,
+        places=places,
     )
-    one, two = op.number(1.0, queries), op.number(2.0, queries)
-    gate = op.Add(op.Mul(update, op.Sub(op.Mul(reset, scale), one)), two)
-    return [op.Mul(gate, places)]
 
 
 @contrib(
@@ -191,27 +190,14 @@ def gated_relative_position_bias(op: Body, node: ir.Node) -> Results:
     whole=lambda node: True,
     lowered=lambda node: given(node, 7) is not None,
 )
-def decoder_masked_attention(op: Body, node: ir.Node) -> Results:
+def decoder_masked_attention(op: Body, query: ir.Value, key: Input, value: Input) -> Results:
     """Attention of one new token; a past stands in a buffer that is shared with present."""
-    query, key, value = needed(node, 0), given(node, 1), given(node, 2)
-    past = [given(node, i) for i in (5, 6, 7)]
+    mask, bias, *past, beam_width, beam_rows, projection_bias = (op.given(i) for i in range(3, 11))
     if past[0] is None and (rank(key) != 4 or rank(value) != 4):
         raise Unwritable("it has neither a past nor the heads of keys and values apart")
-    if past[0] is not None and (past[2] is None or attr(node, "output_qk", 0)):
+    if past[0] is not None and (past[2] is None or op.attr("output_qk", 0)):
         raise Unwritable("it is not known how much of its buffer is filled, or it returns scores")
-    if given(node, 8) is not None or given(node, 9) is not None:
+    if beam_width is not None or beam_rows is not None:
         raise Unwritable("its cache is that of a beam search")
-    operands = [query, key, value, given(node, 10), given(node, 3), given(node, 4), *past]
-    names = ("num_heads", "mask_filter_value", "scale")
-    inner = ir.Node(
-        "com.microsoft",
-        "MultiHeadAttention",
-        operands,
-        [a for k, a in node.attributes.items() if k in names],
-        num_outputs=len(node.outputs),
-    )
-    for mine, theirs in zip(inner.outputs, node.outputs, strict=True):
-        mine.name = theirs.name
-    results = list(multi_head_attention(op, inner))
-    detach([inner])
-    return results
+    operands = key, value, projection_bias, mask, bias, *past, None
+    return multi_head_attention(op, query, *operands)

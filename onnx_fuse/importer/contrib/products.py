@@ -9,26 +9,20 @@ import onnx_ir as ir
 from onnx_fuse.importer.contrib.table import (
     CONV,
     Body,
+    Input,
     Results,
     Unwritable,
-    attr,
     contrib,
     known_rank,
-    needed,
 )
-from onnx_fuse.ir.build import given
 
 
-def _operand(op: Body, node: ir.Node, i: int, side: str) -> ir.Value:
+def _operand(op: Body, x: ir.Value, side: str) -> ir.Value:
     """The matrices of operand A or B of FusedMatMul.
 
     With `transBatch` the axes before the last stand one place to the right: (m, batch..., k).
     """
-    x, trans, batch = (
-        needed(node, i),
-        attr(node, f"trans{side}", 0),
-        attr(node, f"transBatch{side}", 0),
-    )
+    trans, batch = op.attr(f"trans{side}", 0), op.attr(f"transBatch{side}", 0)
     if not trans and not batch:
         return x
     size = known_rank(x, side)
@@ -40,21 +34,17 @@ def _operand(op: Body, node: ir.Node, i: int, side: str) -> ir.Value:
     return op.Transpose(x, perm=order)
 
 
-def _product(op: Body, node: ir.Node) -> ir.Value:
-    a, b = (_operand(op, node, i, side) for i, side in enumerate("AB"))
-    y, alpha = op.MatMul(a, b), attr(node, "alpha", 1.0)
-    return y if alpha == 1.0 else op.Mul(y, op.number(alpha, y))
-
-
 @contrib("FusedMatMul", "TransposeMatMul")
-def fused_matmul(op: Body, node: ir.Node) -> Results:
-    return [_product(op, node)]
+def fused_matmul(op: Body, a: ir.Value, b: ir.Value) -> ir.Value:
+    product = op.MatMul(_operand(op, a, "A"), _operand(op, b, "B"))
+    y: ir.Value = op.formula("product * alpha", product=product, alpha=op.attr("alpha", 1.0))
+    return y
 
 
 @contrib("FusedMatMulActivation")
-def fused_matmul_activation(op: Body, node: ir.Node) -> Results:
-    parameters = [attr(node, f"activation_{name}") for name in ("alpha", "beta")]
-    return [activated(op, _product(op, node), attr(node, "activation", ""), parameters)]
+def fused_matmul_activation(op: Body, a: ir.Value, b: ir.Value) -> Results:
+    parameters = [op.attr(f"activation_{name}") for name in ("alpha", "beta")]
+    return activated(op, fused_matmul(op, a, b), op.attr("activation", ""), parameters)
 
 
 def activated(op: Body, y: ir.Value, name: str, parameters: Sequence[float | None]) -> ir.Value:
@@ -74,28 +64,22 @@ def activated(op: Body, y: ir.Value, name: str, parameters: Sequence[float | Non
         case "Clip":
             if alpha is None or beta is None:
                 raise Unwritable("its activation Clip has no bounds")
-            result = op.Clip(y, op.number(alpha, y), op.number(beta, y))
+            result = op.formula("Clip(y, alpha, beta)", y=y, alpha=alpha, beta=beta)
         case _:
             raise Unwritable(f"its activation '{name}' is not known")
     return result
 
 
 @contrib("FusedGemm")
-def fused_gemm(op: Body, node: ir.Node) -> Results:
-    operands = [needed(node, 0), needed(node, 1), given(node, 2)]
-    y = op.like("Gemm", node, operands, "alpha beta transA transB")
-    name = attr(node, "activation", "")
+def fused_gemm(op: Body, a: ir.Value, b: ir.Value, c: Input) -> Results:
+    y = op.like("Gemm", [a, b, c], "alpha beta transA transB")
+    name = op.attr("activation", "")
     second = "gamma" if name == "Selu" else "beta"
-    parameters = [attr(node, f"activation_{k}") for k in ("alpha", second)]
-    return [activated(op, y, name, parameters)]
+    return activated(op, y, name, [op.attr(f"activation_{k}") for k in ("alpha", second)])
 
 
 @contrib("FusedConv")
-def fused_conv(op: Body, node: ir.Node) -> Results:
+def fused_conv(op: Body, x: ir.Value, w: ir.Value, bias: Input, added: Input) -> Results:
     """act(Conv(X, W, B) + Z)."""
-    x, added = needed(node, 0), given(node, 3)
-    y = op.like("Conv", node, [x, needed(node, 1), given(node, 2)], CONV)
-    if added is not None:
-        y = op.Add(y, added)
-    parameters = attr(node, "activation_params", ())
-    return [activated(op, y, attr(node, "activation", ""), list(parameters))]
+    y = op.plus(op.like("Conv", [x, w, bias], CONV), added)
+    return activated(op, y, op.attr("activation", ""), op.attr("activation_params", ()))

@@ -8,21 +8,27 @@ emits its nodes, `function` makes an ONNX function of it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, detach, dim, given, rank
+from onnx_fuse.ir.build import Builder, detach, given, rank
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 MICROSOFT = "com.microsoft"
 
-Build: TypeAlias = "Callable[[Body, ir.Node], Sequence[ir.Value | None]]"
-"""`build(op, node)` emits the body of `node` with `op`; it answers one value an output, None for an
-output that nobody asked for. It may read attributes, types, ranks and known sizes of the node's
-inputs. Raises Unwritable."""
+Input: TypeAlias = "ir.Value | None"
+"""An input that may be absent."""
+Results: TypeAlias = "ir.Value | Sequence[ir.Value | None] | None"
+"""One value an output, None for one that nobody asked for; a value by itself is the only output."""
+Build = TypeVar("Build", bound="Callable[..., Results]")
+"""`build(op, x, ...)` emits the body of the node `op.call` with `op`. The parameters after `op` are
+the node's first inputs, of type `Input` where they may be absent. It may read attributes, types,
+ranks and known sizes of the node's inputs. Raises Unwritable."""
 
 
 class Unwritable(Exception):
@@ -40,13 +46,12 @@ class Contrib:
 
     name: str
     domain: str
-    build: Build
+    build: Callable[[Body], Sequence[ir.Value | None]]
     recognized: bool
     whole: Callable[[ir.Node], bool]
     lowered: Callable[[ir.Node], bool]
 
 
-Results: TypeAlias = "Sequence[ir.Value | None]"
 CONTRIB: dict[tuple[str, str], Contrib] = {}
 """Every contrib operator that has a body, by (domain, name)."""
 
@@ -61,8 +66,18 @@ def contrib(
     """Decorator: enter a `Build` into the table under `names`."""
 
     def enter(build: Build) -> Build:
+        _, *inputs = inspect.signature(build).parameters.values()
+
+        def results(op: Body) -> Sequence[ir.Value | None]:
+            operands = [
+                op.given(i) if formal.annotation == "Input" else op.needed(i)
+                for i, formal in enumerate(inputs)
+            ]
+            answer = build(op, *operands)
+            return answer if isinstance(answer, Sequence) else [answer]
+
         for name in names:
-            CONTRIB[domain, name] = Contrib(name, domain, build, recognized, whole, lowered)
+            CONTRIB[domain, name] = Contrib(name, domain, results, recognized, whole, lowered)
         return build
 
     return enter
@@ -91,16 +106,20 @@ _UNTYPED = {
 }
 
 
-class Body(Builder):
-    """A Builder that knows its results' element types, and what contrib bodies say often."""
+class Body(TensorBuilder):
+    """A builder of the body of the node `call`, which knows its results' element types."""
+
+    def __init__(self, call: ir.Node) -> None:
+        super().__init__()
+        self.call = call
 
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Emit a node whose results have their element types."""
         results = super().node(op_type, inputs, **keywords)
         node = self.nodes[-1]
         dtype: ir.DataType | None = None
-        if "to" in keywords:
-            dtype = ir.DataType(keywords["to"])
+        if "to" in node.attributes:
+            dtype = ir.DataType(node.attributes["to"].as_int())
         elif op_type == "ConstantOfShape":
             dtype = keywords["value"].dtype
         elif op_type not in _UNTYPED:
@@ -111,26 +130,24 @@ class Body(Builder):
                 value.dtype = dtype
         return results
 
-    def cast_like(self, x: ir.Value, like: ir.Value) -> ir.Value:
-        """`x` in the element type of `like`."""
-        if x.dtype is not None and x.dtype == like.dtype:
-            return x
-        typed = like.dtype is not None
-        return self.Cast(x, to=like.dtype) if typed else self.CastLike(x, like)
-
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`, known or not."""
         if like.dtype is not None:
             return self.constant(np.array(value, like.dtype.numpy()))
-        return self.cast_like(self.constant(np.array(value, np.float32)), like)
+        return self.to_like(self.constant(np.array(value, np.float32)), like)
 
     def ints(self, *values: int) -> ir.Value:
         """A constant vector of int64 with these numbers."""
         return self.constant(np.array(values, np.int64))
 
-    def like(self, op_type: str, node: ir.Node, inputs: Sequence[Any], names: str) -> Any:
-        """A node with those of `node`'s attributes that are named."""
-        return self.node(op_type, inputs, attributes={k: attr(node, k) for k in names.split()})
+    def plus(self, x: ir.Value, y: ir.Value | None) -> ir.Value:
+        """x + y; x where there is no y."""
+        return x if y is None else self.Add(x, y)
+
+    def like(self, op_type: str, inputs: Sequence[Any], names: str, **attributes: Any) -> Any:
+        """A node with those of the call's attributes that are named."""
+        taken = {name: self.attr(name) for name in names.split()}
+        return self.node(op_type, inputs, attributes={**taken, **attributes})
 
     def channels_first(self, x: ir.Value, size: int) -> ir.Value:
         """`x` [N, ..., C] of `size` axes as [N, C, ...]."""
@@ -140,18 +157,36 @@ class Body(Builder):
         """`x` [N, C, ...] of `size` axes as [N, ..., C]."""
         return self.Transpose(x, perm=[0, *range(2, size), 1])
 
-    def size(self, x: ir.Value, axis: int) -> ir.Value:
-        """The extent of an axis (not negative) as a vector of one int64."""
-        extent = dim(x, axis)
-        if extent is not None:
-            return self.ints(extent)
-        return self.Shape(x, start=axis, end=axis + 1)
+    def given(self, i: int) -> ir.Value | None:
+        """Input `i` of the call, None where it is absent."""
+        return given(self.call, i)
 
-    def shape(self, *sizes: int | ir.Value) -> ir.Value:
-        """A shape vector of numbers and of vectors."""
-        if all(isinstance(s, int) for s in sizes):
-            return self.ints(*(s for s in sizes if isinstance(s, int)))
-        return self.Concat(*(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0)
+    def needed(self, i: int) -> ir.Value:
+        """Input `i`, which the operator requires. Raises Unwritable."""
+        value = given(self.call, i)
+        if value is None:
+            raise Unwritable(f"its input {i} is missing")
+        return value
+
+    def wants(self, i: int) -> bool:
+        """Whether anybody reads output `i`."""
+        return wants(self.call, i)
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute's value; the default where it is absent."""
+        declared = self.call.attributes.get(name)
+        if declared is None:
+            return default
+        if declared.is_ref():
+            raise Unwritable(f"its attribute '{name}' refers to one of a function")
+        return declared.value
+
+    def count(self, name: str, default: int = 0) -> int:
+        """An attribute that counts something, such as heads. Raises Unwritable where it doesn't."""
+        number = self.attr(name, default)
+        if not isinstance(number, int) or number < 1:
+            raise Unwritable(f"its attribute '{name}' is missing, or is no positive number")
+        return number
 
 
 CONV = "auto_pad dilations group kernel_shape pads strides"
@@ -161,38 +196,12 @@ CONV = "auto_pad dilations group kernel_shape pads strides"
 # ---- what a body asks of its node ------------------------------------------------------------
 
 
-def needed(node: ir.Node, i: int) -> ir.Value:
-    """Input `i`, which the operator requires. Raises Unwritable."""
-    value = given(node, i)
-    if value is None:
-        raise Unwritable(f"its input {i} is missing")
-    return value
-
-
 def wants(node: ir.Node, i: int) -> bool:
     """Whether anybody reads output `i`; of a node in no graph, whether it has that output."""
     if i >= len(node.outputs) or node.outputs[i].name == "":
         return False
     value = node.outputs[i]
     return node.graph is None or value.is_graph_output() or bool(value.uses())
-
-
-def attr(node: ir.Node, name: str, default: Any = None) -> Any:
-    """An attribute's value; the default where it is absent."""
-    declared = node.attributes.get(name)
-    if declared is None:
-        return default
-    if declared.is_ref():
-        raise Unwritable(f"its attribute '{name}' refers to one of a function")
-    return declared.value
-
-
-def count(node: ir.Node, name: str, default: int = 0) -> int:
-    """An attribute that counts something, such as heads. Raises Unwritable where it counts none."""
-    number = attr(node, name, default)
-    if not isinstance(number, int) or number < 1:
-        raise Unwritable(f"its attribute '{name}' is missing, or is no positive number")
-    return number
 
 
 def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -224,8 +233,8 @@ def write(node: ir.Node) -> tuple[list[ir.Node], list[ir.Value | None]]:
     entry = lookup(node)
     if entry is None:
         raise Unwritable("it has no body in standard ONNX")
-    op = Body()
-    results = list(entry.build(op, node))[: len(node.outputs)]
+    op = Body(node)
+    results = list(entry.build(op))[: len(node.outputs)]
     results += [None] * (len(node.outputs) - len(results))
     for i, value in enumerate(results):
         if not wants(node, i):
@@ -291,8 +300,8 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
     for i, inner in enumerate(nodes):
         for k, value in enumerate(inner.outputs):
             value.name = f"v{i}_{k}"
-    op = Body()
-    outputs = [v if v is not None else op.ints() for v in results]
+    op = Builder()
+    outputs = [v if v is not None else op.constant([]) for v in results]
     for i, value in enumerate(outputs):
         value.name = value.name or f"none{i}"
     graph = ir.Graph(
