@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -35,14 +35,60 @@ class _Kinds:
         return 1
 
 
-class FakeGpu:
-    """The module cuda.bindings.driver, as far as it is used; `counts` says how often what was."""
+class IdleDriver:
+    """The module cuda.bindings.driver, whose calls do nothing; memory is addresses alone."""
 
-    CUstream = CUfunction = staticmethod(int)
-    cuuint64_t = staticmethod(int)
+    CUstream = CUfunction = cuuint64_t = cuuint32_t = staticmethod(int)
     CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
     CUgraphEdgeData = SimpleNamespace
     CUmemPoolProps = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(100)
+        self._next = 1 << 32
+        self._pinned: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """A call that always succeeds, with a new handle; or an enumeration."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return (lambda *_: (0, next(self._numbers))) if name.startswith("cu") else _Kinds()
+
+    def cuCtxGetDevice(self) -> tuple[int, int]:
+        return 0, 0
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
+        self._next, address = self._next + -(-nbytes // 256) * 256, self._next
+        return 0, address
+
+    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[int, int]:
+        return self.cuMemAlloc(nbytes)
+
+    def cuMemAllocHost(self, nbytes: int) -> tuple[int, int]:
+        self._pinned.append((ctypes.c_uint8 * nbytes)())
+        return 0, ctypes.addressof(self._pinned[-1])
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return 0, 1, 2, 3, [next(self._numbers)]
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
+        return 0, SimpleNamespace(kernelParams=0)
+
+    def stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
+        """(what has it, name, what takes its place): this, and an H200, under the runtime."""
+        yield device, "bindings", lambda: self
+        for name in ("begin", "start", "probe"):
+            yield device, name, lambda device_id=0: None
+        yield Hardware, "detect", classmethod(lambda cls, device_id=0: CHIPS["H200"])
+        yield launching, "_driver", lambda: self
+        yield launching, "_kernel", lambda launch, arch: SimpleNamespace(function=id(launch))
+        yield launching, "_settings", lambda *given: given[-1]
+        yield nvrtc, "compile_all", lambda launches, arch, progress=True: None
+        yield arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
+
+
+class FakeGpu(IdleDriver):
+    """One that does the work, as far as it is used; `counts` says how often what was."""
 
     # by the identity of a launch; of all GPUs, since eager operators outlive the test's
     _calls: ClassVar[dict[int, Call]] = {}
@@ -50,11 +96,11 @@ class FakeGpu:
     _expressions: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self) -> None:
+        super().__init__()
         self.counts: Counter[str] = Counter()
         self.order: list[tuple[Any, ...]] = []
         """Launches, copies, records and waits, each with its stream, in the order they came; "done"
         and "passed" are the host's own waits for a stream and an event."""
-        self._numbers = itertools.count(100)
         self._memory: dict[int, Any] = {}
         self._capture: list[list[Any]] | None = None
         self._capturing: int | None = None  # the stream
@@ -98,42 +144,25 @@ class FakeGpu:
                     part._graph.raw[part._nodes[k]][0] = id(launch)
             renew(made)
 
-        def loaded(launch: Launch, arch: str) -> Any:
-            return SimpleNamespace(function=id(launch))
-
         monkeypatch.setenv("ONNX_FUSE_AHEAD", "0")
-        monkeypatch.setattr(device, "bindings", lambda: self)
-        monkeypatch.setattr(device, "start", lambda device_id=0: None)
-        monkeypatch.setattr(device, "probe", lambda device_id=0: None)
-        monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
-        monkeypatch.setattr(launching, "_driver", lambda: self)
-        monkeypatch.setattr(launching, "_kernel", loaded)
-        monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
-        monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch: None)
+        for holder, name, value in self.stand_ins():
+            monkeypatch.setattr(holder, name, value)
         monkeypatch.setattr(specialize.Specializer, "of", of)
         monkeypatch.setattr(SymbolicProgram, "at", evaluated)
         monkeypatch.setattr(BoundLaunch, "update", became)
         monkeypatch.setattr(instance.Instance, "_renew", renewed)
-        monkeypatch.setattr(
-            arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
-        )
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """A call that always succeeds, with a new handle; or an enumeration."""
-        if name.startswith("__"):
-            raise AttributeError(name)
+        idle = super().__getattr__(name)
         if not name.startswith("cu"):
-            return _Kinds()
+            return idle
 
         def call(*given: Any) -> tuple[Any, ...]:
             self.counts[name] += 1
-            return 0, next(self._numbers)
+            return idle()
 
         return call
-
-    def cuCtxGetDevice(self) -> tuple[int, int]:
-        return 0, 0
 
     # ---- memory ----
 
@@ -277,9 +306,6 @@ class FakeGpu:
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
         return 0, graph
-
-    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
-        return 0, SimpleNamespace(kernelParams=0)
 
     def cuGraphExecKernelNodeSetParams(
         self, graph: list[list[Any]], node: int, params: Any

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import ctypes
 import gc
-import itertools
 import json
 import os
 import pstats
@@ -29,11 +27,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools"), str(ROOT / "tests")]
 
 VOCAB = 1009
 """Tokens of each model, no size of a batch; their number costs the host nothing but memory."""
@@ -67,84 +64,13 @@ PHASES = (
 """(phase, module, function or method) in the order of the table."""
 
 
-class Driver:
-    """cuda.bindings.driver without a GPU: every call succeeds; device memory is addresses alone."""
-
-    CUstream = CUfunction = cuuint64_t = cuuint32_t = staticmethod(int)
-    CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
-    CUgraphEdgeData = SimpleNamespace
-
-    def __init__(self) -> None:
-        self._handles = itertools.count(1)
-        self._next = 1 << 32
-        self._pinned: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if not name.startswith("cu"):
-            return _Enumeration()
-        return lambda *given: (0, next(self._handles))
-
-    @staticmethod
-    def CUmemPoolProps() -> Any:
-        return SimpleNamespace(location=SimpleNamespace())
-
-    @staticmethod
-    def cuCtxGetDevice() -> tuple[int, int]:
-        return 0, 0
-
-    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
-        self._next, address = self._next + -(-nbytes // 256) * 256, self._next
-        return 0, address
-
-    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[int, int]:
-        return self.cuMemAlloc(nbytes)
-
-    def cuMemAllocHost(self, nbytes: int) -> tuple[int, int]:
-        self._pinned.append((ctypes.c_uint8 * nbytes)())
-        return 0, ctypes.addressof(self._pinned[-1])
-
-    def cuStreamEndCapture(self, stream: int) -> tuple[int, int]:
-        return 0, next(self._handles)
-
-    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
-        return 0, 1, 2, 3, [next(self._handles)]
-
-    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
-        return 0, SimpleNamespace(kernelParams=0)
-
-
-class _Enumeration:
-    def __getattr__(self, name: str) -> int:
-        return 1
-
-    def __call__(self, *given: Any) -> Any:
-        return SimpleNamespace()
-
-
 def without_a_gpu() -> None:
     """Put the driver that does nothing, and a description of an H200, under the runtime."""
-    from onnx_fuse.cuda import arguments, nvrtc
-    from onnx_fuse.cuda import launch as launching
-    from onnx_fuse.program.problem import CHIPS, Hardware
-    from onnx_fuse.runtime import device
+    from fake_gpu import IdleDriver
 
     os.environ["ONNX_FUSE_AHEAD"] = os.environ["ONNX_FUSE_CACHE_MB"] = "0"
-    driver, hopper = Driver(), CHIPS["H200"]
-    for module, name, stand_in in (
-        (device, "bindings", lambda: driver),
-        (device, "begin", lambda device_id=0: None),
-        (device, "start", lambda device_id=0: None),
-        (device, "probe", lambda device_id=0: None),
-        (Hardware, "detect", classmethod(lambda cls, _=0: hopper)),
-        (launching, "_driver", lambda: driver),
-        (launching, "_kernel", lambda launch, arch: SimpleNamespace(function=1)),
-        (launching, "_settings", lambda *given: given),
-        (nvrtc, "compile_all", lambda launches, arch, progress=True: None),
-        (arguments, "_descriptor", lambda arg, address: bytes(128)),
-    ):
-        setattr(module, name, stand_in)
+    for holder, name, value in IdleDriver().stand_ins():
+        setattr(holder, name, value)
 
 
 class Clock:
