@@ -55,29 +55,20 @@ def linear(k: int, n: int, *, norm: bool = False, half: str = "") -> Any:
     """[LayerNorm and] Linear of [N, k], as an exporter writes it: a ModelProto."""
     import ml_dtypes
     import numpy as np
-    from onnx import TensorProto, helper, numpy_helper
+    import onnx
 
     rng = np.random.default_rng(0)
-    dtype = ml_dtypes.bfloat16 if half else np.float32
-    kind = TensorProto.BFLOAT16 if half else TensorProto.FLOAT
-    arrays = {
-        "g": np.ones(k, dtype), "b": np.zeros(k, dtype), "c": np.zeros(n, dtype),
-        "w": (rng.standard_normal((k, n)) / k**0.5).astype(dtype),
-    }  # fmt: skip
-    nodes = [helper.make_node("LayerNormalization", ["x", "g", "b"], ["h"])] if norm else []
-    nodes += [
-        helper.make_node("MatMul", ["h" if norm else "x", "w"], ["p"]),
-        helper.make_node("Add", ["p", "c"], ["y"]),
-    ]
-    used = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(
-        nodes,
-        "layer",
-        [helper.make_tensor_value_info("x", kind, ["N", k])],
-        [helper.make_tensor_value_info("y", kind, ["N", n])],
-        [numpy_helper.from_array(a, name) for name, a in arrays.items() if name in used],
+    kind, dtype = ("bfloat16", ml_dtypes.bfloat16) if half else ("float", np.float32)
+    product = "h = LayerNormalization (x, g, b)  p = MatMul (h, w)" if norm else "p = MatMul (x, w)"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> layer ({kind}[N,{k}] x) => ({kind}[N,{n}] y) '
+        f"{{ {product}  y = Add (p, c) }}"
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    weights = {"w": rng.standard_normal((k, n)) / k**0.5, "c": np.zeros(n)}
+    weights |= {"g": np.ones(k), "b": np.zeros(k)} if norm else {}
+    for name, array in weights.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(dtype), name))
+    return model
 
 
 class Places:
@@ -139,19 +130,15 @@ def small(_: argparse.Namespace) -> Iterator[Row]:
             theirs[2] = each(lambda: layer(t.from_numpy(x).cuda()).cpu().numpy(), 300)
     for _ in range(5):
         session.run_with_iobinding(binding)
-    yield "64x64 Linear, bound, synchronous", "us", *_pair(
-        each(lambda: session.run_with_iobinding(binding), 1000), theirs[0])  # fmt: skip
+    found = each(lambda: session.run_with_iobinding(binding), 1000)
+    yield "64x64 Linear, bound, synchronous", "us", found, theirs[0]
     found = each(asynchronous, 300)
     binding.synchronize_outputs()
-    yield "64x64 Linear, bound, asynchronous", "us", *_pair(found, theirs[1])
-    yield "64x64 Linear, NumPy feeds", "us", *_pair(
-        each(lambda: session.run(None, {"x": x}), 1000), theirs[2])  # fmt: skip
+    yield "64x64 Linear, bound, asynchronous", "us", found, theirs[1]
+    found = each(lambda: session.run(None, {"x": x}), 1000)
+    yield "64x64 Linear, NumPy feeds", "us", found, theirs[2]
     (y,) = session.run(None, {"x": x})
     assert np.isfinite(y).all()
-
-
-def _pair(ours: float, theirs: float | None) -> tuple[float, float | None]:
-    return ours, theirs
 
 
 def large(_: argparse.Namespace) -> Iterator[Row]:
