@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -157,6 +158,13 @@ def assert_same(found: Iterable[Any], expected: Iterable[Any], **tolerance: Any)
             np.testing.assert_allclose(a, b, **tolerance)
         else:
             np.testing.assert_array_equal(a, b)
+
+
+def in_threads(work: Callable[[Any], object], values: Iterable[Any]) -> None:
+    """Call `work` with each value in a thread of its own, and raise what one of them raised."""
+    with ThreadPoolExecutor(len(items := list(values))) as pool:
+        for _ in pool.map(work, items):
+            pass
 
 
 def setting(*keys: Any, to: Any) -> Callable[[Any], None]:

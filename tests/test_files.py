@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import typing
 import warnings
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support import Cli
+from support import Cli, in_threads
 
 from onnx_fuse import files
 from onnx_fuse.autodiff.load import load
@@ -284,22 +283,13 @@ def test_what_a_killed_run_left_is_removed_by_the_next(how: str, tmp_path: Path)
 
 def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    faults: list[BaseException] = []
 
     def work(text: str) -> None:
-        try:
-            for _ in range(50):
-                with files.written(out) as draft:
-                    draft.write_text(text)
-        except BaseException as error:  # noqa: BLE001 - shown below
-            faults.append(error)
+        for _ in range(50):
+            with files.written(out) as draft:
+                draft.write_text(text)
 
-    threads = [threading.Thread(target=work, args=(text,)) for text in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    in_threads(work, "ab")
     assert out.read_text() in "ab"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -319,16 +309,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
     found: list[bool] = []
 
-    def ask() -> None:
+    def ask(_: int = 0) -> None:
         with files.locked(tmp_path) as mine:
             found.append(mine)
 
     with files.locked(tmp_path) as mine:
         assert mine
         ask()
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
+        in_threads(ask, [0])
     ask()
     assert found == [True, False, True]
 

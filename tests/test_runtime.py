@@ -2,14 +2,13 @@
 
 import ctypes
 import gc
-import threading
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from support import assert_same
+from support import assert_same, in_threads
 
 from onnx_fuse import InferenceSession, Trainer, config
 from onnx_fuse.cuda.arguments import Arguments
@@ -42,13 +41,26 @@ def same(found: list[Any], x: np.ndarray) -> None:
     assert_same(found, expected(x), atol=1e-6)
 
 
-def session() -> InferenceSession:
-    return InferenceSession(to_proto(text_model(CHAIN)), device="cuda")
+def session(text: str = CHAIN) -> InferenceSession:
+    return InferenceSession(to_proto(text_model(text)), device="cuda")
 
 
 def place(array: np.ndarray) -> tuple[Any, ...]:
     """What bind_input and bind_output take of memory that is `array`'s."""
     return "cuda", 0, array.dtype, array.shape, array.ctypes.data
+
+
+def bind(runs: Any, inputs: dict[str, Any], **outputs: Any) -> Any:
+    """A binding of arrays of the host, places and devices."""
+    binding = runs.io_binding()
+    for name, value in inputs.items():
+        if isinstance(value, tuple):
+            binding.bind_input(name, *value)
+        else:
+            binding.bind_cpu_input(name, value)
+    for name, value in outputs.items():
+        binding.bind_output(name, *(value if isinstance(value, tuple) else (value,)))
+    return binding
 
 
 def aligned(shape: tuple[int, ...], skew: int = 0) -> np.ndarray:
@@ -80,7 +92,7 @@ def test_every_tensor_may_have_memory_of_its_own(
     { a = Tanh(x) b = Neg(x) c = Concat<axis = 1>(a, b) one = Constant<value = int64[1] {6}>()
       ten = Constant<value = int64[1] {10}>() axis = Constant<value = int64[1] {1}>()
       y = Slice(c, one, ten, axis) }"""
-    runs = InferenceSession(to_proto(text_model(text)), device="cuda")
+    runs = session(text)
     x = x_of(3)
     (y,) = runs.run(None, {"x": x})
     np.testing.assert_allclose(y, np.hstack([np.tanh(x), -x])[:, 6:10], atol=1e-6)
@@ -122,12 +134,8 @@ def test_the_run_of_capture_is_a_number() -> None:
 
 
 def bound(runs: InferenceSession, x: np.ndarray, *ys: np.ndarray) -> Any:
-    binding = runs.io_binding()
-    binding.bind_input("x", *place(x))
-    binding.bind_input("b", *place(BIAS))
-    for name, y in zip("yz", ys, strict=False):
-        binding.bind_output(name, *place(y))
-    return binding
+    places = {name: place(y) for name, y in zip("yz", ys, strict=False)}
+    return bind(runs, {"x": place(x), "b": place(BIAS)}, **places)
 
 
 def test_what_is_bound_costs_launches_alone(gpu: FakeGpu) -> None:
@@ -258,11 +266,8 @@ def ordered(gpu: FakeGpu) -> bool:
 def test_runs_of_all_streams_come_one_after_another(kind: type, gpu: FakeGpu) -> None:
     runs, x = session(), aligned((4, 8))
     y, z = aligned((4, 8)), aligned((8, 4))
-    binding, other = bound(runs, x, y, z), runs.io_binding()
-    other.bind_cpu_input("x", x_of(4, 1))
-    other.bind_cpu_input("b", BIAS)
-    other.bind_output("y", "cuda")
-    other.bind_output("z")
+    binding = bound(runs, x, y, z)
+    other = bind(runs, {"x": x_of(4, 1), "b": BIAS}, y="cuda", z="cpu")
     runs.run(None, {"x": x, "b": BIAS})
     for i, stream in enumerate([7, 7, None, 8, 7, 7, None, None, 8, 8]):
         x[...] = x_of(4, i)
@@ -329,17 +334,17 @@ def test_the_least_recently_used_shapes_go(gpu: FakeGpu, monkeypatch: pytest.Mon
 def test_outputs_that_are_kept_go_back_when_nobody_has_them(gpu: FakeGpu) -> None:
     for rows in (4, module.DIRECT_BYTES // 32):
         runs = session()
-        feeds = [{"x": x_of(rows, i), "b": BIAS} for i in range(6)]
-        kept = [runs._on_cuda().run(None, given, on_device=True) for given in feeds]
-        for i, found in enumerate(kept):
-            same(found, x_of(rows, i))
+
+        def keep_six(rows: int = rows, runs: InferenceSession = runs) -> None:
+            xs = [x_of(rows, i) for i in range(6)]
+            kept = [runs._on_cuda().run(None, {"x": x, "b": BIAS}, on_device=True) for x in xs]
+            for found, x in zip(kept, xs, strict=True):
+                same(found, x)
+
+        keep_six()
         gpu.counts.clear()
-        del kept, found
-        kept = [runs._on_cuda().run(None, given, on_device=True) for given in feeds]
-        for i, found in enumerate(kept):
-            same(found, x_of(rows, i))
+        keep_six()
         assert gpu.counts["cuMemAllocFromPoolAsync"] == 0
-        del kept, found
         assert gpu.counts["cuMemFreeAsync"] == 0
         runs.release_memory()
         assert gpu.counts["cuMemFreeAsync"] == 12 + 1  # and the arena
@@ -372,10 +377,7 @@ def test_what_another_library_has_seen_goes_back_when_the_gpu_is_idle(gpu: FakeG
 
 def test_an_output_under_way_is_waited_for(gpu: FakeGpu) -> None:
     runs = session()
-    binding = runs.io_binding()
-    binding.bind_cpu_input("x", x_of(4))
-    binding.bind_cpu_input("b", BIAS)
-    binding.bind_output("y", "cuda")
+    binding = bind(runs, {"x": x_of(4), "b": BIAS}, y="cuda")
     runs.run_with_iobinding(binding, synchronize=False)
     gpu.counts.clear()
     (y,) = binding.get_outputs()
@@ -391,11 +393,7 @@ def test_an_output_under_way_is_waited_for(gpu: FakeGpu) -> None:
 def test_bound_arrays_and_outputs_for_the_host_are_prepared_too(gpu: FakeGpu) -> None:
     """What a run reads of a bound array is what it holds then."""
     runs, x, y = session(), x_of(4), aligned((4, 8))
-    binding = runs.io_binding()
-    binding.bind_cpu_input("x", x)
-    binding.bind_input("b", *place(BIAS))
-    binding.bind_output("y", *place(y))
-    binding.bind_output("z")
+    binding = bind(runs, {"x": x, "b": place(BIAS)}, y=place(y), z="cpu")
     for i in range(30):
         x[...] = x_of(4, i)
         runs.run_with_iobinding(binding, synchronize=i % 3 == 0)
@@ -413,7 +411,7 @@ APART = "{ y = Exp(x) z = Neg(w) }"
 
 
 def pair(text: str = APART) -> InferenceSession:
-    return InferenceSession(to_proto(text_model(PAIR + text)), device="cuda")
+    return session(PAIR + text)
 
 
 def pair_feeds(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -458,12 +456,9 @@ def test_which_ends_may_stand_in_host_memory(
 
 def test_an_output_that_lowering_knew_is_written_at_each_run(gpu: FakeGpu) -> None:
     text = "agraph (float[N,4] x) => (int64[2] s, float[N,4] y) { s = Shape(x) y = Exp(x) }"
-    runs = InferenceSession(to_proto(text_model(text)), device="cuda")
+    runs = session(text)
     x, y, s = aligned((3, 4)), aligned((3, 4)), np.zeros(2, np.int64)
-    binding = runs.io_binding()
-    binding.bind_input("x", *place(x))
-    binding.bind_output("y", *place(y))
-    binding.bind_output("s", *place(s))
+    binding = bind(runs, {"x": place(x)}, y=place(y), s=place(s))
     for _ in range(5):
         s[...] = 0
         runs.run_with_iobinding(binding)
@@ -475,13 +470,8 @@ def test_a_result_of_another_session_under_way_is_waited_for(
     stream: int | None, gpu: FakeGpu
 ) -> None:
     first, second = session(), session()
-    made = first.io_binding()
-    made.bind_cpu_input("x", x_of(4))
-    made.bind_cpu_input("b", BIAS)
-    made.bind_output("y", "cuda")
-    taken = second.io_binding()
-    taken.bind_cpu_input("b", BIAS)
-    taken.bind_output("y", "cuda")
+    made = bind(first, {"x": x_of(4), "b": BIAS}, y="cuda")
+    taken = bind(second, {"b": BIAS}, y="cuda")
     for _ in range(6):
         first.run_with_iobinding(made, synchronize=False)
         taken.bind_ortvalue_input("x", made.get_outputs()[0])
@@ -553,7 +543,7 @@ def test_arrays_around_what_is_bound_go_up_by_themselves(
     """Not with the room of a cache that stands between them among the inputs."""
     text = """agraph (float[N] a, float[M,8] x, float[N] c) => (float[N] y, float[M,8] z)
     { y = Add (a, c) z = Neg (x) }"""
-    runs, uploaded = InferenceSession(to_proto(text_model(text)), device="cuda"), []
+    runs, uploaded = session(text), []
     upload = device.Stream.upload
 
     def counted(stream: device.Stream, address: int, source: int, nbytes: int) -> None:
@@ -564,12 +554,7 @@ def test_arrays_around_what_is_bound_go_up_by_themselves(
     a, c = np.arange(5, dtype=np.float32), np.ones(5, np.float32)
     x = aligned((40_000, 8))
     x[...] = 2
-    binding = runs.io_binding()
-    binding.bind_cpu_input("a", a)
-    binding.bind_input("x", *place(x))
-    binding.bind_cpu_input("c", c)
-    binding.bind_output("y")
-    binding.bind_output("z", *place(x))
+    binding = bind(runs, {"a": a, "x": place(x), "c": c}, y="cpu", z=place(x))
     for sign in (-1, 1):
         uploaded.clear()
         runs.run_with_iobinding(binding)
@@ -602,13 +587,10 @@ def test_an_output_may_stand_where_an_input_does(name: str, gpu: FakeGpu) -> Non
     model = to_proto(text_model(text))
     runs, plain = InferenceSession(model, device="cuda"), InferenceSession(model)
     x, other, z_at = aligned((8, 8)), aligned((8, 8)), aligned((8, 8))
-    binding, apart = runs.io_binding(), runs.io_binding()
-    for each, at in ((binding, x), (apart, other)):
-        each.bind_input("x", *place(x))
-        each.bind_input("b", *place(BIAS))
-        each.bind_output("y", *place(at))
-        if z:
-            each.bind_output("z", *place(z_at))
+    others = {"z": place(z_at)} if z else {}
+    binding, apart = (
+        bind(runs, {"x": place(x), "b": place(BIAS)}, y=place(to), **others) for to in (x, other)
+    )
     for i in range(12):
         x[...] = x_of(8, i)
         want = plain.run(None, {"x": x, "b": BIAS})
@@ -638,31 +620,18 @@ def test_arrays_are_read_before_a_run_returns(gpu: FakeGpu) -> None:
 
 def test_threads_share_a_session(gpu: FakeGpu) -> None:
     runs = session()
-    faults: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            for i in range(25):
-                x = x_of(1 + (seed * i) % 5, seed * 100 + i)
-                if i % 2:
-                    same(runs.run(None, {"x": x, "b": BIAS}), x)
-                    continue
-                binding = runs.io_binding()
-                binding.bind_cpu_input("x", x)
-                binding.bind_cpu_input("b", BIAS)
-                binding.bind_output("y", "cuda" if i % 4 else "cpu")
-                binding.bind_output("z")
-                runs.run_with_iobinding(binding, synchronize=i % 3 == 0)
-                same(binding.get_outputs(), x)
-        except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
-            faults.append(error)
+        for i in range(25):
+            x = x_of(1 + (seed * i) % 5, seed * 100 + i)
+            if i % 2:
+                same(runs.run(None, {"x": x, "b": BIAS}), x)
+                continue
+            binding = bind(runs, {"x": x, "b": BIAS}, y="cuda" if i % 4 else "cpu", z="cpu")
+            runs.run_with_iobinding(binding, synchronize=i % 3 == 0)
+            same(binding.get_outputs(), x)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults, faults
+    in_threads(work, range(1, 7))
 
 
 def test_arguments_are_packed_as_kernels_read_them() -> None:
