@@ -81,28 +81,39 @@ def _whole(array: Array) -> bool:
     return array.dtype == np.int64
 
 
-def _shape(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: True)
-    rank = g.arrays[str(name)].ndim
+def _of(accept: Callable[[Array], bool] = lambda a: True) -> Callable[..., Any]:
+    """A step that takes a value which is accepted, by name and array, where there is one."""
+
+    def decorated(step: Callable[[ShapeGraph, str, Array], None]) -> Callable[[ShapeGraph], None]:
+        def drawn(g: ShapeGraph) -> None:
+            name = g.pick(accept)
+            if name is not None:
+                step(g, name, g.arrays[name])
+
+        return drawn
+
+    return decorated
+
+
+@_of()
+def _shape(g: ShapeGraph, name: str, array: Array) -> None:
+    rank = array.ndim
     attributes: dict[str, int] = {}
     if g.rng.random() < 0.4:
         attributes["start"] = int(g.rng.integers(-rank - 1, rank + 2))
     if g.rng.random() < 0.4:
         attributes["end"] = int(g.rng.integers(-rank - 1, rank + 2))
-    part = g.arrays[str(name)].shape[attributes.get("start", 0) : attributes.get("end")]
-    g.node("Shape", [str(name)], np.array(part, np.int64), **attributes)
+    part = array.shape[attributes.get("start", 0) : attributes.get("end")]
+    g.node("Shape", [name], np.array(part, np.int64), **attributes)
 
 
-def _size(g: ShapeGraph) -> None:
-    name = str(g.pick(lambda a: True))
-    g.node("Size", [name], np.array(g.arrays[name].size))
+@_of()
+def _size(g: ShapeGraph, name: str, array: Array) -> None:
+    g.node("Size", [name], np.array(array.size))
 
 
-def _gather(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: a.ndim > 0 and a.size > 0 and a.dtype != np.float32)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: a.ndim > 0 and a.size > 0 and a.dtype != np.float32)
+def _gather(g: ShapeGraph, name: str, array: Array) -> None:
     axis = int(g.rng.integers(-array.ndim, array.ndim))
     limit = array.shape[axis]
     shape = [(), (1,), (2,), (1, 2), (2, 2), (0,)][
@@ -112,11 +123,8 @@ def _gather(g: ShapeGraph) -> None:
     g.node("Gather", [name, g.constant(index)], np.take(array, index, axis), axis=axis)
 
 
-def _slice(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: a.ndim > 0)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: a.ndim > 0)
+def _slice(g: ShapeGraph, name: str, array: Array) -> None:
     axis = int(g.rng.integers(array.ndim))
     step = int(g.rng.choice([1, 1, 1, 2, -1, -2]))
     start, end = (int(g.rng.choice([0, 1, 2, -1, -2, -3, 9])) for _ in range(2))
@@ -143,27 +151,18 @@ def _slice(g: ShapeGraph) -> None:
     g.node("Slice", operands, array[tuple(whole)])
 
 
-def _concat(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: _whole(a) and a.ndim > 0)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: _whole(a) and a.ndim > 0)
+def _concat(g: ShapeGraph, name: str, array: Array) -> None:
     axis = int(g.rng.integers(-array.ndim, array.ndim))
     parts = [name]
-    for _ in range(int(g.rng.integers(0, 3))):
-        at = axis % array.ndim
+    beside = np.arange(array.ndim) != axis % array.ndim
 
-        def fits(a: Array, at: int = at) -> bool:
-            others = [n for i, n in enumerate(a.shape) if i != at]
-            return (
-                _whole(a)
-                and a.ndim == array.ndim
-                and others == [n for i, n in enumerate(array.shape) if i != at]
-            )
+    def fits(a: Array) -> bool:
+        same_rank = _whole(a) and a.ndim == array.ndim
+        return same_rank and bool((np.array(a.shape) == array.shape)[beside].all())
 
-        other = g.pick(fits)
-        if other is not None:
-            parts.append(other)
+    others = [g.pick(fits) for _ in range(int(g.rng.integers(0, 3)))]
+    parts += [other for other in others if other is not None]
     values = [g.arrays[p] for p in parts]
     if array.ndim == 1 and g.rng.random() < 0.4:
         number = g.rng.choice([-1, 0, 1, 2, 3], 1)
@@ -172,11 +171,8 @@ def _concat(g: ShapeGraph) -> None:
     g.node("Concat", parts, np.concatenate(values, axis), axis=axis)
 
 
-def _squeeze(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: 1 in a.shape)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: 1 in a.shape)
+def _squeeze(g: ShapeGraph, name: str, array: Array) -> None:
     ones = [i for i, n in enumerate(array.shape) if n == 1]
     if g.rng.random() < 0.3:
         g.node("Squeeze", [name], array.squeeze())
@@ -186,11 +182,8 @@ def _squeeze(g: ShapeGraph) -> None:
     g.node("Squeeze", [name, g.constant(axes)], array.squeeze(axis))
 
 
-def _unsqueeze(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: a.ndim < 3)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: a.ndim < 3)
+def _unsqueeze(g: ShapeGraph, name: str, array: Array) -> None:
     axis = int(g.rng.integers(-array.ndim - 1, array.ndim + 1))
     g.node("Unsqueeze", [name, g.constant([axis])], np.expand_dims(array, axis))
 
@@ -207,12 +200,9 @@ def _factors(g: ShapeGraph, count: int) -> list[int]:
     return [int(np.prod(part)) for part in np.split(np.array(found), cut)]
 
 
-def _reshape(g: ShapeGraph) -> None:
+@_of(lambda a: a.dtype != np.bool_)
+def _reshape(g: ShapeGraph, name: str, array: Array) -> None:
     """By constants, or by what the graph has computed."""
-    name = g.pick(lambda a: a.dtype != np.bool_)
-    if name is None:
-        return
-    array = g.arrays[name]
     if g.rng.random() < 0.6 and (target := g.pick(lambda a: _fits(array, a))):
         g.node("Reshape", [name, target], array.reshape(_meant(array, g.arrays[target])))
         return
@@ -241,23 +231,16 @@ def _fits(array: Array, target: Array) -> bool:
     return True
 
 
-def _expand(g: ShapeGraph) -> None:
-    name, target = (
-        g.pick(lambda a: a.ndim < 3),
-        g.pick(lambda a: _whole(a) and a.shape in ((1,), (2,))),
-    )
-    if (
-        name is None
-        or target is None
-        or (g.arrays[target] < 0).any()
-        or g.arrays[target].prod() > 60
-    ):
+@_of(lambda a: a.ndim < 3)
+def _expand(g: ShapeGraph, name: str, array: Array) -> None:
+    target = g.pick(lambda a: _whole(a) and a.shape in ((1,), (2,)))
+    if target is None or (g.arrays[target] < 0).any() or g.arrays[target].prod() > 60:
         return
     try:
-        shape = np.broadcast_shapes(g.arrays[name].shape, tuple(g.arrays[target].tolist()))
+        shape = np.broadcast_shapes(array.shape, tuple(g.arrays[target].tolist()))
     except ValueError:
         return
-    g.node("Expand", [name, target], np.broadcast_to(g.arrays[name], shape))
+    g.node("Expand", [name, target], np.broadcast_to(array, shape))
 
 
 def _constant_of_shape(g: ShapeGraph) -> None:
@@ -278,20 +261,14 @@ def _range(g: ShapeGraph) -> None:
         g.node("Range", operands, np.arange(start, int(g.arrays[limit]), step, np.int64))
 
 
-def _cast(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: True)
-    if name is not None:
-        kind = np.dtype(
-            [np.int64, np.int64, np.int32, np.bool_, np.float32][int(g.rng.integers(5))]
-        )
-        g.node("Cast", [name], g.arrays[name].astype(kind), to=_TYPES[kind])
+@_of()
+def _cast(g: ShapeGraph, name: str, array: Array) -> None:
+    kind = np.dtype([np.int64, np.int64, np.int32, np.bool_, np.float32][int(g.rng.integers(5))])
+    g.node("Cast", [name], array.astype(kind), to=_TYPES[kind])
 
 
-def _arithmetic(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: _whole(a))
-    if name is None:
-        return
-    a = g.arrays[name]
+@_of(_whole)
+def _arithmetic(g: ShapeGraph, name: str, a: Array) -> None:
     kind = str(g.rng.choice(["Add", "Sub", "Mul", "Div", "Mod", "Min", "Max"]))
     if kind in ("Div", "Mod") or g.rng.random() < 0.4:
         number = g.rng.integers(1, 4, [(), (1,)][int(g.rng.integers(2))])
@@ -315,14 +292,12 @@ def _together(a: Array, b: Array) -> bool:
         return False
 
 
-def _compare(g: ShapeGraph) -> None:
-    name = g.pick(_whole)
-    if name is None:
-        return
+@_of(_whole)
+def _compare(g: ShapeGraph, name: str, array: Array) -> None:
     number = int(g.rng.choice([-1, 0, 1, 2, 3]))
     kind = str(g.rng.choice(["Equal", "Less", "Greater"]))
     functions = {"Equal": np.equal, "Less": np.less, "Greater": np.greater}
-    g.node(kind, [name, g.constant(number)], functions[kind](g.arrays[name], number))
+    g.node(kind, [name, g.constant(number)], functions[kind](array, number))
 
 
 def _where(g: ShapeGraph) -> None:
@@ -338,11 +313,8 @@ def _where(g: ShapeGraph) -> None:
     )
 
 
-def _reduce(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: _whole(a) and a.ndim > 0 and a.size > 0)
-    if name is None:
-        return
-    array = g.arrays[name]
+@_of(lambda a: _whole(a) and a.ndim > 0 and a.size > 0)
+def _reduce(g: ShapeGraph, name: str, array: Array) -> None:
     kind = str(g.rng.choice(["Prod", "Prod", "Sum", "Max", "Min"]))
     keep = bool(g.rng.integers(2))
     function = {"Prod": np.prod, "Sum": np.sum, "Max": np.max, "Min": np.min}[kind]
@@ -351,11 +323,10 @@ def _reduce(g: ShapeGraph) -> None:
         g.node(f"Reduce{kind}", [name], result, keepdims=int(keep))
 
 
-def _transpose(g: ShapeGraph) -> None:
-    name = g.pick(lambda a: a.ndim > 1)
-    if name is not None:
-        order = g.rng.permutation(g.arrays[name].ndim)
-        g.node("Transpose", [name], g.arrays[name].transpose(order), perm=order.tolist())
+@_of(lambda a: a.ndim > 1)
+def _transpose(g: ShapeGraph, name: str, array: Array) -> None:
+    order = g.rng.permutation(array.ndim)
+    g.node("Transpose", [name], array.transpose(order), perm=order.tolist())
 
 
 _STEPS: tuple[tuple[Callable[[ShapeGraph], None], int], ...] = (

@@ -36,13 +36,17 @@ class Result:
 class Cli:
     """`cli("optimize", path, "--explain")` runs the command in this process."""
 
+    last: Result
+    """That of the latest call."""
+
     def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         self.capsys, self.folder = capsys, folder
 
     def __call__(self, *arguments: object) -> Result:
         self.capsys.readouterr()
         code = cli.run_command(cli.expand([str(a) for a in arguments]))
-        return Result(code, *self.capsys.readouterr())
+        self.last = Result(code, *self.capsys.readouterr())
+        return self.last
 
     def report(self, *arguments: object, code: int = 0) -> dict[str, Any]:
         """What a command that ends with this exit code writes for --json."""

@@ -80,17 +80,21 @@ def wait_for_writers() -> None:
 
 def described(p: Program, path: Path, **options: Any) -> tuple[Any, ...]:
     """All of a program, the bytes of its weights and constants included."""
-    opened = InferenceSession(path, device="cuda", **options)
+    shared = InferenceSession(path, device="cuda", **options)._executable.shared
     weights = {
-        b.name: (
-            p.constants[b.id] if b.id in p.constants else opened._executable.shared.weight(b.name)
-        )
+        b.name: p.constants[b.id] if b.id in p.constants else shared.weight(b.name)
         for b in p.buffers
         if b.kind == "weight"
     }
     constants = {k: (v.dtype, v.shape, v.tobytes()) for k, v in p.constants.items()}
     made = repr((p.setup, p.calls))  # of the cache they are without their problems
     return made, p.buffers, p.inputs, constants, {k: v.tobytes() for k, v in weights.items()}
+
+
+def stored(folder: Path, text: str = "", external: bool = False) -> Path:
+    """The file of a model: the encoder, unless a text is given."""
+    save(text_model(text) if text else session.load(ENCODER), folder / "m.onnx", external=external)
+    return folder / "m.onnx"
 
 
 def entries(folder: Path) -> list[Path]:
@@ -102,8 +106,7 @@ def entries(folder: Path) -> list[Path]:
 def test_a_second_session_runs_the_same_program(
     precision: str, external: bool, gpu: Path, optimized: list[int]
 ) -> None:
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path, external=external)
+    path = stored(gpu, external=external)
     options = {"precision": precision}
     first = program(path, **options)
     assert (len(entries(gpu)), optimized) == (1, [1])
@@ -120,30 +123,27 @@ def test_a_second_session_runs_the_same_program(
 @pytest.mark.parametrize("name", [n for n in lowering.GRAPHS if "depends on data" not in n])
 def test_every_small_graph_lowers_the_same(name: str, gpu: Path, optimized: list[int]) -> None:
     text, feeds = lowering.GRAPHS[name]
-    path = gpu / "m.onnx"
-    save(text_model(text), path)
+    path = stored(gpu, text)
     shapes = {key: (np.shape(a), np.asarray(a).dtype.name) for key, a in feeds.items()}
     first = described(program(path, shapes), path)
     assert described(program(path, shapes), path) == first
     assert optimized == [1]
 
 
-def apply(
-    change: str, model: ir.Model, path: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Change what the cached `entry` of the model in `path` was made of, or the entry itself."""
+def apply(change: str, path: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change what the cached `entry` of the encoder in `path` was made of, or the entry itself."""
+    data, kept = path.with_name("m.onnx.data"), entry.read_bytes()
     if change == "file":
+        model = session.load(ENCODER)
         model.graph.name = "another"
         save(model, path, external=True)
     elif change == "weights":
-        data = path.with_name("m.onnx.data")
-        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
+        data.write_bytes((-np.frombuffer(data.read_bytes(), np.float32)).tobytes())
     elif change == "damage":
-        whole = bytearray(entry.read_bytes())
-        whole[len(whole) // 2] ^= 1
-        entry.write_bytes(whole)
+        middle = len(kept) // 2
+        entry.write_bytes(kept[:middle] + bytes([kept[middle] ^ 1]) + kept[middle + 1 :])
     elif change == "truncation":
-        entry.write_bytes(entry.read_bytes()[:1000])
+        entry.write_bytes(kept[:1000])
     elif change == "foreign":
         entry.chmod(0o666)
     elif change == "version":
@@ -158,11 +158,9 @@ def apply(
 def test_what_has_changed_is_optimized_anew(
     change: str, gpu: Path, optimized: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = gpu / "m.onnx"
-    model = session.load(ENCODER)
-    save(model, path, external=True)
+    path = stored(gpu, external=True)
     before = described(program(path), path)
-    apply(change, model, path, entries(gpu)[0], monkeypatch)
+    apply(change, path, entries(gpu)[0], monkeypatch)
     again = program(path)
     assert optimized == [2]
     assert (described(again, path) == before) == (change != "weights")
@@ -174,8 +172,7 @@ def test_what_has_changed_is_optimized_anew(
 def test_a_file_that_changes_meanwhile_is_not_kept(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, optimized: list[int]
 ) -> None:
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path)
+    path = stored(gpu)
     opened = InferenceSession(path, device="cuda")
     os.utime(path)  # written to, between the digest and the first program
     opened._executable.program(SHAPES)
@@ -193,8 +190,7 @@ def test_a_file_that_changes_meanwhile_is_not_kept(
 
 
 def test_weights_that_change_meanwhile_are_not_kept(gpu: Path, optimized: list[int]) -> None:
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path, external=True)
+    path = stored(gpu, external=True)
     opened = InferenceSession(path, device="cuda")
     os.utime(path.with_name("m.onnx.data"))  # written to, after they were mapped
     opened._executable.program(SHAPES)
@@ -211,9 +207,9 @@ def test_what_is_no_file_is_said_in_one_line(gpu: Path) -> None:
 
 
 def test_a_default_of_an_input_stays_a_default(gpu: Path, optimized: list[int]) -> None:
-    path = gpu / "m.onnx"
-    text = "agraph (float[4] x, float[4] b = {1, 2, 3, 4}) => (float[4] y) { y = Add(x, b) }"
-    save(text_model(text), path)
+    path = stored(
+        gpu, "agraph (float[4] x, float[4] b = {1, 2, 3, 4}) => (float[4] y) { y = Add(x, b) }"
+    )
     shapes = {"x": ((4,), "float32"), "b": ((4,), "float32")}
     assert program(path, shapes).calls == program(path, shapes).calls
     opened = InferenceSession(path, device="cuda")
@@ -262,8 +258,7 @@ FEEDS: dict[str, Any] = {name: np.ones((2, 16), np.int64) for name in IDS}
 def test_a_second_session_on_the_cpu_answers_the_same(
     with_options: bool, external: bool, gpu: Path, optimized: list[int]
 ) -> None:
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path, external=external)
+    path = stored(gpu, external=external)
     options = {"sess_options": onnxruntime.SessionOptions()} if with_options else {}
     expected, first = on_cpu(path, FEEDS, **options)
     actual, second = on_cpu(path, FEEDS, **options)
@@ -271,8 +266,8 @@ def test_a_second_session_on_the_cpu_answers_the_same(
     assert_same(actual, expected)
     assert rewrite.op_counts(second.model) == rewrite.op_counts(first.model)
     assert [*map(str, second.get_inputs())] == [*map(str, first.get_inputs())]
-    stored = sum(p.stat().st_size for p in entries(gpu))
-    assert stored < 0.7 * ENCODER.stat().st_size  # only merged weights are copied
+    size = sum(p.stat().st_size for p in entries(gpu))
+    assert size < 0.7 * ENCODER.stat().st_size  # only merged weights are copied
     on_cpu(path, FEEDS, level=1)
     program(path)
     assert (len(entries(gpu)), optimized) == (3, [3])
@@ -284,8 +279,7 @@ def test_a_second_session_on_the_cpu_answers_the_same(
 @pytest.mark.parametrize("name", lowering.GRAPHS)
 def test_every_small_graph_answers_the_same(name: str, gpu: Path, optimized: list[int]) -> None:
     text, feeds = lowering.GRAPHS[name]
-    path = gpu / "m.onnx"
-    save(text_model(text), path)
+    path = stored(gpu, text)
     expected, _ = on_cpu(path, feeds)
     actual, _ = on_cpu(path, feeds)
     assert_same(actual, expected)
@@ -322,11 +316,9 @@ def test_weights_of_every_width_are_handed_over(
 def test_what_has_changed_is_optimized_anew_for_the_cpu(
     change: str, gpu: Path, optimized: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = gpu / "m.onnx"
-    model = session.load(ENCODER)
-    save(model, path, external=True)
+    path = stored(gpu, external=True)
     before, _ = on_cpu(path, FEEDS)
-    apply(change, model, path, entries(gpu)[0], monkeypatch)
+    apply(change, path, entries(gpu)[0], monkeypatch)
     try:
         again, _ = on_cpu(path, FEEDS)
         assert optimized == [2]
@@ -342,8 +334,7 @@ TWICE = "Twice (x) => (y) { y = Add (x, x) }"
 
 def test_a_rule_of_ones_own_is_in_no_key(gpu: Path, optimized: list[int]) -> None:
     """What it does may change from run to run, and nothing says so."""
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path)
+    path = stored(gpu)
     rule = plugins.Rule("Mine", 1, ("Add",), lambda rw, node: False)
     plugins.register_op(
         plugins.OpDef("Mine", "my.ops", body=TWICE.replace("Twice", "Mine")), fuse=rule
@@ -359,8 +350,7 @@ def test_a_rule_of_ones_own_is_in_no_key(gpu: Path, optimized: list[int]) -> Non
 
 def test_options_of_a_session_serve_another_one(gpu: Path) -> None:
     """Names of weights that were handed over would be missing in the next model."""
-    path, other = gpu / "m.onnx", gpu / "other.onnx"
-    save(session.load(ENCODER), path)
+    path, other = stored(gpu), gpu / "other.onnx"
     save(text_model("g (float[2] x) => (float[2] y) { y = Relu (x) }"), other)
     options = onnxruntime.SessionOptions()
     for _ in range(2):
@@ -370,8 +360,7 @@ def test_options_of_a_session_serve_another_one(gpu: Path) -> None:
 
 
 def test_a_warning_of_the_first_session_comes_again(gpu: Path, optimized: list[int]) -> None:
-    path = gpu / "m.onnx"
-    save(text_model("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu (x) }"), path)
+    path = stored(gpu, "g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu (x) }")
     x = np.array([-1, 1], ir.DataType.BFLOAT16.numpy())
     for _ in range(2):
         with pytest.warns(UserWarning, match="bfloat16"):
@@ -381,8 +370,7 @@ def test_a_warning_of_the_first_session_comes_again(gpu: Path, optimized: list[i
 
 
 def test_sessions_that_open_at_once_answer_the_same(gpu: Path) -> None:
-    path = gpu / "m.onnx"
-    save(session.load(ENCODER), path)
+    path = stored(gpu)
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: InferenceSession(path).run(None, FEEDS)[0], range(3)))
     wait_for_writers()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime as ort
 import pytest
 from cuda.bindings import driver
@@ -54,16 +55,10 @@ def break_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(model: Any, **options: Any) -> Any:
         report = right(model, **options)
         node = next(n for n in model.graph if n.op_type.startswith("LayerNormGemm"))
-        node.attributes["epsilon"] = onnx_ir_float("epsilon", 3.0)
+        node.attributes["epsilon"] = onnx_ir.AttrFloat32("epsilon", 3.0)
         return report
 
     monkeypatch.setattr(rewrite, "optimize", wrong)
-
-
-def onnx_ir_float(name: str, value: float) -> Any:
-    import onnx_ir
-
-    return onnx_ir.AttrFloat32(name, value)
 
 
 # ---- optimize --------------------------------------------------------------------------------
@@ -106,10 +101,8 @@ def test_levels(cli: Cli, tmp_path: Path, level: int) -> None:
 
 
 def test_list_names_every_fusion_and_the_names_work(cli: Cli, tmp_path: Path) -> None:
-    result = cli("optimize", "--list", "--json", tmp_path / "list.json")
-    names = json.loads((tmp_path / "list.json").read_text())["fusions"]
-    assert result.code == 0
-    assert all(name in result.out for name in names)
+    names = cli.report("optimize", "--list")["fusions"]
+    assert all(name in cli.last.out for name in names)
     options = [o for name in names for o in ("--skip", name)]
     assert cli("optimize", encoder(tmp_path), *options).code == 0
     ops = {n.domain for n in onnx.load(tmp_path / "encoder.fused.onnx").graph.node}
@@ -124,20 +117,16 @@ def test_explain_prints_each_refusal(cli: Cli, tmp_path: Path, saved: Save) -> N
         '<ir_version: 10, opset_import: ["" : 23]> g (float[B, 2, S, 4] q, float[B, 2, S, 4] k) '
         "=> (float[B, 2, S, 4] y) { y = Attention <softmax_precision = 11> (q, k, k) }"
     )
-    report = tmp_path / "r.json"
-    result = cli("optimize", saved(model), "--explain", "--no-check", "--json", report)
-    refusals = json.loads((tmp_path / "r.json").read_text())["not_fused"]
-    assert result.code == 0
+    refusals = cli.report("optimize", saved(model), "--explain", "--no-check")["not_fused"]
     assert refusals
-    assert all(r["reason"] in result.out for r in refusals)
+    assert all(r["reason"] in cli.last.out for r in refusals)
 
 
 def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
     shapes = ["input_ids:8,128", "attention_mask:8,128", "token_type_ids:8,128"]
-    options = ["--target", "h200", "--no-check", "--json", tmp_path / "r.json"]
-    result = cli("optimize", encoder(tmp_path), *options, "--input-shapes", *shapes)
-    assert result.code == 0
-    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    path, options = encoder(tmp_path), ["--target", "h200", "--no-check"]
+    sites = cli.report("optimize", path, *options, "--input-shapes", *shapes)["kernels"]
+    told = cli.last.out
     assert {"Gemm", "LayerNormGemm", "Sdpa"} <= {s["op"] for s in sites}
     for site in sites:
         assert site["nodes"]
@@ -148,16 +137,14 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
             assert site["kernel"] in ("fma", "simt")  # the two with fp32 products
             assert "tile=" in site["config"]
             assert ["mma", "products asked for are ieee"] in site["refused"]
-    split = cli("optimize", encoder(tmp_path), *options, "--precision", "bf16x3")
-    assert split.code == 0
-    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    sites = cli.report("optimize", path, *options, "--precision", "bf16x3")["kernels"]
     assert {"mma", "wgmma_split"}.isdisjoint(
         name for s in sites if s["op"] == "Gemm" for name, _ in s["refused"]
     )
-    assert cli("optimize", encoder(tmp_path), "--precision", "fp16").code == 2
+    assert cli("optimize", path, "--precision", "fp16").code == 2
     for text in ("the 10 slowest of 19 calls on NVIDIA H200", "floor", "19 calls, predicted"):
-        assert text in result.out
-    explained = cli("optimize", encoder(tmp_path), *options, "--explain").out
+        assert text in told
+    explained = cli("optimize", path, *options, "--explain").out
     for text in ("calls on NVIDIA H200", "why", "for 16-bit operands, not float32"):
         assert text in explained
 
@@ -182,17 +169,16 @@ def test_run_explains_the_kernels_of_its_feeds(
     monkeypatch.setattr(session, "_begin", lambda gpu: None)
     monkeypatch.setattr(session, "_executable", Played)
     np.savez(tmp_path / "x.npz", **FEEDS)
-    options = ["--inputs", tmp_path / "x.npz", "--json", tmp_path / "r.json"]
-    result = cli("run", ENCODER, "--device", "cuda", "--explain", "--precision", "tf32", *options)
-    assert (result.code, result.err) == (0, "")
-    sites = json.loads((tmp_path / "r.json").read_text())["kernels"]
+    options = ["--device", "cuda", "--explain", "--precision", "tf32"]
+    sites = cli.report("run", ENCODER, *options, "--inputs", tmp_path / "x.npz")["kernels"]
+    assert cli.last.err == ""
     assert {"Gemm", "LayerNormGemm", "Sdpa"} <= {s["op"] for s in sites}
     # also of the parts that a fused operator is made of: its name, none of lowering's own
     assert not [s for s in sites if any(name.startswith("value_") for name in s["nodes"])]
     assert ["wgmma_split", "for fp32 operands and bf16x3 or bf16x6, not float32 tf32"] in [
         r for s in sites for r in s["refused"]
     ]
-    assert "inputs: input_ids [2, 4]" in result.out
+    assert "inputs: input_ids [2, 4]" in cli.last.out
 
 
 def test_a_check_shows_its_first_inputs_and_counts_the_others(
@@ -202,9 +188,8 @@ def test_a_check_shows_its_first_inputs_and_counts_the_others(
         "g (float[N] a, float[N] b, float[N] c, float[N] d, float[N] e) => (float[N] y)"
         " { y = Sum (a, b, c, d, e) }"
     )
-    result = cli("optimize", saved(model), "--json", tmp_path / "r.json")
-    sets = json.loads((tmp_path / "r.json").read_text())["check"]["feeds"]
-    (line,) = (line for line in result.out.splitlines() if line.startswith("  inputs: "))
+    sets = cli.report("optimize", saved(model))["check"]["feeds"]
+    (line,) = (line for line in cli.last.out.splitlines() if line.startswith("  inputs: "))
     shown = ", ".join(f"{name} {sets[0][name]}" for name in "abcd")
     others = f"{len(sets) - 1} other sets (--json has all)"
     assert line == f"  inputs: {shown}, and 1 more; and {others}"
@@ -261,10 +246,9 @@ def test_a_failed_check_writes_nothing_unless_told_to(
 ) -> None:
     break_optimize(monkeypatch)
     path = encoder(tmp_path)
-    err = cli.fails(3, "optimize", path, "--json", tmp_path / "r.json")
-    assert err.count("\n") == 1
-    assert "nothing was written" in err
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = cli.report("optimize", path, code=3)
+    assert cli.last.err.count("\n") == 1
+    assert "nothing was written" in cli.last.err
     assert (report["output"], report["check"]["ok"]) == (None, False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder.onnx", "r.json"]
     assert cli("optimize", path, "--keep").code == 3
@@ -292,10 +276,8 @@ def test_validate_blames_the_wrong_node(
 ) -> None:
     assert cli("validate", ENCODER).code == 0
     break_optimize(monkeypatch)
-    assert "LayerNormGemm" in cli.fails(
-        3, "validate", ENCODER, "--blame", "--json", tmp_path / "r.json"
-    )
-    [culprit] = json.loads((tmp_path / "r.json").read_text())["check"]["blame"]
+    [culprit] = cli.report("validate", ENCODER, "--blame", code=3)["check"]["blame"]
+    assert "LayerNormGemm" in cli.last.err
     assert culprit["confirmed"]
     assert culprit["ops"][0].startswith("LayerNormGemm")
 
@@ -345,10 +327,8 @@ def test_run_refuses_wrong_inputs(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
-    result = cli("bench", ENCODER, "--repeat", 3, "--json", tmp_path / "r.json")
-    assert result.code == 0
-    assert "fused / original:" in result.out
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = cli.report("bench", ENCODER, "--repeat", 3)
+    assert "fused / original:" in cli.last.out
     low, high = report["noise"]
     assert 0 < low <= report["ratio"] <= high
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
@@ -373,10 +353,8 @@ def test_bench_times_the_backward_too(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save) -> None:
-    result = cli("inspect", ENCODER, saved(RELU, "relu.onnx"), "--json", tmp_path / "r.json")
-    assert result.code == 0
-    assert all(text in result.out for text in ("encoder.onnx", "relu.onnx", "float [N, 4]"))
-    models = json.loads((tmp_path / "r.json").read_text())["models"]
+    models = cli.report("inspect", ENCODER, saved(RELU, "relu.onnx"))["models"]
+    assert all(text in cli.last.out for text in ("encoder.onnx", "relu.onnx", "float [N, 4]"))
     assert [m["nodes"] for m in models] == [76, 1]
     assert models[1]["ops"] == {"Relu": 1}
 
@@ -450,10 +428,8 @@ def test_doctor_names_what_is_missing_and_what_mends_it(
 ) -> None:
     changes, text = (FAULTS | COMPILER_FAULTS)[name]
     break_cuda(monkeypatch, changes)
-    result = cli("doctor", "--json", tmp_path / "r.json")
+    lines = cli.report("doctor")["cuda"]
     nvrtc.nvrtc_version.cache_clear()
-    assert result.code == 0
-    lines = json.loads((tmp_path / "r.json").read_text())["cuda"]
     assert any(re.search(f"^not usable: .*{text}", line) for line in lines), lines
     assert all("\n" not in line and len(line) < 400 for line in lines)
 
