@@ -24,6 +24,11 @@ SLICE = (
     "b = Constant<value = int64[1] {2}>() e = Constant<value = int64[1] {3}>()"
     " a = Constant<value = int64[1] {1}>() y = Slice(x1, b, e, a)"
 )
+CHOSEN = "i = ArgMax<axis = 0, keepdims = 1>(g) y = Gather<axis = 1>(x1, i)"
+CHOSEN_ONE = (
+    "i = ArgMax<axis = 0, keepdims = 0>(g) a = Constant<value = int64[1] {1}>()"
+    " y0 = Gather<axis = 1>(x1, i) y = Unsqueeze(y0, a)"
+)
 BLOCK = (
     "n = LayerNormalization<axis = -1>(x, g, g) m = MatMul(n, w) r = Relu(m) p = MatMul(r, v)"
     " s = Add(p, g) x1 = Add(x, s)"
@@ -57,6 +62,8 @@ def outputs(found: ir.Model, x: np.ndarray) -> list[np.ndarray]:
         (f"{BLOCK} {LAST}", 1),
         (f"{BLOCK} {TWO}", 2),
         (f"{BLOCK} {SLICE}", 1),
+        (f"{BLOCK} {CHOSEN}", 1),
+        (f"{BLOCK} {CHOSEN_ONE}", 1),
         (f"q = Add(x, rows) m = MatMul(q, w) x1 = Tanh(m) {FIRST}", 1),
         (f"m = MatMul(x, w) t = Mul(m, m) x1 = Cast<to = 1>(t) {LAST}", 1),
     ],
@@ -73,6 +80,31 @@ def test_products_of_the_rows_alone(body: str, rows: int, batch: int) -> None:
     for old, new in zip(outputs(before, x), outputs(after, x), strict=True):
         assert old.shape == new.shape
         np.testing.assert_allclose(new, old, rtol=1e-5)
+
+
+@pytest.mark.parametrize("index", ["int64 {-1}", "int64[1] {2}", "input"])
+def test_a_packed_product_of_the_row_alone(index: str) -> None:
+    """The head of a decoder whose weights have 4 bits, of which one position's logits are read."""
+    place = "" if index == "input" else f"at = Constant <value = {index}> ()"
+    text = (
+        '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]> agraph (float[B,5,32] x,'
+        f" uint8[6,1,16] w, float[6] scale{', int64 at' if not place else ''}) => (float y) {{"
+        f" {place} z = com.microsoft.MatMulNBits <K = 32, N = 6, bits = 4, block_size = 32>"
+        " (x, w, scale) y = Gather <axis = 1> (z, at) }"
+    )
+    before, after, rng = text_model(text), text_model(text), np.random.default_rng(2)
+    assert rewrite.optimize(after, level=1).fusions[NAME] == 1
+    product = next(node for node in after.graph if node.op_type == "MatMulNBits")
+    assert product.outputs[0].shape is not None
+    assert product.outputs[0].shape[1] == 1
+    feeds = {
+        "x": rng.standard_normal((3, 5, 32)).astype(np.float32),
+        "w": rng.integers(0, 256, (6, 1, 16)).astype(np.uint8),
+        "scale": rng.standard_normal(6).astype(np.float32),
+    }
+    feeds |= {} if place else {"at": np.array(3)}
+    (old,), (new,) = (stock(found, optimized=True).run(None, feeds) for found in (before, after))
+    np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
     """
     y = node.outputs[0]
     size = rank(y)
+    if node.op_type == "MatMulNBits" and size is not None and rank(node.inputs[0]) == size:
+        return [axis, *[None] * len(node.inputs[1:])] if axis < size - 1 else None
     if node.domain or size is None or len(node.inputs) == 0:
         return None
     if node.op_type in _UNARY and len(node.inputs) == 1:
@@ -137,8 +139,7 @@ class _Region:
 def _count(pick: ir.Node) -> int | None:
     """The number of rows that a Gather or a Slice along one axis takes."""
     if pick.op_type == "Gather":
-        index = const_array(pick.inputs[1])
-        return None if index is None or index.ndim > 1 else int(index.size)
+        return {0: 1, 1: dim(pick.inputs[1], 0)}.get(rank(pick.inputs[1]))
     axes = constant_ints(pick.inputs[3]) if len(pick.inputs) > 3 else None
     if axes is None or len(axes) != 1 or any(const_array(v) is None for v in pick.inputs[1:]):
         return None
@@ -164,9 +165,12 @@ def _picked(op: Builder, pick: ir.Node, x: ir.Value, axis: int, count: int) -> i
     if pick.op_type == "Slice":
         start, end, step = pick.inputs[1], pick.inputs[2], (*pick.inputs[4:], None)[0]
         return typed(op.Slice(x, start, end, op.constant([axis]), step), x, shape)
-    index = const_array(pick.inputs[1])
-    assert index is not None
-    return typed(op.Gather(x, op.constant([int(i) for i in index.flat]), axis=axis), x, shape)
+    index = pick.inputs[1]
+    if (number := const_array(index)) is not None:
+        index = op.constant([int(i) for i in number.flat])
+    elif rank(index) == 0:
+        index = op.Unsqueeze(index, op.constant([0]))
+    return typed(op.Gather(x, index, axis=axis), x, shape)
 
 
 def _apply(rw: Rewriter, pick: ir.Node) -> bool:
@@ -179,7 +183,7 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
         return False
     region = _Region(pick, axis)
     region.grow()
-    if not any(node.op_type == "MatMul" for node in region.nodes):
+    if not any(node.op_type in ("MatMul", "MatMulNBits") for node in region.nodes):
         return False
     op = Builder()
     rows: dict[ir.Value, ir.Value] = {}
@@ -195,7 +199,9 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
             for x, a in zip(node.inputs, region.nodes[node], strict=True)
         ]
         attributes = {name: value.value for name, value in node.attributes.items()}
-        result = op.node(node.op_type, inputs, attributes=attributes, name=node.name)
+        result = op.node(
+            node.op_type, inputs, domain=node.domain, attributes=attributes, name=node.name
+        )
         y = node.outputs[0]
         assert isinstance(result, ir.Value)
         assert y.shape is not None
