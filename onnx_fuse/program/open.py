@@ -142,38 +142,6 @@ class EvalPlan:
             bits.append(reduce(or_, (bits[part] for part in parts), 0))
         return bits[closed + len(self.sizes.roots) :]
 
-    def without(self, leave_out: Callable[[str, Any], bool]) -> EvalPlan:
-        """The recipe of the object in which some fields are as by default.
-
-        `leave_out` is asked with "Class.field" and the field's value or the maker of it.
-        """
-        first = len(self.closed) + len(self.sizes.roots)
-
-        def of(place: int) -> Any:
-            if place >= first:
-                return self.steps[place - first][0]
-            return self.closed[place] if place < len(self.closed) else None
-
-        steps: dict[int, EvalStep] = {}
-        needed = {self.result}
-        for place in range(first + len(self.steps) - 1, first - 1, -1):
-            make, parts = self.steps[place - first]
-            if place in needed:
-                if isinstance(make, Instance):
-                    make, parts = make.without(parts, of, leave_out)
-                steps[place] = make, parts
-                needed.update(parts)
-        closed = [p for p in sorted(needed) if p < len(self.closed)]
-        sizes = range(len(self.closed), first)
-        moved = {place: i for i, place in enumerate((*closed, *sizes, *sorted(steps)))}
-        return EvalPlan(
-            [self.closed[p] for p in closed],
-            self.sizes,
-            [(make, [moved[p] for p in parts]) for _, (make, parts) in sorted(steps.items())],
-            moved[self.result],
-            often=self.often,
-        )
-
 
 class _Planner:
     """Finds the steps of an object."""
@@ -305,25 +273,6 @@ class Instance:
         inside.update(self.fixed)
         inside.update(zip(self.names, parts, strict=True))
         return instance
-
-    def without(
-        self,
-        parts: Sequence[int],
-        of: Callable[[int], Any],
-        leave_out: Callable[[str, Any], bool],
-    ) -> tuple[Instance, list[int]]:
-        """The maker that leaves fields as they are by default, and its parts."""
-        label, usual = self.kind.__name__, defaults(self.kind)
-        pairs, fixed = [], {}
-        for name, place in zip(self.names, parts, strict=True):
-            if leave_out(f"{label}.{name}", of(place)):
-                fixed[name] = usual[name]
-            else:
-                pairs.append((name, place))
-        for name, value in self.fixed.items():
-            fixed[name] = usual[name] if leave_out(f"{label}.{name}", value) else value
-        maker = Instance(self.kind, fixed, tuple(name for name, _ in pairs))
-        return maker, [place for _, place in pairs]
 
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})

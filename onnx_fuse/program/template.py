@@ -63,39 +63,50 @@ def write(opened: SymbolicProgram, array: Callable[[np.ndarray[Any, Any]], str])
     Raises ModelError for an object that a file cannot hold.
     """
     table = _Table(array)
-    recipes = {name: _Shared(recipe.without(_left_out), table)
-               for name, recipe in opened.recipes.items()}  # fmt: skip
+    recipes = {name: _Shared(recipe, table) for name, recipe in opened.recipes.items()}
     plain, groups, words, place = table.data()
     heads = {name: shared.head(place, words) for name, shared in recipes.items()}
     return {"plain": plain, "groups": groups, "recipes": heads, "words": words}
 
 
 class _Shared:
-    """A recipe in which equal parts, and equal steps, are one."""
+    """What a file holds of a recipe; equal parts, and equal steps, are one."""
 
     def __init__(self, recipe: EvalPlan, table: _Table) -> None:
         self._recipe = recipe
-        rows = [table.row(part) for part in recipe.closed]
-        self._closed = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        makers = []
-        for make, _ in recipe.steps:  # few makers, to which fields without sizes are given as well
-            more: list[int] = []
+        closed, sizes = len(recipe.closed), len(recipe.sizes.roots)
+        first = closed + sizes
+        steps = _without_fields(recipe)
+        needed = {recipe.result}
+        for place in range(first + len(steps) - 1, first - 1, -1):
+            if place in needed:
+                needed.update(steps[place - first][1])
+        rows = {
+            place: table.row(recipe.closed[place]) for place in sorted(needed) if place < closed
+        }
+        self._closed = {row: i for i, row in enumerate(dict.fromkeys(rows.values()))}
+        makers = {}
+        for place, (make, parts) in enumerate(steps, first):
+            if place not in needed:
+                continue
+            # few makers, to which fields without sizes are given as well
+            fixed = _given(make.kind, make.fixed) if isinstance(make, Instance) else {}
+            more = [table.row(value) for value in fixed.values()]
             if isinstance(make, Instance):
-                fixed = _given(make.kind, make.fixed)
-                more = [table.row(value) for value in fixed.values()]
                 make = Instance(make.kind, {}, (*make.names, *fixed))
-            makers.append((table.row(make), more))
+            makers[place] = table.row(make), parts, more
             for row in more:
                 self._closed.setdefault(row, len(self._closed))
-        moved = [self._closed[row] for row in rows]
-        last = len(self._closed) + len(recipe.sizes.roots)
-        moved += range(len(self._closed), last)
+        moved = {place: self._closed[row] for place, row in rows.items()}
+        last = len(self._closed) + sizes
+        moved |= zip(range(closed, first), range(len(self._closed), last), strict=True)
         self._steps: dict[tuple[int, ...], int] = {}
-        for i, ((make, parts), (maker, more)) in enumerate(zip(recipe.steps, makers, strict=True)):
+        for place, (maker, parts, more) in makers.items():
+            make = steps[place - first][0]
             mutable = make is list or isinstance(make, Dict | Array)
-            key = (-i if mutable else 0, maker, *[moved[p] for p in parts])
+            key = (-place if mutable else 0, maker, *[moved[p] for p in parts])
             key += tuple([self._closed[row] for row in more])
-            moved.append(self._steps.setdefault(key, last + len(self._steps)))
+            moved[place] = self._steps.setdefault(key, last + len(self._steps))
         self._result = moved[recipe.result]
 
     def head(self, place: Mapping[int, int], words: list[int]) -> list[Any]:
@@ -107,6 +118,24 @@ class _Shared:
             words += parts
         counts = len(self._closed), len(self._steps), sum(len(key) - 2 for key in self._steps)
         return [self._recipe.often, self._recipe.sizes.data, *counts, self._result]
+
+
+def _without_fields(recipe: EvalPlan) -> list[EvalStep]:
+    """The steps, without the fields of instances that no file holds."""
+    values = [
+        *recipe.closed,
+        *[None] * len(recipe.sizes.roots),
+        *[make for make, _ in recipe.steps],
+    ]
+    steps: list[EvalStep] = []
+    for make, parts in recipe.steps:
+        if isinstance(make, Instance):
+            label, given = make.kind.__name__, zip(make.names, parts, strict=True)
+            pairs = [(n, p) for n, p in given if not _left_out(f"{label}.{n}", values[p])]
+            make = Instance(make.kind, make.fixed, tuple([n for n, _ in pairs]))
+            parts = [p for _, p in pairs]
+        steps.append((make, parts))
+    return steps
 
 
 _Label = tuple[str, tuple[str, ...], tuple[str, ...] | None]

@@ -54,8 +54,7 @@ class Deployed:
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
-        self._read: dict[str, PlannedProgram] = {}  # of one shape
-        self._open: dict[str, PlannedOpenProgram | _Open] = {}
+        self._made: dict[str, PlannedProgram | PlannedOpenProgram | CheckedOpen] = {}
         self._given: set[str] = set()
 
     def _fault(self, what: str) -> ModelError:
@@ -123,8 +122,6 @@ class Deployed:
             if entry.target != target:
                 continue
             try:
-                if entry.shapes == ends and entry.open is None:
-                    return self._closed(entry, hw.arch)
                 numbers = entry.numbers(ends)
                 if numbers is not None:
                     return self._at(entry, numbers, hw.arch)
@@ -140,30 +137,30 @@ class Deployed:
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
         )
 
-    def _closed(self, entry: _Entry, arch: str) -> PlannedProgram:
-        if entry.member not in self._read:
-            self._give(arch)
-            program = self._checked(self._source(entry).at({}), entry.shapes)
-            self._read[entry.member] = PlannedProgram(program, plan(program))
-        return self._read[entry.member]
-
     def _at(self, entry: _Entry, numbers: Mapping[str, int], arch: str) -> PlannedProgram:
-        assert entry.open is not None
-        if entry.member not in self._open:
+        if entry.member not in self._made:
             self._give(arch)
-            source = _Open(self, entry, self._source(entry))
-            self._open[entry.member] = (
-                PlannedOpenProgram.of(source, entry.largest, numbers) if entry.largest else source
-            )
-        planned = self._open[entry.member]
+            self._made[entry.member] = self._opened(entry, numbers)
+        planned = self._made[entry.member]
+        if isinstance(planned, PlannedProgram):
+            return planned
         if isinstance(planned, PlannedOpenProgram):
             return planned.at(numbers)
         program = planned.at(numbers)
         return PlannedProgram(program, plan(program), planned, None, numbers)
 
-    def _source(self, entry: _Entry) -> CheckedOpen:
-        data = self.container.json(entry.member)
-        return encoding.read(data, entry.guards, self._array, {*self._modules})
+    def _opened(
+        self, entry: _Entry, numbers: Mapping[str, int]
+    ) -> PlannedProgram | PlannedOpenProgram | CheckedOpen:
+        """What an entry holds: a program of one shape, or an open one with or without a layout."""
+        source = encoding.read(
+            self.container.json(entry.member), entry.guards, self._array, {*self._modules},
+            lambda program, sizes: self._check(program, entry.at(sizes)),
+        )  # fmt: skip
+        if entry.open is None:
+            program = source.at({})
+            return PlannedProgram(program, plan(program))
+        return PlannedOpenProgram.of(source, entry.largest, numbers) if entry.largest else source
 
     def _array(self, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return self.container.tensor(name).view(dtype_of(dtype)).reshape(shape)
@@ -174,7 +171,7 @@ class Deployed:
         rest = len(lines) - _SHOWN
         return "; ".join(lines[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
-    def _checked(self, program: Program, shapes: Shapes) -> Program:
+    def _check(self, program: Program, shapes: Shapes) -> None:
         """Check that inputs and outputs are the model's, and that each weight is there whole."""
         if {n: (t.shape, t.dtype) for n, t in program.inputs} != shapes:
             raise self._fault("damaged: a program takes other inputs than its entry says")
@@ -183,7 +180,6 @@ class Deployed:
         for b in program.buffers:
             if b.kind == "weight" and self.container.tensor_place(b.name)[1] != b.nbytes:
                 raise self._fault(f"damaged: weight {b.name[:80]!r} does not fit its program")
-        return program
 
     def weight(self, name: str) -> np.ndarray[Any, Any]:
         """The bytes of a weight, over the mapped file."""
@@ -233,7 +229,9 @@ class _Entry:
 
     def numbers(self, shapes: Shapes) -> dict[str, int] | None:
         """The sizes by symbol, None where the program does not serve these shapes."""
-        if self.open is None or shapes.keys() != self.shapes.keys():
+        if self.open is None:
+            return {} if shapes == self.shapes else None
+        if shapes.keys() != self.shapes.keys():
             return None
         sizes: dict[str, int] = {}
         places = {(name, axis): symbol for name, axis, symbol in self.open}
@@ -264,26 +262,6 @@ class _Entry:
         ends = ", ".join(f"{n} [{', '.join(dims)}]" for n, dims in vary.items())
         sizes = (f"{name} from {low} to {high}" for name, low, high in self._ranges.values())
         return f"{ends} with {' and '.join(sizes)}"
-
-
-class _Open:
-    """An open program, each of whose shapes is checked as it is made."""
-
-    def __init__(self, owner: Deployed, entry: _Entry, source: CheckedOpen) -> None:
-        self.guards = entry.guards
-        self._owner, self._entry, self._source = owner, entry, source
-
-    def holds(self, values: Mapping[str, int]) -> bool:
-        """Whether it serves these sizes."""
-        return self.guards.hold(values)
-
-    def at(self, values: Mapping[str, int]) -> Program:
-        """The program for these sizes."""
-        return self._owner._checked(self._source.at(values), self._entry.at(values))
-
-    def part(self, name: str, values: Mapping[str, int]) -> Any:
-        """Return None, since only a whole program is checked."""
-        return None
 
 
 def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:

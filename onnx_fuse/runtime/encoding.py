@@ -58,14 +58,17 @@ def read(
     guards: Guards,
     array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
     modules: Collection[Module] | None = None,
+    check: Callable[[Program, Mapping[str, int]], None] | None = None,
 ) -> CheckedOpen:
     """The open program of these data; `array` is as in `template.read`.
+
+    `check` looks at each program as a whole as well, so that it has no parts.
 
     Raises ModelError, without the file's name, for anything that no program has; a launch of a
     kernel must be of one of the `modules`, or of a source of this package or a text.
     """
     try:
-        return CheckedOpen(guards, template.read(data, guards, array), modules)
+        return CheckedOpen(guards, template.read(data, guards, array), modules, check)
     except (ValueError, TypeError) as error:
         raise _fault(str(error)) from error
 
@@ -74,23 +77,28 @@ class CheckedOpen(SymbolicProgram):
     """An open program of a file, each of whose shapes is checked as it is made."""
 
     def __init__(
-        self, guards: Guards, recipes: Mapping[str, EvalPlan], modules: Collection[Module] | None
+        self,
+        guards: Guards,
+        recipes: Mapping[str, EvalPlan],
+        modules: Collection[Module] | None,
+        check: Callable[[Program, Mapping[str, int]], None] | None,
     ) -> None:
-        self.set(guards, recipes)
-        self._modules = modules
+        self.set(guards, {"": recipes[""]} if check else recipes)
+        self._modules, self._check = modules, check
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for these sizes. Raises ModelError where it is none."""
         with _damage():
-            program = super().at(values)
+            program: Program = super().at(values)
             _Checker(self._modules).program(program)
-        checked: Program = program
-        return checked
+        if self._check is not None:
+            self._check(program, values)
+        return program
 
     def check_parts(self, values: Mapping[str, int]) -> Program:
         """The program for these sizes, of which all parts are such: so they are for any others."""
         with _damage():
-            program = super().at(values)
+            program: Program = super().at(values)
             checker = _Checker(self._modules)
             checker.program(program)
             sizes, changes = self.part("sizes", values), self.part("changes", values)
@@ -108,8 +116,7 @@ class CheckedOpen(SymbolicProgram):
                 checker.ends(ends)
                 if ends.calls != at_ends(program):
                     raise _fault("calls at a program's ends")
-        checked: Program = program
-        return checked
+        return program
 
 
 def _check_words(words: Iterable[Any]) -> None:

@@ -435,13 +435,6 @@ class Instance:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
         return self.runs >= self._captures_at > 0
 
-    def all_in_place(self, inputs: Mapping[str, DeviceTensor]) -> bool:
-        """Whether every input is read where the caller has it."""
-        return all(
-            name in inputs and inputs[name].address == self.address[tensor.buffer]
-            for name, tensor in self.inputs
-        )
-
     def tensor_of(self, name: str) -> Tensor | None:
         """The output that a run writes where the caller says; None for a known or later one."""
         return self._in_place.get(name)
