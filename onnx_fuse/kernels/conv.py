@@ -12,8 +12,7 @@ from math import prod
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
-from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros
-from onnx_fuse.kernels.conv_tf32 import Tf32Im2col
+from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
@@ -166,12 +165,7 @@ class _Tiled(HeuristicKernel):
             2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
         ))  # fmt: skip
         if splits > 1:
-            launches.append(Launch(
-                "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-                (Ptr("workspace"), *ENDS, Num("i64", size),
-                 *(Num("i32", n) for n in (rows, pixels, splits)), Num("f32", problem.act_alpha)),
-                defines(T=C_TYPES[dtype], ACC=accumulator(dtype), **act_macros(problem), **tail),
-            ))  # fmt: skip
+            launches.append(finish(problem, size, rows, pixels, splits))
         return tuple(launches), at
 
 
@@ -205,5 +199,5 @@ class Implicit(_Tiled):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Conv": (Grouped(), Tf32Im2col(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
+    "Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
 }

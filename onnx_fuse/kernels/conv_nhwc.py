@@ -12,6 +12,7 @@ from math import ceil, prod
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
+from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
@@ -67,6 +68,17 @@ def act_macros(problem: Conv) -> dict[str, object]:
     if problem.slope:
         macros["SLOPE"] = True
     return macros
+
+
+def finish(problem: Conv, size: int, filters: int, pixels: int, splits: int) -> Launch:
+    """The sum of parts in the workspace, with what stands behind it: `filters` of `pixels` each."""
+    return Launch(
+        "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
+        (Ptr("workspace"), *ENDS, Num("i64", size),
+         *(Num("i32", n) for n in (filters, pixels, splits)), Num("f32", problem.act_alpha)),
+        defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), **act_macros(problem),
+                **tail_macros(problem.tail)),
+    )  # fmt: skip
 
 
 class ChannelsLast(HeuristicKernel):
@@ -385,13 +397,7 @@ class Mma(Chosen):
         )  # fmt: skip
         if split == 1:
             return (product,)
-        size = rows * filters
-        return (product, Launch(
-            "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), *ENDS, Num("i64", size),
-             *(Num("i32", n) for n in (filters, 1, split)), Num("f32", problem.act_alpha)),
-            defines(T=types["T"], ACC=accumulator(problem.dtype), **act_macros(problem), **tail),
-        ))  # fmt: skip
+        return product, finish(problem, rows * filters, filters, 1, split)
 
     def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """Partial sums."""
@@ -437,32 +443,32 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class Im2col(Chosen):
-    """The Hopper products with a's tiles gathered by TMA: a step is 64 channels of a tap."""
+class Gathered(Chosen):
+    """A product of Hopper with a's tiles gathered by TMA: a step is 128 bytes of a tap's channels.
 
-    name = "wgmma"
-    source = Wgmma.source
-    gaps = True
-    moments = True
+    Its operands are described as images and taps; what stands behind it is in its epilogue.
+    """
+
     axes = 3
 
-    def __init__(self) -> None:
-        self.many, self.few = Wgmma(), Cluster()
+    def __init__(self, many: Wgmma | Tf32) -> None:
+        self.many = many
+        self.source = many.source
 
-    def _inner(self, config: KernelConfig) -> Wgmma | Cluster:
+    def inner(self, config: KernelConfig) -> Wgmma | Tf32 | Cluster:
         """The candidate of the product to which the configuration belongs."""
-        return self.many if config.attr("tile") else self.few
+        return self.many
 
-    def _product(self, problem: Conv) -> GemmProblem:
-        """The product of the same tiles, whose k is the taps' channels in steps of 64."""
+    def product(self, problem: Conv) -> GemmProblem:
+        """The product of the same tiles, whose k is the taps' channels in whole steps."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
-        epilogue = replace(epilogue, column_moments=problem.column_moments)
-        extra = {"static_b": True} if problem.static_weight else {}
+        step = 128 // ITEMSIZE[problem.dtype]
         return GemmProblem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
-            k=-(-problem.channels // 64) * 64 * prod(problem.window.kernel), dtype=problem.dtype,
-            trans_b=True, epilogue=epilogue, **extra,
+            k=-(-problem.channels // step) * step * prod(problem.window.kernel),
+            dtype=problem.dtype, trans_b=True, math=problem.math, static_b=problem.static_weight,
+            epilogue=replace(epilogue, column_moments=problem.column_moments),
         )  # fmt: skip
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
@@ -471,19 +477,86 @@ class Im2col(Chosen):
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
             return "no epilogue of a product computes the operators after it"
+        reason = super().supports(problem, hw) or unboxed(problem)
+        return reason or self.many.supports(self.product(problem), hw)
+
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
+        """The product's configurations."""
+        return self.many.configs(self.product(problem), hw)
+
+    def fits(self, problem: Conv, config: KernelConfig) -> bool:
+        """Whether each part of the sum has steps."""
+        return not config.attrs or self.inner(config).fits(self.product(problem), config)
+
+    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
+        """The product's partial sums."""
+        how = self.ruled(problem, config, hw)
+        return self.inner(how).workspace(self.product(problem), how, hw)
+
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
+        """The product's launches, its operands described as images and taps."""
+        config = self.ruled(problem, config, hw)
+        product, *rest = self.inner(config).launch(self.product(problem), config, hw)
+        a, b, y = product.args[:3]
+        assert isinstance(a, TensorMap)
+        assert isinstance(b, TensorMap)
+        window, ldw, size = problem.window, row_of_weights(problem), ITEMSIZE[problem.dtype]
+        taps = prod(window.kernel)
+        filters = TensorMap(
+            Ptr("weight"), b.dtype, (ldw, problem.filters, taps), (size * taps * ldw, size * ldw),
+            (128 // size, b.box[1], 1),
+        )  # fmt: skip
+        gaps = {}
+        if problem.y_strides:
+            assert isinstance(y, TensorMap)
+            _, oh, ow = problem.outer
+            y = TensorMap(
+                Ptr("y"), problem.dtype, (problem.filters, ow, oh, problem.batch),
+                tuple(size * step for step in reversed(problem.y_strides)), y.box[:2],
+                window=(0, 0, 0, 0, 1, 1),
+            )  # fmt: skip
+            gaps = {"GAPS": 1}
+        sizes = (*problem.outer[0 if is_deep(problem) else 1 :], -(-problem.channels * size // 128))
+        args: tuple[Arg, ...] = (
+            gathered(problem, a.box[1]), filters, y, *product.args[3:],
+            *(Num("i32", n) for n in sizes),
+        )  # fmt: skip
+        macros = as_defines(
+            dict(product.defines), {"IM2COL": 1}, gathering(problem), gaps, window_macros(window)
+        )
+        names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
+        launches = (replace(product, args=args, defines=macros), *rest)
+        return tuple(rename(launch, names) for launch in launches)
+
+
+class Im2col(Gathered):
+    """The products of 16 bits, by many tiles or by few."""
+
+    name = "wgmma"
+    gaps = True
+    moments = True
+
+    def __init__(self) -> None:
+        super().__init__(Wgmma())
+        self.few = Cluster()
+
+    def inner(self, config: KernelConfig) -> Wgmma | Tf32 | Cluster:
+        """The candidate of the product to which the configuration belongs."""
+        return self.many if config.attr("tile") else self.few
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """Refuse what the base does, and pixels of y that stand apart where no box takes them."""
         if problem.y_strides and (problem.tail or problem.filters % 8):
             return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
         if problem.y_strides and problem.column_moments:
             return "y's pixels stand apart, so that no box of them is whole"
         if problem.y_strides and is_deep(problem):
             return "y's pixels stand apart along three axes"
-        reason = unboxed(problem) or super().supports(problem, hw)
-        return reason or self.many.supports(self._product(problem), hw)
+        return super().supports(problem, hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations of both products, and a narrow tile for few filters."""
-        product = self._product(problem)
-        configs = [*self.many.configs(product, hw)]
+        product, configs = self.product(problem), [*super().tiles(problem, hw)]
         if problem.y_strides:  # the stores of whole sums by TMA alone leave gaps
             configs = [how for how in configs if how.integer("splits") == 1]
         if problem.filters <= 64:
@@ -492,56 +565,33 @@ class Im2col(Chosen):
             configs += self.few.configs(product, hw)
         return configs
 
-    def fits(self, problem: Conv, config: KernelConfig) -> bool:
-        """Whether each part of the sum has steps."""
-        return not config.attrs or self._inner(config).fits(self._product(problem), config)
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
+        """The time of the product, whose a is the images once and not tap by tap."""
+        product, many = self.product(problem), self.many
+        if not config.attr("tile"):
+            return self.few.cost(product, config, hw)
+        assert isinstance(many, Wgmma)
+        tiles = many.tile_seconds(product, config, hw, pixels=True)
+        return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
+
+
+class Tf32Im2col(Gathered):
+    """The products of float32 by tf32 (gemm/tf32_sm90.cu)."""
+
+    name = "wgmma_tf32"
+    maths = ("tf32",)
+
+    def __init__(self) -> None:
+        super().__init__(Tf32())
 
     def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The time of the product, whose a is the images once and not tap by tap."""
-        product = self._product(problem)
-        if not config.attr("tile"):
-            return self.few.cost(product, config, hw)
-        tiles = self.many.tile_seconds(product, config, hw, pixels=True)
-        return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
-
-    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
-        """The product's partial sums."""
-        how = self.ruled(problem, config, hw)
-        return self._inner(how).workspace(self._product(problem), how, hw)
-
-    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product's launches, its operands described as images and taps."""
-        config = self.ruled(problem, config, hw)
-        product, *rest = self._inner(config).launch(self._product(problem), config, hw)
-        a, b = product.args[:2]
-        assert isinstance(a, TensorMap)
-        assert isinstance(b, TensorMap)
-        _, oh, ow = problem.outer
-        window, ldw = problem.window, row_of_weights(problem)
-        sizes = tuple(Num("i32", n) for n in problem.outer[0 if is_deep(problem) else 1 :])
-        images = gathered(problem, a.box[1])
-        taps = prod(window.kernel)
-        filters = TensorMap(
-            Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
-            (2 * taps * ldw, 2 * ldw), (64, b.box[1], 1),
-        )  # fmt: skip
-        steps = Num("i32", -(-problem.channels // 64))
-        y, gaps = product.args[2], {}
-        if problem.y_strides:
-            assert isinstance(y, TensorMap)
-            y = TensorMap(
-                Ptr("y"), problem.dtype, (problem.filters, ow, oh, problem.batch),
-                tuple(2 * step for step in reversed(problem.y_strides)), y.box[:2],
-                window=(0, 0, 0, 0, 1, 1),
-            )  # fmt: skip
-            gaps = {"GAPS": 1}
-        args: tuple[Arg, ...] = (images, filters, y, *product.args[3:], *sizes, steps)
-        macros = as_defines(
-            dict(product.defines), {"IM2COL": 1}, gathering(problem), gaps, window_macros(window)
-        )
-        names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
-        launches = (replace(product, args=args, defines=macros), *rest)
-        return tuple(rename(launch, names) for launch in launches)
+        product, many = self.product(problem), self.many
+        assert isinstance(many, Tf32)
+        window = zip(problem.inner, problem.outer, problem.window.kernel, strict=True)
+        seen = prod(min(i, o * k) for i, o, k in window)
+        read = 4 * (problem.batch * problem.channels * seen + product.n * product.k)
+        return many.seconds(product, config, hw, read)
 
 
 def _axes(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
@@ -590,4 +640,4 @@ def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
     )  # fmt: skip
 
 
-KERNELS = (Depthwise(), FewChannels(), Im2col(), Mma())
+KERNELS = (Tf32Im2col(), Depthwise(), FewChannels(), Im2col(), Mma())
