@@ -55,7 +55,6 @@ class BatchedKernel(HeuristicKernel):
     name = "batched"
 
     def launch(self, problem: BatchedCalls, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
         axis, count, bound = free_axis(kernel, launch), problem.count, problem.bound
@@ -100,7 +99,6 @@ class MultiTensor(HeuristicKernel):
     name = "generated"
 
     def launch(self, problem: PointwiseMany, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         return (launch_many(problem.expression, problem.shared, problem.items),)
 
 
@@ -112,7 +110,6 @@ class MultiCopy(HeuristicKernel):
     """Threads of a block, and accesses of 16 bytes that each of them makes: as in the source."""
 
     def launch(self, problem: CopyMany, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         count = len(problem.pieces)
         rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts
         words: list[Ptr | int] = []

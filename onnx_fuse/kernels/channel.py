@@ -85,7 +85,6 @@ class Grad(HeuristicKernel):
     free_axes = "z"
 
     def launch(self, problem: ChannelGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch of the stage."""
         batch, channels, inner = problem.batch, problem.channels, problem.inner
         columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
         count, epsilon = Num("i64", batch * inner), Num("f32", problem.epsilon)
@@ -183,7 +182,6 @@ class Groups(HeuristicKernel):
         return None
 
     def launch(self, problem: GroupGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch of the stage."""
         p, across = problem, group_across(problem)
         images, channels, pixels, per = p.images, p.channels, p.pixels, p.per
         vec, team = _group_width(p), _team(p)

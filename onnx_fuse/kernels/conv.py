@@ -53,7 +53,6 @@ class Direct(HeuristicKernel):
         return super().supports(problem, hw)
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
         return (Launch(
             self.source, "conv_direct", (-(-size // 256), 1, 1), (256, 1, 1),

@@ -147,7 +147,6 @@ class Mma(HeuristicKernel):
         return problem.floor(hw) / 0.45 + hw.launch_seconds
 
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """The products of the parts, then their sum."""
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
         size = ITEMSIZE[problem.dtype]
@@ -259,7 +258,6 @@ class Wgmma(HeuristicKernel):
         return problem.batch * each * ITEMSIZE[problem.dtype]
 
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """The products of the parts, then their sum."""
         way = self._ruled(problem, config)[1]
         bm, bn, resident = way.tile
         outer = problem.outer[0 if is_deep(problem) else 1 :]
@@ -338,7 +336,6 @@ class PointwiseWeightGrad(HeuristicKernel):
         return self.inner.cost(self._gemm(problem), how, hw)
 
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product."""
         how = self._ruled(problem, config, hw)
         names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
         launches = self.inner.launch(self._gemm(problem), how, hw)

@@ -266,7 +266,6 @@ class FewChannels(ChannelsLast):
         return max(problem.floor(hw), work) + hw.launch_seconds
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         bn = self._width(problem)
         tiles = problem.batch * -(-oh // 16) * -(-ow // 16)
@@ -291,7 +290,6 @@ class Chosen(ChannelsLast):
         raise TypeError(f"{type(self).__name__} has no tiles")
 
     def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
-        """Predicted seconds of a configuration."""
         raise TypeError(f"{type(self).__name__} has no cost")
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
@@ -306,7 +304,6 @@ class Chosen(ChannelsLast):
         return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
 
     def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
-        """Predicted seconds."""
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
 

@@ -76,7 +76,6 @@ class EightBits(DelegatingKernel):
         return hw.launch_seconds + OCCUPIED * (seconds - hw.launch_seconds)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product, then the reduction where k is split."""
         product, *rest = self.inner.launch(self._gemm(problem), config, hw)
         kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]
         scaled = rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")})

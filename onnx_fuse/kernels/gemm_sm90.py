@@ -138,7 +138,6 @@ class Wgmma:
     source = "gemm/wgmma_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         planes = problem.planes
@@ -427,7 +426,6 @@ class Wgmma:
         return ceil(problem.n / columns)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product, then the reduction where k is split."""
         m, n, k = problem.m, problem.n, problem.k
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
@@ -568,7 +566,6 @@ class SplitWgmma(DelegatingKernel):
         )  # fmt: skip
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype != "float32" or not self.planes(problem):
             return f"for fp32 operands and bf16x3 or bf16x6, not {problem.dtype} {problem.math}"
         if problem.batch:

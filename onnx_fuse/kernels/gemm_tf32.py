@@ -57,7 +57,6 @@ class Tf32:
     source = "gemm/tf32_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if (problem.dtype, problem.out, problem.math) != ("float32", "float32", "tf32"):
@@ -103,7 +102,6 @@ class Tf32:
         return ceil(problem.n / columns)
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
-        """Predicted seconds."""
         return self.seconds(problem, config, hw, 4 * problem.k * (problem.m + problem.n))
 
     def seconds(self, problem: GemmProblem, config: KernelConfig, hw: Hardware, read: int) -> float:

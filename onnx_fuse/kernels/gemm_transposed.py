@@ -128,7 +128,6 @@ class TurnedTf32(_Turned):
         return a + b
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.math != "tf32" or problem.dtype != "float32":
             return f"float32 by tf32 alone, not {problem.dtype} {problem.math}"
         if problem.batch or (problem.trans_b and not problem.trans_a):
@@ -152,7 +151,6 @@ class TurnedFma(_Turned):
         return [_transpose("b", problem.k, problem.n, ld(problem)[1])]
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.batch or not problem.trans_b or problem.dtype != "float32":
             return "single products in float32 of a b to transpose"
         if problem.n % 4:  # rows of the transpose would end in elements that nobody wrote

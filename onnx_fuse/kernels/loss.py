@@ -57,7 +57,6 @@ class Rows(HeuristicKernel):
         return vec, config.integer("team") or rule
 
     def launch(self, problem: CrossEntropy, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch of the stage."""
         vec, threads = self._team(problem, config)
         block = block_of(threads)
         macros: dict[str, Any] = {

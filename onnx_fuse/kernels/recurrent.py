@@ -62,7 +62,6 @@ class Steps(HeuristicKernel):
         return geometry if isinstance(geometry, str) else None
 
     def launch(self, problem: Recurrence, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         geometry = _geometry(problem, hw)
         assert not isinstance(geometry, str)
         macros, blocks, smem = geometry

@@ -121,7 +121,6 @@ class HeuristicKernel(WithoutWorkspace, Unconditional):
         return took + len(launches) * hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
-        """The kernel calls, in order."""
         raise TypeError(f"{type(self).__name__} has no launch")
 
     def one(

@@ -19,6 +19,7 @@ from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.ir.evaluate import viewer
 from onnx_fuse.ir.traits import SAME_ORDER, SIZES, VIEWS
 from onnx_fuse.rewrite.precision import widened
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.direct import Layout
@@ -247,20 +248,14 @@ class _Direct:
 
     def _made(self, arrays: Sequence[Array]) -> PooledProgram | None:
         """A new turn for inputs of these kinds."""
-        from onnx_fuse.program.call import NeedsValues
-        from onnx_fuse.runtime.direct import Layout, is_direct
+        from onnx_fuse.runtime.direct import layout
 
         if any(type(a) is np.ndarray and a.dtype.kind in "OSU" for a in arrays):
             return None
         executable = self._launched
         ends = zip(self._inputs, arrays, strict=False)
-        try:
-            specialized = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
-        except NeedsValues:  # of inputs that decide about shapes
-            return None
-        if not is_direct(specialized.program):
-            return None
-        return PooledProgram(executable, Layout(executable, specialized, self._inputs))
+        shared = layout(executable, self._inputs, {n: (a.shape, a.dtype.name) for n, a in ends})
+        return None if shared is None else PooledProgram(executable, shared)
 
 
 class PooledProgram:
@@ -294,8 +289,6 @@ class PooledProgram:
 
     def launch(self, arrays: Sequence[Array], addresses: Sequence[int]) -> list[Array]:
         """Launch on inputs that are ready; states among `arrays` are updated in place."""
-        from onnx_fuse.runtime.tensor import DeviceTensor
-
         allocate, results, ends = self._pool.allocate, [], [0, *addresses]
         for i, (shape, dtype) in enumerate(self._results):
             if i in self._stays:
@@ -316,8 +309,6 @@ class PooledProgram:
 
 def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
     """The same memory in another shape, which NumPy works out on a stand-in without elements."""
-    from onnx_fuse.runtime.tensor import DeviceTensor
-
     (node,) = model.graph
     moved = viewer(node)
 
@@ -347,8 +338,6 @@ LARGE = 16 << 20
 
 def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
     """A copy of a host array in the memory of a GPU. It may be on its way; the array is read."""
-    from onnx_fuse.runtime.tensor import DeviceTensor
-
     owner, dense = home(gpu), np.ascontiguousarray(array)
     stream = owner.stream
     memory = owner.shared.pool.allocate(dense.nbytes, "a tensor")
@@ -372,8 +361,6 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
 
 def uploaded(arrays: Sequence[Array], gpu: int) -> list[Array]:
     """The arrays, those of the host in the memory of a GPU; small ones travel together."""
-    from onnx_fuse.runtime.tensor import DeviceTensor
-
     tensors = list(arrays)
     hosts = [i for i, a in enumerate(tensors) if type(a) is np.ndarray]
     small = [i for i in hosts if tensors[i].nbytes <= TOGETHER]

@@ -17,12 +17,12 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.call import Program, Tensor
+from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.arg_updates import operands, workspace_key
+from onnx_fuse.runtime.arg_updates import workspace_key
+from onnx_fuse.runtime.deployed import Shapes
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -54,6 +54,15 @@ def is_direct(program: Program) -> bool:
     )
 
 
+def layout(executable: Executable, names: Sequence[str], shapes: Shapes) -> Layout | None:
+    """The Layout for inputs of these shapes; None for what needs the host between kernels."""
+    try:
+        ready = executable.specializer.of(shapes)
+    except NeedsValues:  # of inputs that decide about shapes
+        return None
+    return Layout(executable, ready, names) if is_direct(ready.program) else None
+
+
 class Layout:
     """A Program of one shape, with the memory that all its launches share.
 
@@ -66,8 +75,13 @@ class Layout:
         self.plan, self.hw, self.device_id = ready.plan, executable.hw, executable.device_id
         calls = (*program.setup, *program.calls)
         nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
-        self.fixed = executable.weights.of(program, executable.shared.weight)
-        self._place_constants(executable)
+        owner = executable.shared
+        self.fixed = executable.weights.of(program, owner.weight)
+        constants, *held = owner.place_constants(program, {})
+        self._held: list[Any] = held
+        self.fixed |= constants
+        owner.set_up(program.setup, self.fixed)
+        executable.stream.wait("preparing a graph")  # from now on every stream may read it
         inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
         self.moving = [0, *[1 + names.index(n) for n, _ in inputs]]
         """Positions of the arena and of `movable` among the ends of `BoundProgram.launch`."""
@@ -117,26 +131,6 @@ class Layout:
             executable.stream.upload(memory.address, array.ctypes.data, array.nbytes)
             executable.stream.wait("a copy to the GPU")
         return memory.address
-
-    def _place_constants(self, executable: Executable) -> None:
-        """Upload what lowering knew, and run once what depends on that alone."""
-        program = self.program
-        constants = [b for b in program.buffers if b.kind == "constant"]
-        arrays = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
-        placed = executable.shared.constants.place(arrays)
-        self._held: list[Any] = [placed]
-        self.fixed |= {b.id: 0 for b in constants}  # those of no bytes have no place
-        self.fixed |= {b: constant.address for b, constant in placed.items()}
-        for b in constants:
-            if b.id not in arrays:
-                memory = executable.shared.pool.allocate(b.nbytes, b.name or "a constant")
-                self._held.append(memory)
-                self.fixed[b.id] = memory.address
-        for call in program.setup:
-            pointers = operands(self.fixed, -1, call)
-            for launch in call.launches:
-                bind(launch, pointers, self.hw).enqueue(executable.stream.handle)
-        executable.stream.wait("preparing a graph")  # from now on every stream may read it
 
 
 class Steps:

@@ -119,7 +119,8 @@ class Instance:
                     total += aligned(made.room.get(b.id, b.nbytes))
             spans[kind] = (start, total - start)
         self._spans, self._offsets = spans, offsets
-        self._place_constants(made.room)
+        constants, self._constants, self._made_once = owner.place_constants(program, made.room)
+        self.address |= constants
         self.memory = self._reserve(total)
         base = self.memory.address
         owner.stream.fill(base, 0, total)  # gaps between tensors travel with them
@@ -139,7 +140,7 @@ class Instance:
         self._places: dict[str, tuple[str, int, Tensor, int]] = {}
         self._ends: Program | None = None
         self._set_tensors()
-        self._set_up()
+        self.owner.set_up(self.made.ends.setup, self.address)
         self.alive = True
         """Whether later runs may use it."""
         self.stages: Stages | None = None
@@ -183,7 +184,7 @@ class Instance:
             self._constants |= placed
             self.address |= {b: constant.address for b, constant in placed.items()}
         self._set_tensors()
-        self._set_up()
+        self.owner.set_up(self.made.ends.setup, self.address)
         self.runs = 0
         del self._variants[:-1]
         (self._current,) = self._variants
@@ -244,32 +245,6 @@ class Instance:
                 for n, t in self.inputs
             }
             self._fed = tuple([place[:3] for place in self._places.values() if place[3]])
-
-    def _place_constants(self, room: Mapping[int, int]) -> None:
-        """Upload constants, and reserve memory for what the calls of the setup make."""
-        program = self.program
-        held = [b for b in program.buffers if b.kind == "constant"]
-        self._constants = self.owner.constants.place(
-            {b.id: program.constants[b.id] for b in held if b.id in program.constants}
-        )
-        self.address |= {b.id: 0 for b in held}  # those of no bytes have no place
-        self.address |= {b: constant.address for b, constant in self._constants.items()}
-        once = [
-            (b.id, aligned(room.get(b.id, b.nbytes))) for b in held if b.id not in program.constants
-        ]
-        nbytes, pool = sum(n for _, n in once), self.owner.pool
-        self._made_once = pool.allocate(nbytes, "constants", again=False) if once else None
-        at = self._made_once.address if self._made_once is not None else 0
-        for buffer, nbytes in once:
-            self.address[buffer] = at
-            at += nbytes
-
-    def _set_up(self) -> None:
-        """Run the calls that depend only on sizes, once."""
-        for call in self.made.ends.setup:
-            pointers = operands(self.address, -1, call)
-            for launch in call.launches:
-                bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
         if config.DEBUG.value >= 1:

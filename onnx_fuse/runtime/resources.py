@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.arg_updates import operands
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.memory import Arena, Constants
+from onnx_fuse.runtime.memory import Arena, Constant, Constants
+from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.staging import Downloads, Uploads
 from onnx_fuse.runtime.streams import StreamOrder
 from onnx_fuse.runtime.weights import Weights
@@ -91,6 +94,35 @@ class Resources:
     def constants(self) -> Constants:
         """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
+
+    def place_constants(
+        self, program: Program, room: Mapping[int, int]
+    ) -> tuple[dict[int, int], dict[int, Constant], device.Memory | None]:
+        """Upload what lowering knew, and reserve memory for what the calls of the setup make.
+
+        The address of each buffer, and what holds the memory. `room` may have a buffer's bytes.
+        """
+        buffers = {b.id: b.nbytes for b in program.buffers if b.kind == "constant"}
+        constants = self.constants.place(
+            {b: program.constants[b] for b in buffers if b in program.constants}
+        )
+        address = dict.fromkeys(buffers, 0)  # those of no bytes have no place
+        address |= {b: constant.address for b, constant in constants.items()}
+        once = {b: aligned(room.get(b, nbytes)) for b, nbytes in buffers.items()
+                if b not in program.constants}  # fmt: skip
+        made = self.pool.allocate(sum(once.values()), "constants", again=False) if once else None
+        at = 0 if made is None else made.address
+        for buffer, nbytes in once.items():
+            address[buffer] = at
+            at += nbytes
+        return address, constants, made
+
+    def set_up(self, calls: Iterable[Call], address: Mapping[int, int]) -> None:
+        """Enqueue the calls that depend only on sizes, which run once."""
+        for call in calls:
+            pointers = operands(address, -1, call)
+            for launch in call.launches:
+                bind(launch, pointers, self.hw).enqueue(self.stream.handle)
 
     def forget(self) -> None:
         """Let go of the arena and of host memory whose copies may not have come to their end."""

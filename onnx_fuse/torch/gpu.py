@@ -18,7 +18,7 @@ import onnx_ir as ir
 import torch
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import NeedsValues, dense_strides, dtype_of
+from onnx_fuse.program.call import dense_strides, dtype_of
 from onnx_fuse.runtime import device, direct
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.specialize import KEEPERS
@@ -204,13 +204,7 @@ class GpuRunner:
         names = [end.name for end in graph.inputs]
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
-        try:
-            specialized = executable.specializer.of(shapes)
-        except NeedsValues:  # of inputs that decide about shapes
-            return None
-        if not direct.is_direct(specialized.program):
-            return None
-        return direct.Layout(executable, specialized, names)
+        return direct.layout(executable, names, shapes)
 
     def _executable(self, math: str) -> Executable:
         if math not in self._executables:
