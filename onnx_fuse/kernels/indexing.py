@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
@@ -51,6 +51,7 @@ WARPS = 4
 """Lines of a block that has a warp for each."""
 WARP_LENGTH, WARP_GIVEN = 1024, 256
 """Elements of such a line, and its updates where lines are few; MANY lines may have any number."""
+Scatter: TypeAlias = ScatterElements | ScatterND
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
 _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
@@ -109,7 +110,7 @@ class Tuples(_Tuples):
         )  # fmt: skip
 
 
-def _scatter_macros(problem: ScatterElements | ScatterND) -> dict[str, Any]:
+def _scatter_macros(problem: Scatter) -> dict[str, Any]:
     reduce = _REDUCTIONS[problem.reduction]
     return {"IDX": _INDEX_TYPES[problem.index], "REDUCE": reduce, "T": STORAGE[problem.dtype]}
 
@@ -125,7 +126,7 @@ class _Updates:
     elements: bool
 
     @classmethod
-    def of(cls, problem: ScatterElements | ScatterND) -> _Updates:
+    def of(cls, problem: Scatter) -> _Updates:
         if isinstance(problem, ScatterND):
             sizes = Num("i32", len(problem.dims)), *_dims(problem.dims)
             return cls(problem.count, problem.rows, problem.inner, sizes, False)
@@ -134,7 +135,7 @@ class _Updates:
         return cls(lines * problem.given, lines * problem.length, 1, sizes, True)
 
 
-def _distinct(problem: ScatterElements | ScatterND) -> bool:
+def _distinct(problem: Scatter) -> bool:
     return isinstance(problem, ScatterElements) and problem.distinct
 
 
@@ -153,7 +154,7 @@ class _Many(HeuristicKernel):
 
     source = "indexing/places.cu"
 
-    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Many updates, of which no thread has a short line to itself."""
         if isinstance(problem, ScatterElements):
             if reason := _short_lines(problem):
@@ -169,7 +170,7 @@ class _Many(HeuristicKernel):
             return f"{updates.count} updates of {updates.rows} rows pass its numbers"
         return None
 
-    def _macros(self, problem: ScatterElements | ScatterND, unit: str) -> dict[str, Any]:
+    def _macros(self, problem: Scatter, unit: str) -> dict[str, Any]:
         elements = isinstance(problem, ScatterElements)
         return {"IDX": _INDEX_TYPES[problem.index], "T": unit, "ELEMENTS": elements}
 
@@ -179,28 +180,24 @@ class Last(_Many):
 
     name = "last"
 
-    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Updates that are not combined."""
         if problem.reduction != "none":
             return f"reduction {problem.reduction}"
         return super().supports(problem, hw)
 
-    def workspace(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> int:
+    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
         """A number for each row of y, unless no row has two updates."""
         return 0 if _distinct(problem) else 4 * _Updates.of(problem).rows
 
-    def moved(self, problem: ScatterElements | ScatterND) -> int:
+    def moved(self, problem: Scatter) -> int:
         """The indices twice, and the numbers of y's rows: cleared, and looked up in sectors."""
         updates = _Updates.of(problem)
         if _distinct(problem):
             return problem.bytes + 32 * updates.count
         return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
 
-    def launch(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> Launches:
+    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
         """Numbers of 0, the largest number of an update of each row, and those updates; or all."""
         updates = _Updates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
@@ -294,7 +291,7 @@ class Grouped(HeuristicKernel):
     name = "grouped"
     source = "indexing/row_sums.cu"
 
-    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Combined updates; not so few that the launches weigh more, nor in too large a table."""
         if problem.reduction == "none":
             return "reduction none"
@@ -317,22 +314,18 @@ class Grouped(HeuristicKernel):
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 
-    def cost(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> float:
+    def cost(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> float:
         """The sort, and the updates, read in its order at 0.13 of a copy's rate (H200, 2026-11)."""
         updates = _Updates.of(problem)
         read = updates.count * updates.inner * ITEMSIZE[problem.dtype]
         return super().cost(problem, config, hw) + read / (0.13 * hw.bandwidth)
 
-    def configs(self, problem: ScatterElements | ScatterND, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: Scatter, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then smaller and larger parts."""
         part = _part(_Updates.of(problem).count)
         return [KernelConfig.of(), *(KernelConfig.of(part=n) for n in (part // 2, 2 * part))]
 
-    def _room(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig
-    ) -> tuple[int, int, int]:
+    def _room(self, problem: Scatter, config: KernelConfig) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
         updates = _Updates.of(problem)
         part = config.integer("part") or _part(updates.count)
@@ -340,15 +333,11 @@ class Grouped(HeuristicKernel):
         size = max(4, ITEMSIZE[problem.dtype])
         return part, at, at + 2 * -(-updates.count // part) * updates.inner * size
 
-    def workspace(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> int:
+    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
         """The bytes of the order of the updates and of the sums of parts."""
         return self._room(problem, config)[2]
 
-    def launch(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> Launches:
+    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
         updates = _Updates.of(problem)
         count, rows, inner = updates.count, updates.rows, updates.inner
@@ -432,7 +421,7 @@ class Sorted(_Many):
 
     name = "sorted"
 
-    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Updates that are combined."""
         if problem.reduction == "none":
             return "reduction none"
@@ -440,22 +429,20 @@ class Sorted(_Many):
             return f"rows of {problem.dtype}"
         return super().supports(problem, hw)
 
-    def _sort(self, problem: ScatterElements | ScatterND) -> RadixSort:
+    def _sort(self, problem: Scatter) -> RadixSort:
         """Of the updates themselves where they have the size of an index."""
         updates = _Updates.of(problem)
         values = updates.inner == 1 and ITEMSIZE[problem.dtype] == 4
         payload = Ptr("update") if values else None
         return RadixSort(1, updates.count, updates.rows.bit_length(), payload=payload)
 
-    def _room(self, problem: ScatterElements | ScatterND) -> tuple[int, int, int]:
+    def _room(self, problem: Scatter) -> tuple[int, int, int]:
         """The offsets of stop, found and the parts' sums in the workspace, behind start."""
         stop = self._sort(problem).end + aligned(4 * _Updates.of(problem).rows)
         count = stop + aligned(4 * _Updates.of(problem).rows)
         return stop, count, count + 16
 
-    def workspace(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> int:
+    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
         """The sort's bytes, where the updates of each row begin and end, and the sums of parts."""
         updates = _Updates.of(problem)
         if updates.inner == 1:
@@ -463,16 +450,14 @@ class Sorted(_Many):
         parts = -(-updates.count // _part(updates.count))
         return self._room(problem)[2] + 16 * parts * updates.inner
 
-    def moved(self, problem: ScatterElements | ScatterND) -> int:
+    def moved(self, problem: Scatter) -> int:
         """The sort, and the updates in its order: a sector each at least, unless it moved them."""
         updates, sort = _Updates.of(problem), self._sort(problem)
         size = max(32, updates.inner * ITEMSIZE[problem.dtype])
         behind = 2 * size if sort.payload else 3 * size + 32
         return sort.moved + problem.bytes + behind * updates.count
 
-    def launch(
-        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
-    ) -> Launches:
+    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
         """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
         updates, sort = _Updates.of(problem), self._sort(problem)
         row, order = sort.sorted
@@ -499,7 +484,7 @@ class Sorted(_Many):
             *adding.launches(),
         )
 
-    def _runs(self, problem: ScatterElements | ScatterND, sort: RadixSort) -> tuple[Launch, Launch]:
+    def _runs(self, problem: Scatter, sort: RadixSort) -> tuple[Launch, Launch]:
         """indexing/run_sums.cu: the sums of a tile, and of what reaches beyond tiles."""
         updates = _Updates.of(problem)
         blocks = -(-updates.count // RUN_TILE)

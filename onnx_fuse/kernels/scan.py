@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
@@ -19,6 +19,7 @@ from onnx_fuse.program.data_movement import (
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.size import coarse
 
+Kept: TypeAlias = KeptCounts | KeptPositions
 PAIRS = 1024
 """Pairs that a block of scan/sort.cu exchanges; its shared memory holds twice as many elements."""
 TOPK_MAX = 2048
@@ -270,15 +271,11 @@ class Votes(HeuristicKernel):
 
     source = "scan/compact.cu"
 
-    def workspace(
-        self, problem: KeptCounts | KeptPositions, config: KernelConfig, hw: Hardware
-    ) -> int:
+    def workspace(self, problem: Kept, config: KernelConfig, hw: Hardware) -> int:
         """A number for each tile that is counted."""
         return 4 * problem.tiles if isinstance(problem, KeptCounts) else 0
 
-    def launch(
-        self, problem: KeptCounts | KeptPositions, config: KernelConfig, hw: Hardware
-    ) -> Launches:
+    def launch(self, problem: Kept, config: KernelConfig, hw: Hardware) -> Launches:
         """The counts and their sums; or the positions."""
         keep, first, length = Ptr("keep"), Ptr("first"), Num("i64", problem.length)
         tiles = problem.tiles

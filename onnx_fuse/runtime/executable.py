@@ -24,14 +24,14 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
-from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.deployed import Deployed, Shapes
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Instance
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
 from onnx_fuse.runtime.prepared import OutputGroup, Prepared, output_groups
 from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
 from onnx_fuse.runtime.staging import Pending
-from onnx_fuse.runtime.tensor import DeviceTensor, adopt
+from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors, adopt
 from onnx_fuse.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -271,8 +271,8 @@ class Executable:
         instance: Instance,
         feeds: Feeds,
         names: Sequence[str],
-        places: Mapping[str, DeviceTensor],
-        inputs: Mapping[str, DeviceTensor],
+        places: DeviceTensors,
+        inputs: DeviceTensors,
         stream: device.Stream,
     ) -> dict[str, Any]:
         """Run; the outputs named, at `places` or in memory of their own on the GPU.
@@ -373,7 +373,7 @@ class Executable:
         device.start(self.device_id)
         with self._lock:
             try:
-                fresh: Mapping[str, DeviceTensor] = {}
+                fresh: DeviceTensors = {}
                 if prepared.fresh:
                     binding.results = {}  # memory that nobody else has is taken again
                     fresh = self._memories(prepared.fresh)
@@ -469,8 +469,8 @@ class Executable:
     def instance(
         self,
         feeds: Feeds,
-        inputs: Mapping[str, DeviceTensor] | None = None,
-        outputs: Mapping[str, DeviceTensor] | None = None,
+        inputs: DeviceTensors | None = None,
+        outputs: DeviceTensors | None = None,
     ) -> Instance:
         """The instance for the shapes and dtypes of `feeds`, made if need be.
 
@@ -479,12 +479,7 @@ class Executable:
         with self._lock:
             return self._found(feeds, inputs or {}, outputs or {})
 
-    def _found(
-        self,
-        feeds: Feeds,
-        inputs: Mapping[str, DeviceTensor],
-        outputs: Mapping[str, DeviceTensor],
-    ) -> Instance:
+    def _found(self, feeds: Feeds, inputs: DeviceTensors, outputs: DeviceTensors) -> Instance:
         key = self._key(feeds)
         shape = self._shapes.get(key)
         if shape is not None:
@@ -503,8 +498,8 @@ class Executable:
         shape: Shape | None,
         key: tuple[Any, ...],
         feeds: Feeds,
-        inputs: Mapping[str, DeviceTensor],
-        outputs: Mapping[str, DeviceTensor],
+        inputs: DeviceTensors,
+        outputs: DeviceTensors,
     ) -> Shape:
         """The shape, which is new or has no instance, with one."""
         new, began = shape is None, time.perf_counter()
@@ -532,9 +527,7 @@ class Executable:
             self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
         return shape
 
-    def _take_over(
-        self, shape: Shape, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
-    ) -> None:
+    def _take_over(self, shape: Shape, inputs: DeviceTensors, outputs: DeviceTensors) -> None:
         """Give a new shape the instance of a shape of its kind that was not used again."""
         source = shape.made.source
         other = self._once.get(source)
@@ -547,10 +540,7 @@ class Executable:
             self._once[source] = shape
 
     def _instance(
-        self,
-        made: PlannedProgram,
-        inputs: Mapping[str, DeviceTensor],
-        outputs: Mapping[str, DeviceTensor],
+        self, made: PlannedProgram, inputs: DeviceTensors, outputs: DeviceTensors
     ) -> Instance:
         self.stream.catch_up()
         try:
@@ -608,18 +598,12 @@ class Executable:
         self.stream.wait("reading a feed")
         return array
 
-    def program(
-        self,
-        shapes: Mapping[str, tuple[tuple[int, ...], str]],
-        values: Mapping[str, np.ndarray] | None = None,
-    ) -> Program:
+    def program(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Program:
         """The Program for these input shapes (and values, of inputs that decide about shapes)."""
         return self._specialized(shapes, values).program
 
     def _specialized(
-        self,
-        shapes: Mapping[str, tuple[tuple[int, ...], str]],
-        values: Mapping[str, np.ndarray] | None = None,
+        self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None
     ) -> PlannedProgram:
         if isinstance(self.model, Deployed):
             resident = {n: s for n, s in self._resident().items() if n in self.input_names}

@@ -29,7 +29,7 @@ from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.schedule import Aliases, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
-from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
@@ -82,8 +82,8 @@ class Instance:
         self,
         owner: Resources,
         made: PlannedProgram,
-        inputs: Mapping[str, DeviceTensor] | None = None,
-        outputs: Mapping[str, DeviceTensor] | None = None,
+        inputs: DeviceTensors | None = None,
+        outputs: DeviceTensors | None = None,
     ) -> None:
         self.owner, self.made, self.plan = owner, made, made.plan
         program = self.program
@@ -163,12 +163,7 @@ class Instance:
         """The program that runs."""
         return self.made.program
 
-    def update(
-        self,
-        made: PlannedProgram,
-        inputs: Mapping[str, DeviceTensor],
-        outputs: Mapping[str, DeviceTensor],
-    ) -> bool:
+    def update(self, made: PlannedProgram, inputs: DeviceTensors, outputs: DeviceTensors) -> bool:
         """Run another shape of the same open program from now on; False where that is not possible.
 
         Every buffer stays where it is, so that only the launches' numbers change.
@@ -297,9 +292,7 @@ class Instance:
 
     # ---- where inputs and outputs stand ----
 
-    def placement(
-        self, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
-    ) -> Placement:
+    def placement(self, inputs: DeviceTensors, outputs: DeviceTensors) -> Placement:
         """Where a run with these inputs and outputs has them, in place what can be."""
         if not inputs and not outputs:
             return self._home

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.tensor import DeviceTensors
 
 ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
@@ -27,8 +27,8 @@ def placed(
     home: Mapping[int, int],
     ins: Iterable[tuple[str, Tensor]],
     outs: Mapping[str, Tensor],
-    inputs: Mapping[str, DeviceTensor],
-    outputs: Mapping[str, DeviceTensor],
+    inputs: DeviceTensors,
+    outputs: DeviceTensors,
     may_share: Callable[[str, str], bool],
 ) -> Placement:
     """In place what can be: aligned addresses, and outputs that overlap nothing else bound.

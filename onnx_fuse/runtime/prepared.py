@@ -15,7 +15,7 @@ from onnx_fuse.runtime import device
 from onnx_fuse.runtime.exchange import Look, look, stream_of
 from onnx_fuse.runtime.placement import ALIGNED, Placement
 from onnx_fuse.runtime.plan import aligned
-from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.instance import Fetch, Instance
@@ -60,7 +60,7 @@ class Prepared:
         owner: Any,
         instance: Instance,
         feeds: Mapping[str, Any],
-        places: Mapping[str, DeviceTensor],
+        places: DeviceTensors,
         fresh: Sequence[OutputGroup],
         fetch: Fetch | None,
         results: Mapping[str, DeviceTensor | None],
@@ -130,7 +130,7 @@ class Prepared:
             self._latest = None
         return True
 
-    def placed(self, fresh: Mapping[str, DeviceTensor]) -> tuple[Placement, bool]:
+    def placed(self, fresh: DeviceTensors) -> tuple[Placement, bool]:
         """Where a run has all, `fresh` outputs included; whether inputs are copied to that."""
         at = [t.address for t in fresh.values()]
         if self._latest is not None and self._latest[0] == at:

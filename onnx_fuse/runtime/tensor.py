@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -112,6 +112,10 @@ class DeviceTensor:
 
     def __repr__(self) -> str:
         return f"DeviceTensor({self.dtype.name}{list(self.shape)}, cuda:{self.device_id})"
+
+
+DeviceTensors: TypeAlias = Mapping[str, DeviceTensor]
+"""Inputs or outputs by name."""
 
 
 def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
