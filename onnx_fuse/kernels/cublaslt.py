@@ -11,7 +11,7 @@ from math import ceil
 
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
-from onnx_fuse.kernels.gemm_portable import normed
+from onnx_fuse.kernels.gemm_portable import LIBRARY, epilogue_refusal, normed
 from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import (
     GemmProblem,
@@ -73,17 +73,14 @@ class CublasLt(Unconditional):
         if (problem.dtype, problem.out) == ("float64", "float32"):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its ReLU of NaN is 0 in some of its kernels (13.4, tf32)
-        fields = ("act", "layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts",
-                  "accumulate", "row_bias", "layer_scale", "gate", "ldy", "column_sums",
-                  "column_moments", "exp", "row_scale")  # fmt: skip
-        if present := [*problem.among(*fields), *(["residual=norm"] if normed(problem) else [])]:
-            return f"no such epilogue: {', '.join(present)}"
+        if reason := epilogue_refusal(problem, LIBRARY):
+            return reason
+        if normed(problem):
+            return "its residual is added as it is"
         if problem.epilogue.bias:
             bias = problem.epilogue.bias_dtype or problem.dtype
             if bias != problem.out or bias == "float64":
                 return f"no bias of {bias} for a result of {problem.out}"
-        if problem.epilogue.beta and problem.epilogue.residual:
-            return "the epilogue takes one extra operand"
         rows, columns = ldc(problem)
         if problem.epilogue.beta and (columns != 1 or rows < problem.n):
             return "C is broadcast or transposed"

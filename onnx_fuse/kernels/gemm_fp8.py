@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels.gemm_portable import result_refusal
+from onnx_fuse.kernels.gemm_portable import FLOAT8, epilogue_refusal, result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
@@ -49,14 +49,10 @@ class EightBits(DelegatingKernel):
             return "float8 operands lie along k"
         if problem.batch:
             return "no batches"
-        fields = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "column_moments",
-               "accumulate", "gate", "exp", "row_scale")  # fmt: skip
-        if present := [*problem.among(*fields), *problem.among("rows", "parts", "planes")]:
-            return f"no such epilogue: {', '.join(present)}"
-        if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
-            return "the sum is multiplied by the operands' scales alone"
-        if reason := result_refusal(problem):
+        if reason := epilogue_refusal(problem, FLOAT8) or result_refusal(problem):
             return reason
+        if problem.planes or problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
+            return "the sum is multiplied by the operands' scales alone"
         if any(step % 16 for step in (problem.k, *ld(problem))):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
         return self.inner.supports(self._gemm(problem), hw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
@@ -23,10 +24,25 @@ from onnx_fuse.program.problem import (
     batch_strides,
     ld,
     ldc,
+    operand,
 )
 from onnx_fuse.program.spec import GRID
 
 HALVES = ("float16", "bfloat16")
+CHOICES = frozenset((
+    "row_scale", "layernorm", "row_bias", "exp", "save_z", "act", "gate", "dact", "save_act",
+    "layer_scale", "dx", "dw", "accumulate", "moments", "column_sums", "column_moments", "parts",
+    "rows", "ldy",
+))  # fmt: skip
+PORTABLE = CHOICES - {
+    "row_scale", "exp", "save_act", "moments", "column_sums", "column_moments", "ldy",
+}  # fmt: skip
+"""The fields of a problem that the epilogues of portable kernels take."""
+PLAIN = PORTABLE - {"row_bias", "dw", "parts"}
+"""Those of an epilogue with a bias a column."""
+VECTOR = frozenset(("layernorm", "save_z", "act", "save_act", "layer_scale"))
+FLOAT8 = frozenset(("save_z", "act", "dact", "save_act", "layer_scale", "ldy"))
+LIBRARY = frozenset(("save_act",))
 
 
 def gate_refusal(problem: GemmProblem) -> str | None:
@@ -55,30 +71,29 @@ def result_refusal(problem: GemmProblem) -> str | None:
     return None if problem.out in (*HALVES, "float32") else f"no {problem.out} result"
 
 
-def activation_refusal(problem: GemmProblem) -> str | None:
-    """Why the epilogue's activation is in no kernel; None where it is, or without one."""
+@cache
+def _left_out(takes: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(CHOICES - takes))
+
+
+def epilogue_refusal(problem: GemmProblem, takes: frozenset[str]) -> str | None:
+    """Why an epilogue of these fields and one extra operand is not enough; None where it is."""
+    if other := problem.among(*_left_out(takes)):
+        return f"its epilogue has no {', '.join(other)}"
+    extra = problem.epilogue.among("beta", "dact", "dx", "dw", "residual")
+    if len(extra) > 1:
+        return f"the epilogue takes one extra operand, not {extra}"
     act = problem.epilogue.act
     return f"no activation {act!r}" if act and act not in BY_KEY else None
 
 
-def store_refusal(problem: GemmProblem) -> str | None:
-    """The reason why a kernel that stores dense rows of y cannot serve; None where it can."""
-    return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
-
-
 def plain_refusal(problem: GemmProblem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
-    fields = ("dw", "moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
-    if problem.epilogue.among(*fields) or problem.parts:
-        return "no sums of rows, columns or parts, no second activation, no factor a row"
-    if problem.epilogue.row_bias:
-        return "a bias is one number a column"
-    extra = problem.epilogue.among("beta", "dact", "dx", "residual")
-    if len(extra) > 1:
-        return f"the epilogue takes one extra operand, not {extra}"
-    if extra and ldc(problem) != (problem.n, 1):
+    if reason := epilogue_refusal(problem, PLAIN):
+        return reason
+    if operand(problem) and ldc(problem) != (problem.n, 1):
         return f"c is read as a dense [M, N], its strides are {ldc(problem)}"
-    return activation_refusal(problem) or store_refusal(problem)
+    return gate_refusal(problem)
 
 
 def normed(problem: GemmProblem) -> bool:
@@ -244,23 +259,18 @@ class _Portable(WithoutWorkspace, ABC):
     source: str
 
     def _refusal(self, problem: GemmProblem) -> str | None:
-        fields = ("moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
-        if problem.epilogue.among(*fields):
-            return "sums over a row need a block that owns whole rows of its tile"
+        if reason := epilogue_refusal(problem, PORTABLE):
+            return reason
         if problem.epilogue.dw and (problem.epilogue.dw == "turned" or problem.batch):
             return "a weight's gradient is one matrix with sums of its rows"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
-        if len(problem.epilogue.among("beta", "dact", "dx", "residual")) > 1:
-            return "the epilogue takes one extra operand"
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
         if problem.epilogue.row_bias and (rows or normed(problem) or problem.dtype == "float64"):
             return f"a bias a row in float, and alone: not {rows or problem.dtype}"
-        if reason := activation_refusal(problem):
-            return reason
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
-        return store_refusal(problem)
+        return gate_refusal(problem)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, or one for each part of a batch that a grid has no room for."""

@@ -8,11 +8,12 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    CHOICES,
     HALVES,
-    activation_refusal,
     each_has_steps,
     epilogue_args,
     epilogue_defines,
+    epilogue_refusal,
     gate_refusal,
     normed,
     result_refusal,
@@ -143,13 +144,11 @@ class Wgmma:
         planes = problem.planes
         if problem.dtype not in HALVES:
             return f"no wgmma candidate for {problem.dtype} operands"
-        if reason := result_refusal(problem) or activation_refusal(problem):
+        if reason := result_refusal(problem) or epilogue_refusal(problem, CHOICES):
             return reason
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
-        extra = problem.epilogue.among("beta", "dact", "dx", "dw", "residual")
-        if len(extra) > 1:
-            return f"the epilogue takes one extra operand, not {extra}"
+        extra = operand(problem)
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
         if problem.epilogue.row_bias and (rows or normed(problem)):
             return f"a bias a row comes alone, not with {rows}"

@@ -10,10 +10,11 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
-    activation_refusal,
+    VECTOR,
     aligned,
     epilogue_args,
     epilogue_defines,
+    epilogue_refusal,
     fold_norm,
     half_refusal,
     type_defines,
@@ -56,16 +57,10 @@ class Gemv(WithoutWorkspace):
             return "gamma and beta must be folded into the weights"
         if problem.op == "LayerNormGemm" and problem.stats:
             return "it makes the statistics itself"
-        more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias",
-                "ldy", "column_sums", "column_moments", "exp", "row_scale")  # fmt: skip
-        if other := problem.among(*more):
-            return f"its epilogue has no {', '.join(other)}"
-        if problem.epilogue.beta and problem.epilogue.residual:
-            return "the epilogue takes one extra operand"
+        if reason := epilogue_refusal(problem, VECTOR):
+            return reason
         if operand(problem) and problem.epilogue.c_cols != 1:
             return "c is read as a dense row"
-        if reason := activation_refusal(problem):
-            return reason
         if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
             return "rows of w are not of 16-byte pieces"
         return None if self.configs(problem, hw) else f"k={problem.k} does not fit into registers"
