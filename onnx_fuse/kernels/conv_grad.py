@@ -116,8 +116,6 @@ class Mma(HeuristicKernel):
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
         """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
-        if hw.cc < 80:
-            return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         return "at most two spatial axes" if is_deep(problem) else _unlike(problem, tf32=True)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:

@@ -96,8 +96,6 @@ class ChannelsLast(HeuristicKernel):
             return "for a Conv of channels-last images"
         if problem.planar != self.planar:
             return "x has its channels first" if problem.planar else "x has its channels last"
-        if hw.cc < 80:
-            return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16", "float32"):
             return f"no tensor core products for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in self.maths:

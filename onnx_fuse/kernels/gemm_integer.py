@@ -34,8 +34,6 @@ class MmaInt8(WithoutWorkspace, Unconditional):
     free_axes = "yz"
 
     def supports(self, problem: IntegerProduct, hw: Hardware) -> str | None:
-        if hw.cc < 80:
-            return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
         if problem.dtype not in BYTES or problem.b_dtype not in BYTES:
             return f"8-bit integers, not {problem.dtype} and {problem.b_dtype}"
         return None if len(problem.batch) <= 2 else "two batch axes at most"

@@ -366,8 +366,6 @@ class SimtSplitK(_Portable):
     free_axes = "y"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        if hw.cc < 80:
-            return f"cp.async needs sm_80, this is {hw.arch}"
         if {problem.dtype, problem.out} != {"float32"}:
             return f"{problem.dtype} -> {problem.out}: fp32 alone"
         return self._refusal(problem)
@@ -481,8 +479,6 @@ class Mma(Unconditional, _Portable):
     free_axes = "y"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        if hw.cc < 80:
-            return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in (*HALVES, "float32"):
             return f"no tensor core products for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in ("tf32", "bf16x3"):

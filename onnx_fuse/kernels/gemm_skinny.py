@@ -40,8 +40,6 @@ class SmallM(WithoutWorkspace):
     free_axes = "z"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        if hw.cc < 80:
-            return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if reason := half_refusal(problem):
             return reason
         if problem.batch or problem.trans_a:

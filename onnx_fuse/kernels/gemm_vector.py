@@ -47,8 +47,6 @@ class Gemv(WithoutWorkspace):
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.m != 1:
             return f"for one row, not {problem.m}"
-        if hw.cc < 80:
-            return f"bf16 needs sm_80, this is {hw.arch}"
         if reason := half_refusal(problem):
             return reason
         if problem.batch or problem.trans_a or problem.planes:

@@ -102,8 +102,6 @@ class FewRows:
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        if hw.cc < 80:
-            return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):

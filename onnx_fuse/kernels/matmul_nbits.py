@@ -37,8 +37,6 @@ class FewRows(WithoutWorkspace, Unconditional):
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         bits, block = problem.bits, problem.block
-        if hw.cc < 80:
-            return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if bits not in (4, 8):
             return f"4 or 8 bits, not {bits}"
         if problem.m > 8 * ROWS:

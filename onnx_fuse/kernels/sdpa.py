@@ -65,12 +65,10 @@ def mask_boxes(p: Attention, rows: int) -> TensorMap:
     return boxes(p, "mask" if MMA.mask(p) == 1 else "none", rows, shape, strides)
 
 
-def half_refusal(p: Attention, hw: Hardware) -> str | None:
+def half_refusal(p: Attention) -> str | None:
     """Why a kernel of 16-byte pieces of 16-bit floats cannot take a problem; None where it can."""
     if p.dtype not in ("float16", "bfloat16"):
         return f"{p.dtype} is no 16-bit float"
-    if hw.cc < 80:
-        return "mma.sync on bfloat16 needs sm_80"
     if p.k % 8 or p.dv % 8:
         return f"head sizes {p.k}, {p.dv}: rows must be of 16-byte pieces"
     if any(s % 8 for name, strides in p.fields().items() if "strides" in name for s in strides):
@@ -101,7 +99,7 @@ def reach(p: Attention) -> tuple[Num, ...]:
 
 def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     """Why a kernel on wgmma and TMA cannot take the operands of these names; None where it can."""
-    if reason := half_refusal(p, hw):
+    if reason := half_refusal(p):
         return reason
     if hw.cc != 90:
         return "wgmma is sm_90's"
@@ -246,7 +244,7 @@ class Mma(Unconditional, _Attention):
     name, source = "mma", "sdpa/mma_sm80.cu"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
-        if reason := half_refusal(problem, hw) or joined_refusal(problem) or _narrow(problem):
+        if reason := half_refusal(problem) or joined_refusal(problem) or _narrow(problem):
             return reason
         return None if self.configs(problem, hw) else "the head size is too large for shared memory"
 
@@ -592,7 +590,7 @@ class Direct(Unconditional):
         p = problem
         if hw.cc != 90:
             return "it was measured on sm_90 alone"
-        if reason := half_refusal(p, hw) or _narrow(p):
+        if reason := half_refusal(p) or _narrow(p):
             return reason
         if (p.k, p.dv) != (64, 64):
             return f"heads of {p.k} and {p.dv} numbers, not of 64"

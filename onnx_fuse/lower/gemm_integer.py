@@ -126,7 +126,7 @@ def _matmul(
         return ctx.constant(np.zeros((), np.int32)).expand(shape), shape, None
     rows = za is not None and za.size != 1
     columns = zb is not None and zb.size not in (1, n)
-    wide = ctx.hw.cc < 80 or columns or (rows and bool(batch))
+    wide = columns or (rows and bool(batch))
     if wide:
         # zero points of a's rows [m], or as many axes as a has; of b's columns [n], or likewise
         if za is not None and len(za.shape) == 1 and za.size != 1:
@@ -219,7 +219,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     ix, iw, izx, izw = places
     x, w = ctx.view(node, ix), ctx.view(node, iw)
     rank, groups = len(x.shape) - 2, int(ctx.attr(node, "group", 1))
-    if x.dtype not in BYTES or w.dtype not in BYTES or not 1 <= rank <= 3 or ctx.hw.cc < 80:
+    if x.dtype not in BYTES or w.dtype not in BYTES or not 1 <= rank <= 3:
         return f"no kernel for {x.dtype} and {w.dtype} over {rank} axes on {ctx.hw.arch}"
     batch, channels = x.shape[:2]
     filters, each = w.shape[0] // groups, w.shape[1]
