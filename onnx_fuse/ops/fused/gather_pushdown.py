@@ -139,7 +139,8 @@ class _Region:
 def _count(pick: ir.Node) -> int | None:
     """The number of rows that a Gather or a Slice along one axis takes."""
     if pick.op_type == "Gather":
-        return {0: 1, 1: dim(pick.inputs[1], 0)}.get(rank(pick.inputs[1]))
+        levels = rank(pick.inputs[1])
+        return 1 if levels == 0 else dim(pick.inputs[1], 0) if levels == 1 else None
     axes = constant_ints(pick.inputs[3]) if len(pick.inputs) > 3 else None
     if axes is None or len(axes) != 1 or any(const_array(v) is None for v in pick.inputs[1:]):
         return None
@@ -214,4 +215,4 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
     return rw.replace(pick, op, [pick.outputs[0]], [y])
 
 
-RULES = (Rule(NAME, 1, ("Gather", "Slice"), _apply, conditions="readers weights ranks body"),)
+RULES = (Rule(NAME, 1, ("Gather", "Slice"), _apply, conditions="readers ranks body"),)
