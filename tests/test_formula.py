@@ -5,6 +5,7 @@ import pytest
 
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ops.formula import emitted, written_out
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 FORMULAS = {
     "the sign that binds more comes first": ("y = a + b * c", "y_1 = Mul (b, c)\ny = Add (a, y_1)"),
@@ -69,6 +70,21 @@ def test_formulas_are_what_a_builder_makes_of_them() -> None:
     ]  # fmt: skip
     assert op.nodes[1].attributes["keepdims"].value == 0
     assert y.producer().inputs[1] is op.nodes[1].outputs[0]
+
+
+def test_a_line_may_give_several_values_and_name_several_outputs() -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
+    op = TensorBuilder()
+    low, y = op.formula("low, high = Split <num_outputs = 2> (x); y = high * 2; low, y", x=x)
+    assert [n.op_type for n in op.nodes] == ["Split", "Constant", "Mul"]
+    assert low is op.nodes[0].outputs[0]
+    assert y is op.nodes[2].outputs[0]
+    assert op.nodes[2].inputs[0] is op.nodes[0].outputs[1]
+
+
+def test_a_builder_makes_nodes_of_operators_alone() -> None:
+    with pytest.raises(AttributeError, match="size_of"):
+        Builder().size_of(None, 0)
 
 
 def test_numbers_of_patterns_have_no_type() -> None:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.upgrade import BECAME_INPUTS, UPGRADES, counted_part
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 Rule = Callable[[ir.Node], bool]
 """Rewrites the node in place for an older opset; False where that opset cannot express it."""
@@ -81,7 +82,7 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
     """Replace an operator that `opset` lacks by those that it is made of, where they are known."""
-    write, op, graph = WRITTEN_OUT.get(node.op_type), Builder(), node.graph
+    write, op, graph = WRITTEN_OUT.get(node.op_type), TensorBuilder(), node.graph
     results = write(node, op) if write is not None else None
     if results is None or graph is None:
         return False
@@ -118,30 +119,19 @@ def _check_type(
         raise ModelError(f"{name} does not take {kind} in opset {opset}: write a newer one")
 
 
-WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
+WRITTEN_OUT: dict[str, Callable[[ir.Node, TensorBuilder], list[ir.Value] | None]] = {}
 """Decompositions by operator, for opsets that lack the operator or one of its attributes; None for
 a node that cannot be decomposed."""
 
 
-def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
-    x = node.inputs[0]
-    if x is None:
-        return None
-
-    def number(value: float) -> ir.Value:
-        if x.dtype is not None:
-            return op.constant(np.array(value, x.dtype.numpy()))
-        return op.CastLike(op.constant(np.array(value, np.float32)), x)
-
+def _gelu(node: ir.Node, op: TensorBuilder) -> list[ir.Value] | None:
+    part = f"Erf(x * {math.sqrt(0.5)})"
     if node.attributes.get_string("approximate", "none") == "tanh":
-        cube = op.Mul(op.Mul(op.Mul(x, x), x), number(0.044715))
-        part = op.Tanh(op.Mul(op.Add(x, cube), number(math.sqrt(2 / math.pi))))
-    else:
-        part = op.Erf(op.Mul(x, number(math.sqrt(0.5))))
-    return [op.Mul(op.Mul(x, number(0.5)), op.Add(part, number(1.0)))]
+        part = f"Tanh((x + x * x * x * 0.044715) * {math.sqrt(2 / math.pi)})"
+    return [op.formula(f"x * 0.5 * ({part} + 1)", x=node.inputs[0])]
 
 
-def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+def _layer_norm(node: ir.Node, op: TensorBuilder) -> list[ir.Value] | None:
     """Write a norm over the last axis of float32 or double; other types need unknown casts."""
     x, scale = node.inputs[:2]
     bias = given(node, 2)
@@ -150,13 +140,16 @@ def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     axis = node.attributes.get_int("axis", -1)
     if axis != -1 and (x.shape is None or axis != len(x.shape) - 1):
         return None
-    last = op.constant(np.array([-1], np.int64))
-    epsilon = op.constant(np.array(node.attributes.get_float("epsilon", 1e-5), x.dtype.numpy()))
-    mean = op.ReduceMean(x, last)
-    d = op.Sub(x, mean)
-    deviation = op.Sqrt(op.Add(op.ReduceMean(op.Mul(d, d), last), epsilon))
-    y = op.Mul(op.Div(d, deviation), scale)
-    return [y if bias is None else op.Add(y, bias), mean, op.Reciprocal(deviation)]
+    y, mean, rstd = op.formula(
+        """mean = ReduceMean(x, axes); d = x - mean
+        deviation = Sqrt(ReduceMean(d * d, axes) + @epsilon)
+        d / deviation * scale, mean, Reciprocal(deviation)""",
+        node,
+        x=x,
+        axes=op.constant([-1]),
+        scale=scale,
+    )
+    return [y if bias is None else op.Add(y, bias), mean, rstd]
 
 
 def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:

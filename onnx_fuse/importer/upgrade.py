@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank
 from onnx_fuse.ir.windows import around, passes_padding
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
 """Changes the node in place and emits the nodes that it then reads, or returns the values that
@@ -46,7 +47,7 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
 
 
 def _apply(rule: Rule, node: ir.Node) -> None:
-    op, graph = Builder(), node.graph
+    op, graph = TensorBuilder(), node.graph
     assert graph is not None
     results = rule(node, op)
     for new_node in op.nodes:
@@ -365,12 +366,10 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
     x = node.inputs[0]
     if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
         return None
-    slope = given(node, 1)
-    dtype = x.dtype.numpy()
+    slope: Any = given(node, 1)
     if slope is None:
-        slope = op.constant(np.array(np.float32(_pop_attribute(node, "alpha", 0.01)), dtype))
-    below = op.Less(x, op.constant(np.zeros((), dtype)))
-    return [op.Where(below, op.Mul(slope, x), x)]
+        slope = float(np.float32(_pop_attribute(node, "alpha", 0.01)))
+    return [op.formula("Where(x < 0, slope * x, x)", x=x, slope=slope)]
 
 
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -418,33 +417,23 @@ def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.DOUBLE:
         return None
+    formula, defaults = _WRITTEN_OUT[node.op_type]
+    numbers = {k: float(np.float32(_pop_attribute(node, k, v))) for k, v in defaults.items()}
+    return [op.formula(formula, x=x, **numbers)]
 
-    def number(value: float) -> ir.Value:
-        return op.constant(np.array(np.float32(value), np.float64))
 
-    def hard_sigmoid(alpha: float, beta: float) -> ir.Value:
-        line = op.Add(op.Mul(x, number(alpha)), number(beta))
-        return op.Max(op.Min(line, number(1)), number(0))
-
-    match node.op_type:
-        case "Elu":
-            alpha = number(_pop_attribute(node, "alpha", 1.0))
-            scaled = op.Mul(alpha, op.Sub(op.Exp(x), number(1)))
-            return [op.Where(op.Less(x, number(0)), scaled, x)]
-        case "Selu":
-            alpha = number(_pop_attribute(node, "alpha", 1.67326319217681884765625))
-            gamma = number(_pop_attribute(node, "gamma", 1.05070102214813232421875))
-            scaled = op.Mul(gamma, op.Sub(op.Mul(alpha, op.Exp(x)), alpha))
-            return [op.Where(op.Less(x, number(0)), scaled, op.Mul(gamma, x))]
-        case "HardSigmoid":
-            slope, shift = _pop_attribute(node, "alpha", 0.2), _pop_attribute(node, "beta", 0.5)
-            return [hard_sigmoid(slope, shift)]
-        case "HardSwish":
-            return [op.Mul(x, hard_sigmoid(1 / 6, 0.5))]
-        case "ThresholdedRelu":
-            least = number(_pop_attribute(node, "alpha", 1.0))
-            return [op.Where(op.Less(least, x), x, number(0))]
-        case "Softsign":
-            return [op.Div(x, op.Add(number(1), op.Abs(x)))]
-    softplus = op.Log(op.Add(op.Exp(x), number(1)))
-    return [softplus if node.op_type == "Softplus" else op.Mul(x, op.Tanh(softplus))]
+_HARD_SIGMOID = "Max(Min(x * alpha + beta, 1), 0)"
+_WRITTEN_OUT: dict[str, tuple[str, dict[str, float]]] = {
+    "Elu": ("Where(x < 0, alpha * (Exp(x) - 1), x)", {"alpha": 1.0}),
+    "Selu": (
+        "Where(x < 0, gamma * (alpha * Exp(x) - alpha), gamma * x)",
+        {"alpha": 1.67326319217681884765625, "gamma": 1.05070102214813232421875},
+    ),
+    "HardSigmoid": (_HARD_SIGMOID, {"alpha": 0.2, "beta": 0.5}),
+    "HardSwish": (f"x * {_HARD_SIGMOID}", {"alpha": 1 / 6, "beta": 0.5}),
+    "ThresholdedRelu": ("Where(alpha < x, x, 0)", {"alpha": 1.0}),
+    "Softsign": ("x / (1 + Abs(x))", {}),
+    "Softplus": ("Log(Exp(x) + 1)", {}),
+    "Mish": ("x * Tanh(Log(Exp(x) + 1))", {}),
+}
+"""Operators as formulas of x and of their attributes, with the defaults of those."""

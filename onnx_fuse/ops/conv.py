@@ -8,6 +8,7 @@ exchanged. A pool other than MaxPool is a depthwise convolution with a constant 
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,10 +329,19 @@ def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> 
     p = node.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(op.Sign(x), _add_to_windows(op, node, dy, x))
-    safe = op.Add(y, op.to_like(op.Equal(y, 0.0), y))
-    each = op.Div(dy, safe) if p == 2 else op.Div(dy, op.Pow(safe, float(p - 1)))
-    around = _add_to_windows(op, node, each, x)
-    return op.Mul(x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2))), around)
+    around = _add_to_windows(op, node, _over_norm(op, dy, y, p), x)
+    return op.Mul(_powered(op, x, p), around)
+
+
+def _over_norm(op: Any, dy: ir.Value, y: ir.Value, p: int) -> Tensor:
+    """dy y^(1-p); dy where y is 0."""
+    text = f"safe = y + CastLike(y == 0, y); dy / {'safe' if p == 2 else 'Pow(safe, n)'}"
+    return op.formula(text, dy=dy, y=y, n=p - 1.0)
+
+
+def _powered(op: Any, x: ir.Value, p: int) -> Tensor:
+    """sign(x) |x|^(p-1)."""
+    return x if p == 2 else op.formula("x * Pow(Abs(x), n)", x=x, n=p - 2.0)
 
 
 def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -345,21 +355,15 @@ def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
 
 
 def _global_max(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    mask = op.to_like(op.Equal(x, y), x)
-    axes = op.constant(list(range(2, known_rank(x))))
-    count = op.ReduceSum(mask, axes, keepdims=1)
-    return op.Mul(mask, op.Div(dy, count))
+    text = "mask = CastLike(x == y, x); mask * (dy / ReduceSum <keepdims = 1> (mask, axes))"
+    return op.formula(text, x=x, y=y, dy=dy, axes=list(range(2, known_rank(x))))
 
 
 def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     p = n.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(dy, op.Sign(x))
-    safe = op.Add(y, op.to_like(op.Equal(y, 0.0), y))
-    if p == 2:
-        return op.Mul(x, op.Div(dy, safe))
-    power = op.Mul(x, op.Pow(op.Abs(x), float(p - 2)))
-    return op.Mul(power, op.Div(dy, op.Pow(safe, float(p - 1))))
+    return op.Mul(_powered(op, x, p), _over_norm(op, dy, y, p))
 
 
 # ---- resize ----------------------------------------------------------------------------------
@@ -498,71 +502,61 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
     ):
         raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {known_rank(x)}")
     batch, channels, height, width = (op.Shape(x, start=a, end=a + 1) for a in range(4))
-    flat = op.Reshape(x, op.Concat(batch, channels, [-1], axis=0), allowzero=1)
-    rows = op.Reshape(dy, op.Concat(batch, channels, [-1], axis=0), allowzero=1)
-    corner = node.attributes.get_int("align_corners", 0)
-    places, slopes, inside = [], [], []
-    for index, size in ((0, width), (1, height)):
-        g = op.Gather(
-            op.Reshape(grid, op.constant([0, -1, 2])), op.constant(np.int64(index)), axis=2
-        )
-        extent = op.to_like(size, x)
-        # [-1, 1] spans the centres of the border pixels, or their outer edges
-        slope = op.Mul(op.Sub(extent, 1.0), 0.5) if corner else op.Mul(extent, 0.5)
-        place = op.Add(op.Mul(g, slope), op.Mul(op.Sub(extent, 1.0), 0.5))
-        last = op.Sub(extent, 1.0)
-        if padding == "border":
-            moves = op.And(op.Greater(place, 0.0), op.Less(place, last))
-            slope = op.Mul(op.to_like(moves, x), slope)
-            place = op.Max(op.Min(place, last), 0.0)
-        places.append(place)
-        slopes.append(slope)
-        inside.append(last)
+    planes = op.Concat(batch, channels, [-1], axis=0)
+    flat, rows = (op.Reshape(v, planes, allowzero=1) for v in (x, dy))
+    # [-1, 1] spans the centres of the border pixels, or their outer edges
+    formula = f"""extent = CastLike(size, x); last = extent - 1
+    slope = {"last" if node.attributes.get_int("align_corners", 0) else "extent"} * 0.5
+    place = g * slope + last * 0.5\n"""
+    if padding == "border":
+        formula += """slope = CastLike(And(place > 0, place < last), x) * slope
+        place = Max(Min(place, last), 0)\n"""
+    points = op.Reshape(grid, [0, -1, 2])
     if mode == "nearest":
-        low = [op.Round(p) for p in places]
-        rest = []
+        formula += "low = Round(place); low, low, slope, last"
     else:
-        low = [op.Floor(p) for p in places]
-        rest = [op.Sub(p, q) for p, q in zip(places, low, strict=True)]
-    middle = op.constant([1])
+        formula += "low = Floor(place); low, place - low, slope, last"
+    axes = []
+    for index, size in enumerate((width, height)):
+        g = op.Gather(points, op.constant(np.int64(index)), axis=2)
+        axes.append(op.formula(formula, g=g, size=size, x=x))
+    (x_low, x_rest, x_slope, x_last), (y_low, y_rest, y_slope, y_last) = axes
     dx = op.zeros_like(flat)
     sums: list[Any] = [None, None]
-    full = op.Shape(rows)
-    for i in (0, 1) if rest else (0,):
-        for j in (0, 1) if rest else (0,):
-            column = op.Add(low[0], float(i)) if i else low[0]
-            line = op.Add(low[1], float(j)) if j else low[1]
-            good = op.And(
-                op.And(op.GreaterOrEqual(column, 0.0), op.LessOrEqual(column, inside[0])),
-                op.And(op.GreaterOrEqual(line, 0.0), op.LessOrEqual(line, inside[1])),
-            )
-            valid = op.to_like(good, x)
-            spot = op.Mul(op.Add(op.Mul(line, op.Add(inside[0], 1.0)), column), valid)
-            spots = op.Expand(op.Unsqueeze(op.Cast(spot, to=int(ir.DataType.INT64)), middle), full)
-            if not rest:
-                share = op.Mul(rows, op.Unsqueeze(valid, middle))
-                dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
-                continue
-            wx = rest[0] if i else op.Sub(1.0, rest[0])
-            wy = rest[1] if j else op.Sub(1.0, rest[1])
-            weight = op.Unsqueeze(op.Mul(op.Mul(wx, wy), valid), middle)
-            share = op.Mul(rows, weight)
+    ends = (0,) if mode == "nearest" else (0, 1)
+    for i, j in product(ends, ends):
+        spots, valid = op.formula(
+            """inside = And(And(column >= 0, column <= x_last), And(line >= 0, line <= y_last))
+            valid = CastLike(inside, x); spot = (line * (x_last + 1) + column) * valid
+            Expand(Unsqueeze(Cast <to = 7> (spot), [1]), shape), valid""",
+            column=op.Add(x_low, 1.0) if i else x_low, line=op.Add(y_low, 1.0) if j else y_low,
+            x_last=x_last, y_last=y_last, x=x, shape=op.Shape(rows),
+        )  # fmt: skip
+        if mode == "nearest":
+            share = op.formula("rows * Unsqueeze(valid, [1])", rows=rows, valid=valid)
             dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
-            # Σ_c dy v, the change of the loss with this pixel's weight
-            pull = op.Mul(rows, op.GatherElements(flat, spots, axis=2))
-            pull = op.Mul(op.ReduceSum(pull, middle, keepdims=0), valid)
-            for axis, other, sign in ((0, wy, i), (1, wx, j)):
-                term = op.Mul(pull, other)
-                total = sums[axis]
-                if total is None:
-                    sums[axis] = term if sign else op.Neg(term)
-                else:
-                    sums[axis] = op.Add(total, term) if sign else op.Sub(total, term)
+            continue
+        wx, wy = (r if k else op.Sub(1.0, r) for r, k in ((x_rest, i), (y_rest, j)))
+        # pull = Σ_c dy v, the change of the loss with this pixel's weight
+        share, pull = op.formula(
+            """values = GatherElements <axis = 2> (flat, spots)
+            pull = ReduceSum <keepdims = 0> (rows * values, [1]) * valid
+            rows * Unsqueeze(wx * wy * valid, [1]), pull""",
+            rows=rows, flat=flat, spots=spots, valid=valid, wx=wx, wy=wy,
+        )  # fmt: skip
+        dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
+        for axis, other, sign in ((0, wy, i), (1, wx, j)):
+            term = op.Mul(pull, other)
+            total = sums[axis]
+            if total is None:
+                sums[axis] = term if sign else op.Neg(term)
+            else:
+                sums[axis] = op.Add(total, term) if sign else op.Sub(total, term)
     dx = op.reshape_like(dx, x)
-    if not rest:
+    if mode == "nearest":
         return [dx, op.zeros_like(grid)]
-    ends = op.constant([-1])
-    parts = [op.Unsqueeze(op.Mul(s, k), ends) for s, k in zip(sums, slopes, strict=True)]
+    slopes = x_slope, y_slope
+    parts = [op.Unsqueeze(op.Mul(s, k), [-1]) for s, k in zip(sums, slopes, strict=True)]
     return [dx, op.reshape_like(op.Concat(*parts, axis=-1), grid)]
 
 

@@ -79,6 +79,8 @@ def _tree(node: ast.expr) -> _Tree:
             return math.pi if name == "pi" else name
         case ast.Attribute(value=ast.Name(id="at"), attr=name):
             return f"@{name}"
+        case ast.Tuple(elts=results):
+            return _Call("", "", tuple(map(_tree, results)))
         case ast.List():
             return tuple(ast.literal_eval(node))
         case ast.UnaryOp(op=ast.USub() as sign, operand=a):
@@ -119,13 +121,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, str) and value[0] == "@")
 
 
-def _write(tree: _Tree, target: _Text | _Nodes) -> Any:
+def _write(tree: _Tree, target: _Text | _Nodes, outputs: int = 1) -> Any:
     """What stands for a tree in the target, each operand made before what it is an operand of."""
     if isinstance(tree, str):
         return target.attribute(tree) if tree[0] == "@" else target.named(tree)
     if not isinstance(tree, _Call):
         return target.integers(tree) if isinstance(tree, tuple) else tree
     values = [_write(operand, target) for operand in tree.operands]
+    if not tree.op_type:
+        return values
     if any(map(_is_number, values)):
         number = _number(tree.op_type, values)
         if number is not None:
@@ -135,7 +139,7 @@ def _write(tree: _Tree, target: _Text | _Nodes) -> Any:
         beside = values[1:] if tree.op_type == "Where" else values
         like = [v for v in beside if not _is_number(v)] or [target.named(_first_name(tree))]
         values = [target.number(v, like) if _is_number(v) else v for v in values]
-    return target.node(tree.op_type, tree.attributes, values)
+    return target.node(tree.op_type, tree.attributes, values, outputs)
 
 
 # ---- as text ---------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ class _Text:
     def integers(self, numbers: tuple[int, ...]) -> str:
         return self.node("Constant", f"<value_ints: ints = {list(numbers)}>", [])
 
-    def node(self, op_type: str, attributes: str, values: Sequence[str]) -> str:
+    def node(self, op_type: str, attributes: str, values: Sequence[str], outputs: int = 1) -> str:
         name = f"{self._name}_{len(self._lines) + 1}"
         call = f"{op_type} {attributes} " if attributes else f"{op_type} "
         self._lines.append(f"{name} = {call}({', '.join(values)})")
@@ -199,12 +203,16 @@ class _Text:
 def emitted(text: str, op: Any, node: ir.Node | None = None, **values: Any) -> Any:
     """The result of formulas, one a line or between `;`, whose nodes the Builder `op` makes.
 
-    `values` are the tensors, and what a Builder makes constants of, by their names; `@alpha` is an
-    attribute of `node`, with the standard's default, and its operator of its input is its output.
+    A last line of names between commas gives them all. `values` are the tensors, and what a
+    Builder makes constants of, by their names; `@alpha` is an attribute of `node`, with the
+    standard's default, and its operator of its input is its output.
     """
     result, target = None, _Nodes(op, node, values)
     for name, tree in _lines(text):
-        values[name] = result = _write(tree, target)
+        names = name.split(", ")
+        values[name] = result = _write(tree, target, len(names))
+        if len(names) > 1:
+            values.update(zip(names, result, strict=True))
     return result
 
 
@@ -231,7 +239,9 @@ class _Nodes:
     def attribute(self, name: str) -> Any:
         assert self._node is not None
         attribute = self._node.attributes.get(name[1:])
-        return _default(self._node.op_type, name[1:]) if attribute is None else attribute.value
+        if attribute is None:
+            return _default(self._node.op_type, self._node.domain, name[1:])
+        return attribute.value
 
     def number(self, number: float, like: Sequence[Any]) -> Any:
         typed = like[0]
@@ -244,7 +254,7 @@ class _Nodes:
     def integers(self, numbers: tuple[int, ...]) -> Any:
         return list(numbers)
 
-    def node(self, op_type: str, attributes: str, values: Sequence[Any]) -> Any:
+    def node(self, op_type: str, attributes: str, values: Sequence[Any], outputs: int) -> Any:
         node = self._node
         if node is not None and node.op_type == op_type and values == [node.inputs[0]]:
             return node.outputs[0]
@@ -255,7 +265,7 @@ class _Nodes:
             if isinstance(value, str) and value[:1] == "@":
                 settings[name] = self.attribute(value)
         domain, _, name = op_type.rpartition(".")
-        return self._op.node(name, values, domain=domain, attributes=settings)
+        return self._op.node(name, values, outputs=outputs, domain=domain, attributes=settings)
 
 
 @lru_cache(256)
@@ -266,7 +276,7 @@ def _attributes(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 @lru_cache(256)
-def _default(op_type: str, name: str) -> Any:
+def _default(op_type: str, domain: str, name: str) -> Any:
     """The default of an attribute in the ONNX standard."""
-    schema = onnx.defs.get_schema(op_type)
+    schema = onnx.defs.get_schema(op_type, domain)
     return onnx.helper.get_attribute_value(schema.attributes[name].default_value)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
+from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.shape_ops import arguments
 
 DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
@@ -54,17 +55,14 @@ class Cell:
         return self.activation(which, value)
 
     def activation(self, which: int, value: ir.Value) -> ir.Value:
-        op, (name, numbers) = self.op, self.acts[which]
-        y: ir.Value
-        if name in ("Affine", "ScaledTanh"):
-            alpha, beta = (op.constant(v, self.dtype) for v in numbers)
-            y = (
-                op.Add(op.Mul(value, alpha), beta)
-                if name == "Affine"
-                else op.Mul(op.Tanh(op.Mul(value, beta)), alpha)
-            )
+        name, numbers = self.acts[which]
+        formulas = {"Affine": "x * alpha + beta", "ScaledTanh": "Tanh(x * beta) * alpha"}
+        values = dict(zip(("alpha", "beta"), numbers, strict=False))
+        if name in formulas:
+            values = {key: self.op.constant(v, self.dtype) for key, v in values.items()}
+            y: ir.Value = emitted(formulas[name], self.op, x=value, **values)
         else:
-            y = op.node(name, [value], **dict(zip(("alpha", "beta"), numbers, strict=False)))
+            y = self.op.node(name, [value], **values)
         return y
 
     def products(self, x: ir.Value) -> ir.Value:

@@ -8,14 +8,11 @@ tensors, which no function body can: `expand_standard_updates` writes them out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE, PREVIEW
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
+from onnx_fuse.ops.shape_ops import TensorBuilder
 
 
 def _float64(*attributes: str) -> str:
@@ -154,77 +151,40 @@ register(
 # ---- the standard's own updates ----------------------------------------------------------------
 
 
-class _Node:
-    """One parameter's part of an Adam, Adagrad or Momentum node: its constants and attributes."""
-
-    def __init__(self, op: Builder, node: ir.Node, x: ir.Value) -> None:
-        self.op, self.node = op, node
-        self.dtype = x.dtype or ir.DataType.FLOAT
-
-    def __getitem__(self, name: str) -> float:
-        attribute = self.node.attributes.get(name)
-        default = {"alpha": 0.9, "beta": 0.999}.get(name, 0.0)  # Adam's; the others require theirs
-        return default if attribute is None else attribute.as_float()
-
-    def const(self, x: float, dtype: ir.DataType | None = None) -> ir.Value:
-        return self.op.constant(x, dtype or self.dtype)
-
-    def scaled(self, x: ir.Value, factor: float) -> Any:
-        return self.op.Mul(x, self.const(factor))
-
-    def regularized(self, x: ir.Value, g: ir.Value) -> ir.Value:
-        """The gradient with the L2 term: g + norm_coefficient · x."""
-        factor = self["norm_coefficient"]
-        return self.op.Add(g, self.scaled(x, factor)) if factor else g
-
-    def started(self, t: ir.Value) -> Any:
-        return self.op.Greater(t, self.const(0, ir.DataType.INT64))
-
-
-def _adam(a: _Node, r: ir.Value, t: ir.Value, xs: Sequence[ir.Value]) -> list[ir.Value]:
-    """r √(1-β^t)/(1-α^t) in place of r from the first update on (t > 0)."""
-    (x, g, v, h), op, f64 = xs, a.op, ir.DataType.DOUBLE
-    alpha, beta, post = a["alpha"], a["beta"], a["norm_coefficient_post"]
-    g = a.regularized(x, g)
-    v1 = op.Add(a.scaled(v, alpha), a.scaled(g, 1 - alpha))
-    h1 = op.Add(a.scaled(h, beta), a.scaled(op.Mul(g, g), 1 - beta))
-    td, one = op.Cast(t, to=f64), a.const(1.0, f64)
-    left_alpha, left_beta = (op.Sub(one, op.Pow(a.const(b, f64), td)) for b in (alpha, beta))
-    scale = op.Where(a.started(t), op.Div(op.Sqrt(left_beta), left_alpha), one)
-    rate = op.CastLike(op.Mul(op.Cast(r, to=f64), scale), x)
-    denominator = op.Add(op.Sqrt(h1), a.const(a["epsilon"]))
-    x1 = op.Sub(x, op.Div(op.Mul(rate, v1), denominator))
-    return [a.scaled(x1, 1 - post) if post else x1, v1, h1]
-
-
-def _adagrad(a: _Node, r: ir.Value, t: ir.Value, xs: Sequence[ir.Value]) -> list[ir.Value]:
-    """r / (1 + t decay_factor) in place of r."""
-    (x, g, h), op = xs, a.op
-    decay = a.scaled(op.CastLike(t, x), a["decay_factor"])
-    rate = op.Div(op.CastLike(r, x), op.Add(decay, a.const(1.0)))
-    g = a.regularized(x, g)
-    h1 = op.Add(h, op.Mul(g, g))
-    denominator = op.Add(op.Sqrt(h1), a.const(a["epsilon"]))
-    return [op.Sub(x, op.Div(op.Mul(rate, g), denominator)), h1]
-
-
-def _momentum(a: _Node, r: ir.Value, t: ir.Value, xs: Sequence[ir.Value]) -> list[ir.Value]:
-    """The first update (t = 0) takes the gradient whole: β = 1."""
-    (x, g, v), op = xs, a.op
-    g = a.regularized(x, g)
-    beta = op.Where(a.started(t), a.const(a["beta"]), a.const(1.0))
-    v1 = op.Add(a.scaled(v, a["alpha"]), op.Mul(g, beta))
-    nesterov = a.node.attributes["mode"].as_string() == "nesterov"
-    change = op.Add(g, a.scaled(v1, a["alpha"])) if nesterov else v1
-    return [op.Sub(x, op.Mul(op.CastLike(r, x), change)), v1]
-
-
-Rule = Callable[[_Node, ir.Value, ir.Value, Sequence[ir.Value]], list[ir.Value]]
-_STANDARD: dict[str, tuple[Rule, int]] = {  # with the number of tensors a parameter comes with
-    "Adam": (_adam, 4),
-    "Adagrad": (_adagrad, 3),
-    "Momentum": (_momentum, 3),
+_STANDARD = {
+    # r √(1-β^t)/(1-α^t) in place of r from the first update on
+    "Adam": (
+        "x g v h",
+        """v1 = v * @alpha + g * (1 - @alpha); h1 = h * @beta + g * g * (1 - @beta)
+        td = Cast <to = 11> (t); ratio = Sqrt(1 - Pow(@beta, td)) / (1 - Pow(@alpha, td))
+        rate = CastLike(Cast <to = 11> (r) * Where(t > 0, ratio, 1), x)
+        x1 = x - rate * v1 / (Sqrt(h1) + @epsilon)
+        x1 * (1 - @norm_coefficient_post), v1, h1""",
+    ),
+    "Adagrad": (
+        "x g h",
+        """rate = CastLike(r, x) / (CastLike(t, x) * @decay_factor + 1); h1 = h + g * g
+        x - rate * g / (Sqrt(h1) + @epsilon), h1""",
+    ),
+    # the first update takes the gradient whole: β = 1
+    "Momentum": (
+        "x g v",
+        """v1 = v * @alpha + g * Where(t > 0, @beta, one)
+        x - CastLike(r, x) * change, v1""",
+    ),
 }
+"""The tensors that a parameter comes with and their updates, of an R and a T."""
+
+
+def _updates(op: TensorBuilder, node: ir.Node, **values: ir.Value) -> list[ir.Value]:
+    """One parameter's part of an update node."""
+    formula = _STANDARD[node.op_type][1]
+    if node.attributes.get_float("norm_coefficient", 0.0):  # the L2 term
+        values["g"] = op.formula("g + x * @norm_coefficient", node, **values)
+    nesterov = node.attributes.get_string("mode", "") == "nesterov"
+    formula = formula.replace("change", "(g + v1 * @alpha)" if nesterov else "v1")
+    one = op.constant(1.0, values["x"].dtype or ir.DataType.FLOAT)
+    return list(op.formula(formula, node, one=one, **values))
 
 
 def expand_standard_updates(model: ir.Model) -> int:
@@ -235,14 +195,13 @@ def expand_standard_updates(model: ir.Model) -> int:
     """
     updates = [n for n in model.graph if n.domain == PREVIEW and n.op_type in _STANDARD]
     for node in updates:
-        rule, kinds = _STANDARD[node.op_type]
+        names = _STANDARD[node.op_type][0].split()
         r, t, *tensors = [v for v in node.inputs if v is not None]
-        count, op = len(tensors) // kinds, Builder()
+        count, op = len(tensors) // len(names), TensorBuilder()
         for i in range(count):
-            x, *_ = xs = tensors[i::count]
-            for old, new in zip(
-                node.outputs[i::count], rule(_Node(op, node, x), r, t, xs), strict=True
-            ):
+            values = dict(zip(names, tensors[i::count], strict=True))
+            results = _updates(op, node, r=r, t=t, **values)
+            for old, new in zip(node.outputs[i::count], results, strict=True):
                 name, new.type, new.shape = old.name, old.type, old.shape
                 ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
                 old.name, new.name = None, name
