@@ -15,7 +15,8 @@ from lowering import interpreted
 
 import onnx_fuse as of
 from onnx_fuse.generation import engine
-from onnx_fuse.generation.sampling import LAST, Sampling, sampler
+from onnx_fuse.generation.options import DecoderOptions
+from onnx_fuse.generation.sampling import LAST, sampler
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.device import Memory
@@ -127,7 +128,10 @@ def test_on_a_gpu_neither_cache_nor_logits_go_through_the_host(
         assert of.generate(OnDevice(model), PROMPTS[0], **options) == wanted[0]
 
 
-def drawing(logits: np.ndarray, sampling: Sampling, **inputs: np.ndarray) -> np.ndarray:
+options_of = partial(DecoderOptions, None)
+
+
+def drawing(logits: np.ndarray, sampling: DecoderOptions, **inputs: np.ndarray) -> np.ndarray:
     """The tokens that the sampler's graph takes from logits [B, S, V]."""
     shape = ["batch", "sequence", logits.shape[2]]
     name = "float16" if logits.dtype == np.float16 else "float"
@@ -143,12 +147,12 @@ def test_tokens_come_as_often_as_their_probabilities_say() -> None:
     order = np.argsort(-share)
     nucleus = order[: int(np.searchsorted(np.cumsum(share[order]), 0.7)) + 1]
     cases = {
-        Sampling(0.8): order,
-        Sampling(0.8, top_k=5): order[:5],
-        Sampling(0.8, top_p=0.7): nucleus,
-        Sampling(0.8, min_p=0.2): np.flatnonzero(share >= 0.2 * share.max()),
-        Sampling(0.8, top_k=1): order[:1],
-        Sampling(0.8, top_k=99, top_p=0.7, min_p=0.3): [
+        options_of(temperature=0.8): order,
+        options_of(temperature=0.8, top_k=5): order[:5],
+        options_of(temperature=0.8, top_p=0.7): nucleus,
+        options_of(temperature=0.8, min_p=0.2): np.flatnonzero(share >= 0.2 * share.max()),
+        options_of(temperature=0.8, top_k=1): order[:1],
+        options_of(temperature=0.8, top_k=99, top_p=0.7, min_p=0.3): [
             t for t in nucleus if share[t] >= 0.3 * share.max()
         ],
     }
@@ -169,8 +173,11 @@ def test_no_draw_takes_a_token_without_a_share() -> None:
     logits = np.full((4, 1, 6), -np.inf, np.float16)
     logits[:, :, 2:4] = 1
     ends = np.array([[0], [np.nextafter(np.float32(1), np.float32(0))], [0.4999], [0.5]])
-    samplings = [Sampling(1), Sampling(1, top_p=0.9), Sampling(2, top_k=3, min_p=0.5)]
-    for sampling in (*samplings, Sampling(1e-50), Sampling(1e30)):
+    options: list[dict[str, Any]] = [
+        {"temperature": 1}, {"temperature": 1, "top_p": 0.9}, {"temperature": 1e-50},
+        {"temperature": 2, "top_k": 3, "min_p": 0.5}, {"temperature": 1e30},
+    ]  # fmt: skip
+    for sampling in (options_of(**each) for each in options):
         tokens = drawing(logits, sampling, drawn=ends.astype(np.float32))
         assert tokens.tolist() == [2, 3, 2, 3]
 
@@ -178,17 +185,17 @@ def test_no_draw_takes_a_token_without_a_share() -> None:
 def test_a_penalty_counts_once_for_each_token_that_came() -> None:
     logits = np.array([[[3, 2.5, -1, -3]], [[-1, -1.5, -9, -9]]], np.float32)
     came = np.array([[0, 0, 2], [0, 3, 0]])
-    found = drawing(logits, Sampling(repetition_penalty=1.4), tokens_so_far=came)
+    found = drawing(logits, options_of(repetition_penalty=1.4), tokens_so_far=came)
     assert found.tolist() == [1, 0]
-    found = drawing(logits, Sampling(repetition_penalty=1.6), tokens_so_far=came)
+    found = drawing(logits, options_of(repetition_penalty=1.6), tokens_so_far=came)
     assert found.tolist() == [1, 1]
 
 
 def test_each_sequence_has_its_last_position() -> None:
     logits = np.eye(5, dtype=np.float32)[None].repeat(3, 0)
     places = np.array([[4], [0], [2]])
-    assert drawing(logits, Sampling(), last_position=places).tolist() == [4, 0, 2]
-    assert drawing(logits, Sampling()).tolist() == [4, 4, 4]
+    assert drawing(logits, options_of(), last_position=places).tolist() == [4, 0, 2]
+    assert drawing(logits, options_of()).tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -240,6 +247,36 @@ REFUSED = {
     "top_p": (lambda: of.generate(growing(), [1], top_p=0.5), "top_p needs a temperature above 0"),
     "temperature": (lambda: of.generate(growing(), [1], temperature=-1), "temperature is -1: it"),
     "a chunk": (lambda: of.generate(growing(), [1], chunk=0), "chunk is 0: it must be 1 or above"),
+    "tokens of a half": (
+        lambda: of.generate(growing(), [1], max_new_tokens=2.5),  # type: ignore[arg-type]
+        "max_new_tokens is 2.5: it must be an integer",
+    ),
+    "a chunk of a half": (
+        lambda: of.generate(growing(), [1], chunk=1.5),  # type: ignore[arg-type]
+        "chunk is 1.5: it must be an integer",
+    ),
+    "a text as a number": (
+        lambda: of.generate(growing(), [1], temperature="1"),  # type: ignore[arg-type]
+        "temperature is '1': it must be a number",
+    ),
+    "no end": (
+        lambda: of.generate(growing(), [1], eos=None),  # type: ignore[arg-type]
+        "eos is None: give the id of a token, or several",
+    ),
+    "a text as an end": (
+        lambda: of.generate(growing(), [1], eos="5"),  # type: ignore[arg-type]
+        "eos is '5': give the id of a token",
+    ),
+    "one id alone": (
+        lambda: of.generate(growing(), 5),  # type: ignore[arg-type]
+        "prompt 0 is not a sequence of integers",
+    ),
+    "one id among prompts": (
+        lambda: of.generate(growing(), [[1, 2], 3]), "prompt 1 is not a sequence of integers",
+    ),
+    "prompts in a prompt": (
+        lambda: of.generate(growing(), [[[1], [2, 3]]]), "prompt 0 is not a sequence of integers",
+    ),
     "no decoder": (
         lambda: of.generate(text_model("g (float[N] x) => (float[N] y) { y = Relu(x) }"), [1]),
         r"the model: input 'x' \(float, rank 1\) is none that generate can fill",

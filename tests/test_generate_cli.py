@@ -95,7 +95,7 @@ def test_ids_need_no_tokenizer(cli: Cli, tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[list[Any], int, str]] = {
     "nothing": ([], 2, "give a prompt, or ids with --ids 5,6,7"),
-    "both": (["abc", "--ids", "5"], 2, "give a prompt, or ids with --ids 5,6,7"),
+    "both": (["abc", "--ids", "5"], 2, "give a prompt, or ids with --ids 5,6,7, not both"),
     "no ids": (["--ids", "5,x"], 2, "--ids 5,x: expected ids such as 5,6,7"),
     "no tokenizer": (["abc"], 2, "there is no tokenizer.json beside it: give one with --tokenizer"),
     "a broken one": (["abc", "--tokenizer", "model.onnx"], 1, "model.onnx: it is no tokenizer: "),

@@ -70,15 +70,18 @@ def api_page() -> str:
 
 def _options(name: str) -> list[str]:
     """The table of a public name's options, which its signature has from a dataclass."""
+    from onnx_fuse.generation.options import BatcherOptions, GeneratorOptions
     from onnx_fuse.options import options_of
     from onnx_fuse.training import fit_options, options
 
     takers: dict[str, type] = {
-        "trainer.Trainer": options.TrainingOptions,
-        "fit.fit": fit_options.FitOptions,
+        "training.trainer.Trainer": options.TrainingOptions,
+        "training.fit.fit": fit_options.FitOptions,
+        "training.step.training_model": options.StepOptions,
+        "generation.generator.Generator": GeneratorOptions,
+        "generation.batcher.Batcher": BatcherOptions,
     }
-    takers |= {"step.training_model": options.StepOptions}
-    cls = takers.get(name.removeprefix("onnx_fuse.training."))
+    cls = takers.get(name.removeprefix("onnx_fuse."))
     if cls is None:
         return []
     parameters = inspect.signature(cls).parameters

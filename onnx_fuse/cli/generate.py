@@ -11,6 +11,7 @@ from typing import Any
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import check_device, check_precision, with_options
 from onnx_fuse.errors import UsageError
+from onnx_fuse.generation.options import GeneratorOptions
 
 EXAMPLES = (
     'onnx-fuse generate folder "Why is the sky blue?" --device cuda --precision fp16',
@@ -24,26 +25,10 @@ OPTIONS = """
     system (--system TEXT): Begin the chat with this message of the system.
     raw (--raw): Leave the folder's chat template out.
     tokenizer (--tokenizer FILE): Use this tokenizer.json instead of the folder's.
-    max_new_tokens (--max-new-tokens, 0 or more): End after this many tokens.
-    max_length (--max-length, 1 or more): Allow this many tokens of the prompt and its
-        continuation together. The default is the folder's context length.
-    temperature (--temperature): Divide the logits by this number and draw; 0 takes the most
-        probable token. The default of this option and of the next four is the folder's, or off.
-    top_k (--top-k): Draw from this many of the most probable tokens.
-    top_p (--top-p): Draw from the most probable tokens that reach this sum together.
-    min_p (--min-p): Draw from tokens of at least this share of the highest probability.
-    repetition_penalty (--repetition-penalty): Make tokens that came before less probable by
-        this factor.
-    seed (--seed): Draw the same tokens whenever this number is the same.
-    eos (--eos ID): End at this id instead of the folder's; may be repeated.
-    chunk (--chunk, 1 or more): Put a prompt into the cache in pieces of this size.
-    draft (--draft FILE): Let this smaller decoder guess tokens, which costs fewer runs and
-        changes none.
-    guesses (--guesses, 1 or more): Let --draft guess this many tokens for a run.
     """
 
 
-@with_options(OPTIONS)
+@with_options(OPTIONS, GeneratorOptions)
 def generate(
     model: Path,
     prompt: str | None = None,
@@ -70,6 +55,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with a decoder, and print the text while it comes.
 
+    Settings of the folder are the defaults of --max-length, of --eos and, from --temperature on, of
+    how tokens are drawn.
     The last line, on standard error, has the time to the first token, tokens a second and memory.
     """
     from onnx_fuse.generation.generator import Generator
@@ -82,7 +69,8 @@ def generate(
     check_device(device)
     check_precision(precision)
     if (prompt is None) == (ids is None):
-        raise UsageError("give a prompt, or ids with --ids 5,6,7")
+        both = "" if ids is None else ", not both"
+        raise UsageError(f"give a prompt, or ids with --ids 5,6,7{both}")
     text = package.text(tokenizer) if prompt is not None else None
     templated = bool(package.template) and not raw
     if system and not templated:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import Any
@@ -15,8 +16,10 @@ import numpy as np
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.decoder import Array
 from onnx_fuse.generation.engine import Engine
-from onnx_fuse.generation.generator import checked_ids, ends_of, prompts_of
-from onnx_fuse.generation.sampling import DRAWN, HISTORY, Sampling
+from onnx_fuse.generation.generator import checked_ids, prompts_of
+from onnx_fuse.generation.options import BatcherOptions, Continuation
+from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
+from onnx_fuse.options import takes
 
 __all__ = ["Batcher", "Request"]
 __dir__ = __all__.copy
@@ -26,15 +29,15 @@ class Request:
     """A prompt that a `Batcher` continues: iterate over its tokens, or wait for all of them.
 
     `for` and `async for` give tokens as they come; `result()` and `await` give a list of all. It
-    comes from `Batcher.submit`, with a `prompt`, a `count` of new tokens, `eos` and `sampling`.
+    comes from `Batcher.submit`, with a `prompt` and the `options` of its continuation.
     """
 
-    def __init__(self, prompt: list[int], count: int, eos: set[int], sampling: Sampling) -> None:
+    def __init__(self, prompt: list[int], options: Continuation) -> None:
         self.prompt = prompt
         self.tokens: list[int] = []
         """The new tokens so far."""
-        self._count, self._eos = count, eos
-        [self._numbers] = sampling.numbers(1)
+        self._count, self._eos = options.max_new_tokens, options.ends
+        [self._numbers] = streams(options.seed, 1)
         self._cached = 0
         self._cancelled = False
         self._future: Future[list[int]] = Future()
@@ -115,92 +118,58 @@ class Batcher:
 
     A thread runs the decoder, which must have GroupQueryAttention over its cache: in turn a piece
     of one new prompt, and a token of each sequence that is under way. Any thread may submit.
-
-    Args:
-        model: As `Generator` has it.
-        max_tokens: Tokens of one sequence, prompt and continuation, for which its slot has room.
-        max_sequences: Slots: sequences that are under way at once. Others wait.
-        chunk: Tokens of a prompt that go into one run, between two tokens of the others.
-        temperature: As `Generator` has it, for all requests, as are the next four options.
-        top_k: See `Generator`.
-        top_p: See `Generator`.
-        min_p: See `Generator`.
-        repetition_penalty: See `Generator`.
-        device: "cpu", "cuda" or "cuda:1", of a model that is no session.
-        precision: What "cuda" computes in.
-
-    Raises:
-        UsageError: An option is of no use.
-        ModelError: The model is no decoder with GroupQueryAttention.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_tokens: int = 2048,
-        max_sequences: int = 8,
-        chunk: int = 512,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        device: str | None = None,
-        precision: str = "fp32",
-    ) -> None:
-        sizes = {"max_tokens": max_tokens, "max_sequences": max_sequences, "chunk": chunk}
-        for name, size in sizes.items():
-            if size < 1:
-                raise UsageError(f"{name} is {size}: it must be 1 or above")
-        self._options = (temperature, top_k, top_p, min_p, repetition_penalty)
-        self._sampling = Sampling(*self._options)
-        self._engine = Engine(model, self._sampling, False, device, precision)
+    @takes(BatcherOptions)
+    def __init__(self, options: BatcherOptions) -> None:
+        """Make the slots, and begin to wait for requests.
+
+        Args:
+            {options}
+
+        Raises:
+            UsageError: An option is of no use.
+            ModelError: The model is no decoder with GroupQueryAttention.
+        """
+        self._sampling = replace(options, model=None)
+        self._engine = Engine(options.model, options)
         decoder = self._engine.decoder
         if not decoder.in_slots or decoder.width is not None:
             raise ModelError(
                 f"{self._engine.name}: a Batcher needs a decoder with GroupQueryAttention and free "
                 "sizes, in whose cache each sequence has a length of its own: use generate"
             )
-        self._room, self._chunk = min(max_tokens, decoder.capacity or max_tokens), chunk
-        self.cache_bytes = self._engine.allocate(max_sequences, self._room)
-        self._slots: list[Request | None] = [None] * max_sequences
+        self._room = min(options.max_tokens, decoder.capacity or options.max_tokens)
+        self._chunk = options.chunk
+        self.cache_bytes = self._engine.allocate(options.max_sequences, self._room)
+        self._slots: list[Request | None] = [None] * options.max_sequences
         self._waiting: deque[Request] = deque()
         self._closed: BaseException | None = None
         self._work = Condition()
         self._thread = Thread(target=self._serve, name="onnx_fuse.Batcher", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int = 128,
-        eos: int | Iterable[int] = (),
-        seed: int | None = None,
-    ) -> Request:
+    @takes(Continuation)
+    def submit(self, options: Continuation) -> Request:
         """Let a prompt be continued as soon as a slot is free; returns at once.
 
         Args:
-            ids: The ids of the prompt.
-            max_new_tokens: Tokens after which it ends.
-            eos: The id or ids that end it; the last token is that one.
-            seed: The same seed draws the same numbers, as `Generator` does for one prompt.
+            {options}
 
         Raises:
             UsageError: The prompt is of no use, has no room in a slot, or the batcher is closed.
         """
-        one, prompts = prompts_of(ids)
+        one, prompts = prompts_of(options.ids)
         if not one:
             raise UsageError("submit takes one prompt: call it for each")
         checked_ids(prompts, self._engine)
         [prompt] = prompts
-        if max_new_tokens < 0 or len(prompt) + max_new_tokens > self._room:
+        if len(prompt) + options.max_new_tokens > self._room:
             raise UsageError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit a slot "
-                f"of {self._room}: give fewer, or a larger max_tokens"
+                f"a prompt of {len(prompt)} tokens and {options.max_new_tokens} new ones do not "
+                f"fit a slot of {self._room}: give fewer, or a larger max_tokens"
             )
-        request = Request(prompt, max_new_tokens, ends_of(eos), Sampling(*self._options, seed))
+        request = Request(prompt, options)
         with self._work:
             if self._closed is not None:
                 raise UsageError(f"the batcher takes no requests: {self._closed}")

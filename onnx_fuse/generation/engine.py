@@ -13,7 +13,8 @@ import onnx_ir as ir
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError
 from onnx_fuse.generation.decoder import Array, CacheTensor, decoder_of
-from onnx_fuse.generation.sampling import LAST, TOKEN, Sampling, append_sampler, sampler
+from onnx_fuse.generation.options import DecoderOptions
+from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.runtime import ort
@@ -28,14 +29,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        sampling: Sampling,
-        ragged: bool,
-        device: str | None,
-        precision: str,
-        rows: int = 1,
+        self, model: Any, options: DecoderOptions, ragged: bool = False, rows: int = 1
     ) -> None:
+        device, precision = options.device, options.precision
         is_path = isinstance(model, str | os.PathLike)
         self.name = os.fspath(model) if is_path else "the model"
         if is_path and is_container(model):
@@ -62,10 +58,10 @@ class Engine:
         at = next(i for i, v in enumerate(outputs) if v.name == self.decoder.logits)
         if isinstance(model, InferenceSession):
             self.session = model
-            small = sampler(outputs[at], sampling, self.gathers, rows)
+            small = sampler(outputs[at], options, self.gathers, rows)
             self.sampler = InferenceSession(small, device=_place(model))
         else:
-            append_sampler(graph, graph.outputs[at], sampling, self.gathers, rows)
+            append_sampler(graph, graph.outputs[at], options, self.gathers, rows)
             self.session = InferenceSession(model, device=device, precision=precision)
         self.on_gpu = self.session.device == "cuda"
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)

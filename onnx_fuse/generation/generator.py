@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import numpy as np
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.decoder import Array
 from onnx_fuse.generation.engine import Engine
-from onnx_fuse.generation.sampling import DRAWN, HISTORY, Sampling
+from onnx_fuse.generation.options import GeneratorOptions
+from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
+from onnx_fuse.options import takes
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
@@ -22,86 +26,41 @@ class Generator:
 
     For one prompt each token is an int; for several, a list with one for each prompt, None where
     that has ended.
-
-    Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model of a decoder, whose sampler then runs in
-            the same program, or an InferenceSession, which runs as it is.
-        ids: The ids of a prompt, or a sequence of prompts of any lengths.
-        max_new_tokens: Tokens after which it ends.
-        temperature: The logits are divided by it before a token is drawn; 0 takes the most probable
-            token.
-        top_k: Draw from so many of the most probable tokens; 0 from all.
-        top_p: Draw from the fewest most probable tokens whose probabilities reach this sum.
-        min_p: Draw from tokens of at least this share of the highest probability.
-        repetition_penalty: Logits of tokens that came before are divided by it where they are above
-            0, and multiplied where below.
-        eos: The id or ids that end a sequence; the last token of it is that one.
-        seed: The same seed gives the same tokens on the same device; None draws others each time.
-        chunk: Tokens of a prompt that go into one run, for prompts that would take too much memory.
-        max_length: Tokens of a prompt and its continuation together, beyond which it is an error.
-        device: "cpu", "cuda" or "cuda:1", of a model that is no session.
-        precision: What "cuda" computes in, as InferenceSession has it.
-        draft: A smaller decoder with the same ids, as `model` may be, which guesses tokens; `model`
-            then looks at several in one run, and takes those that it would have chosen itself. It
-            needs one prompt, and a temperature of 0 without a penalty.
-        guesses: Tokens that the draft guesses for a run.
-
-    Raises:
-        UsageError: An option or a prompt is of no use, or the cache is full.
-        ModelError: The model is no decoder, or its logits are not finite.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        ids: Sequence[Any],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        eos: int | Iterable[int] = (),
-        seed: int | None = None,
-        chunk: int | None = None,
-        max_length: int | None = None,
-        device: str | None = None,
-        precision: str = "fp32",
-        draft: Any = None,
-        guesses: int = 4,
-    ) -> None:
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        self.is_one, self._prompts = prompts_of(ids)
-        self._eos = ends_of(eos)
-        for name, value in {
-            "max_new_tokens": max_new_tokens,
-            "chunk": chunk,
-            "guesses": guesses,
-        }.items():
-            least = int(name != "max_new_tokens")
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}: it must be {least} or above")
-        plain = not temperature and repetition_penalty == 1
-        if draft is not None and not (self.is_one and plain):
+    @takes(GeneratorOptions)
+    def __init__(self, options: GeneratorOptions) -> None:
+        """Read the decoder, and check the prompts.
+
+        Args:
+            {options}
+
+        Raises:
+            UsageError: An option or a prompt is of no use, or the cache is full.
+            ModelError: The model is no decoder, or its logits are not finite.
+        """
+        self.is_one, self._prompts = prompts_of(options.ids)
+        self._eos = options.ends
+        plain = not options.temperature and options.repetition_penalty == 1
+        if options.draft is not None and not (self.is_one and plain):
             raise UsageError(
                 "a draft needs one prompt, a temperature of 0 and no repetition_penalty: leave it "
                 "out, or the other options"
             )
         lengths = [len(p) for p in self._prompts]
-        positions = 1 if draft is None else guesses + 1
+        positions = 1 if options.draft is None else options.guesses + 1
         ragged = len(set(lengths)) > 1
-        self._engine = Engine(model, sampling, ragged, device, precision, positions)
+        self._engine = Engine(options.model, options, ragged, positions)
         decoder, name = self._engine.decoder, self._engine.name
-        limits = [limit for limit in (decoder.capacity, max_length) if limit is not None]
+        limits = [n for n in (decoder.capacity, options.max_length) if n is not None]
         self._limit = min(limits, default=None)
-        self._left, self._chunk = max_new_tokens, chunk
+        self._left, self._chunk = options.max_new_tokens, options.chunk
         if decoder.caches and decoder.width is not None:
             if decoder.width > 1:
                 raise ModelError(
                     f"{name}: input_ids has {decoder.width} tokens: it must be 1 or any"
                 )
-            if draft is not None:
+            if options.draft is not None:
                 raise ModelError(f"{name}: it takes one token at a time: leave the draft out")
             self._chunk = 1
         if decoder.left and ragged and not {"mask"} <= decoder.roles.keys():
@@ -115,15 +74,13 @@ class Generator:
         """The prompts and what came after them."""
         self._active = np.ones(len(lengths), bool)
         self._counts = np.array(lengths, np.int64)
-        self._numbers = sampling.numbers(len(lengths))
-        self._options = sampling
-        room = max(lengths) + max_new_tokens
+        self._numbers = streams(options.seed, len(lengths))
+        self._options = replace(options, model=None, draft=None)  # which may be large
+        room = max(lengths) + options.max_new_tokens
         self._room = room if self._limit is None else min(room, self._limit)
         self._begun, self._cache_bytes = False, 0
-        self._guesses, self._ready = guesses, list[int]()
-        self._draft = None
-        if draft is not None:
-            self._draft = Draft(draft, self._room, chunk, device, precision)
+        self._ready = list[int]()
+        self._draft = None if options.draft is None else Draft(self._room, options)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the cache, and of all memory: the process's most on "cpu", else the GPU's."""
@@ -206,7 +163,9 @@ class Generator:
     def _agreed(self, draft: Draft) -> Array:
         """The next token, and in `_ready` those behind it of which a draft was right."""
         engine, tokens, count = self._engine, self.tokens[0], int(self._counts[0])
-        guesses = draft.guesses(tokens, min(self._guesses, self._left - 1, self._room - count))
+        guesses = draft.guesses(
+            tokens, min(self._options.guesses, self._left - 1, self._room - count)
+        )
         if engine.decoder.vocabulary is not None:
             wrong = (i for i, g in enumerate(guesses) if g >= engine.decoder.vocabulary)
             guesses = guesses[: next(wrong, len(guesses))]
@@ -239,11 +198,6 @@ class Generator:
             )
 
 
-def ends_of(eos: int | Iterable[int]) -> set[int]:
-    """The ids that end a sequence, of one or several."""
-    return {int(e) for e in (eos if isinstance(eos, Iterable) else (eos,))}
-
-
 def checked_ids(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
     """Raise UsageError for an id that the decoder has not."""
     size = engine.decoder.vocabulary
@@ -256,34 +210,35 @@ def checked_ids(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
             )
 
 
-def prompts_of(ids: Sequence[Any]) -> tuple[bool, list[list[int]]]:
+def prompts_of(ids: Any) -> tuple[bool, list[list[int]]]:
     """Whether there is one prompt alone, and the prompts as lists."""
-    rows = list(ids)
-    one = not rows or np.ndim(rows[0]) == 0
-    prompts = [list(row) for row in ([rows] if one else rows)]
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise UsageError(f"prompt {row} is empty: give one id or more, such as that of BOS")
-        if np.ndim(prompt) != 1 or np.asarray(prompt).dtype.kind not in "iu":
-            raise UsageError(f"prompt {row} is not a sequence of integers: give the ids of tokens")
-    return one, [[int(t) for t in prompt] for prompt in prompts]
+    prompts: list[list[int]] = []
+    try:
+        rows = list(ids)
+        one = not rows or np.ndim(rows[0]) == 0
+        prompts.extend([index(t) for t in prompt] for prompt in ([rows] if one else rows))
+    except (TypeError, ValueError):  # the latter where it holds lists of several lengths
+        raise UsageError(
+            f"prompt {len(prompts)} is not a sequence of integers: give the ids of tokens"
+        ) from None
+    if [] in prompts:
+        row = prompts.index([])
+        raise UsageError(f"prompt {row} is empty: give one id or more, such as that of BOS")
+    return one, prompts
 
 
-def generate(
-    model: Any,
-    ids: Sequence[Any],
-    *,
-    stream: Callable[[int, int], object] | None = None,
-    **options: Any,
-) -> list[Any]:
+@dataclass(frozen=True)
+class _GenerateArguments(GeneratorOptions):
+    stream: Callable[[int, int], object] | None = field(default=None, kw_only=True)
+
+
+@takes(_GenerateArguments)
+def generate(options: _GenerateArguments) -> list[Any]:
     """The tokens that a decoder puts behind a prompt, or behind each of several.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model of a decoder, or an InferenceSession.
-        ids: The ids of a prompt, or a sequence of prompts of any lengths.
         stream: Called with the number of the prompt and each of its tokens as soon as it is there.
-        **options: As `Generator` has them: max_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, eos, seed, chunk, max_length, device, precision, draft, guesses.
+        {options}
 
     Returns:
         A list of the new tokens, or a list of such lists for several prompts.
@@ -292,12 +247,12 @@ def generate(
         UsageError: An option or a prompt is of no use, or the cache is full.
         ModelError: The model is no decoder, or its logits are not finite.
     """
-    generator = Generator(model, ids, **options)
+    generator = Generator(**{f.name: getattr(options, f.name) for f in fields(GeneratorOptions)})
     before = [len(t) for t in generator.tokens]
     one = generator.is_one
     for answer in generator:
         for row, token in enumerate([answer] if one else answer):
-            if stream is not None and token is not None:
-                stream(row, token)
+            if options.stream is not None and token is not None:
+                options.stream(row, token)
     new = [t[n:] for t, n in zip(generator.tokens, before, strict=True)]
     return new[0] if one else new

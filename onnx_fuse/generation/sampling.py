@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 
@@ -18,43 +17,17 @@ LAST, DRAWN, HISTORY = "last_position", "drawn", "tokens_so_far"
 """Names of the sampler's inputs; a graph has those that its options need."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen (see `generate`)."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        limits = {
-            "temperature": (self.temperature >= 0, "0 (the most probable token) or above"),
-            "top_k": (self.top_k >= 0, "0 (all tokens) or above"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "seed": (self.seed is None or 0 <= self.seed < 1 << 64, "0 or above, in 64 bits"),
-        }
-        for name, (fits, text) in limits.items():
-            if not fits or not np.isfinite(getattr(self, name) or 0):
-                raise UsageError(f"{name} is {getattr(self, name)}: it must be {text}")
-        cut = [n for n in ("top_k", "top_p", "min_p") if getattr(self, n) != getattr(Sampling, n)]
-        if cut and not self.temperature:
-            raise UsageError(f"{cut[0]} needs a temperature above 0: at 0 nothing is drawn")
-
-    def numbers(self, sequences: int) -> list[np.random.Generator]:
-        """A stream of random numbers for each sequence, by the seed and the sequence's place."""
-        seed = self.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-        keys = (np.array([seed, row], np.uint64) for row in range(sequences))
-        return [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+def streams(seed: int | None, sequences: int) -> list[np.random.Generator]:
+    """Random numbers for each sequence, by the seed and the sequence's place."""
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+    keys = (np.array([seed, row], np.uint64) for row in range(sequences))
+    return [np.random.Generator(np.random.Philox(key=key)) for key in keys]
 
 
-def sampler_inputs(sampling: Sampling, ragged: bool) -> dict[str, tuple[ir.DataType, list[Any]]]:
+def sampler_inputs(
+    sampling: DecoderOptions, ragged: bool
+) -> dict[str, tuple[ir.DataType, list[Any]]]:
     """Type and shape of each input that the options need."""
     wanted: dict[str, tuple[bool, ir.DataType, list[Any]]] = {
         LAST: (ragged, ir.DataType.INT64, ["batch", "rows"]),
@@ -69,7 +42,7 @@ def _value(name: str, kind: ir.DataType, shape: Sequence[Any]) -> ir.Value:
 
 
 def append_sampler(
-    graph: ir.Graph, logits: ir.Value, sampling: Sampling, ragged: bool, rows: int = 1
+    graph: ir.Graph, logits: ir.Value, sampling: DecoderOptions, ragged: bool, rows: int = 1
 ) -> None:
     """Put the output TOKEN int64 [B, R] in the place of the output `logits` [B, S, V] or [B, V].
 
@@ -112,7 +85,7 @@ def append_sampler(
     graph.outputs[place] = token
 
 
-def _drawn(op: Builder, x: ir.Value, sampling: Sampling, drawn: ir.Value) -> ir.Value:
+def _drawn(op: Builder, x: ir.Value, sampling: DecoderOptions, drawn: ir.Value) -> ir.Value:
     """Where the sum of the probabilities goes beyond `drawn` of all of it; x [B, V] -> [B, 1]."""
     # the highest is 0, so that no temperature makes it infinite
     x = op.Div(op.Sub(x, op.ReduceMax(x, [1], keepdims=1)), max(float(sampling.temperature), 1e-30))
@@ -139,7 +112,7 @@ def _drawn(op: Builder, x: ir.Value, sampling: Sampling, drawn: ir.Value) -> ir.
     return place if places is None else op.GatherElements(places, place, axis=1)
 
 
-def sampler(logits: Any, sampling: Sampling, ragged: bool, rows: int = 1) -> ir.Model:
+def sampler(logits: Any, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
     """A model of its own, from an output `logits` as a session describes it."""
     from onnx_fuse.session import InputSpec
 

@@ -6,25 +6,22 @@ A run over a few tokens reads the weights once, as a run over one does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from onnx_fuse.generation.engine import Engine
-from onnx_fuse.generation.sampling import Sampling
+from onnx_fuse.generation.options import GeneratorOptions
 
 
 class Draft:
     """The smaller decoder, with a cache of its own. Its ids must mean what the large one's do."""
 
-    def __init__(
-        self, model: Any, room: int, chunk: int | None, device: str | None, precision: str
-    ) -> None:
-        self._engine = Engine(model, Sampling(), False, device, precision)
+    def __init__(self, room: int, options: GeneratorOptions) -> None:
+        self._engine = Engine(options.draft, options)
         decoder = self._engine.decoder
         self._limit = room if decoder.capacity is None else min(room, decoder.capacity)
         self.cache_bytes = self._engine.allocate(1, self._limit)
-        self._chunk = 1 if decoder.width and decoder.caches else chunk
+        self._chunk = 1 if decoder.width and decoder.caches else options.chunk
         self._cached: list[int] = []
         self._highest = (decoder.vocabulary or 1 << 31) - 1
 
