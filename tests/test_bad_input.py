@@ -22,6 +22,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir import evaluate
+from onnx_fuse.runtime import ort
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -33,6 +34,10 @@ Mutation = Callable[[onnx.ModelProto, Path], None]
 
 def small() -> onnx.ModelProto:
     return onnx.parser.parse_model(TEXT)
+
+
+def parsed(graph: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {graph}')
 
 
 def overflowing_dimension(model: onnx.ModelProto, folder: Path) -> None:
@@ -52,47 +57,30 @@ def constant_without_its_tensor(model: onnx.ModelProto, folder: Path) -> None:
     constant.attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
 
 
-def external(model: onnx.ModelProto, location: str, offset: int = 0) -> None:
-    tensor = model.graph.initializer[0]
-    tensor.ClearField("float_data")
-    tensor.ClearField("raw_data")
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", offset), ("length", 16)):
-        tensor.external_data.add(key=key, value=str(value))
+def external(
+    location: str, offset: int = 0, place: str = "weights.bin", link: str = ""
+) -> Mutation:
+    """The weight stored at a location, `{folder}` the model's; 16 bytes at a place, or a link."""
 
+    def change(model: onnx.ModelProto, folder: Path) -> None:
+        if place:
+            (folder / place).write_bytes(bytes(16))
+        if link:
+            (folder / link).symlink_to(folder / place)
+        tensor = model.graph.initializer[0]
+        tensor.ClearField("float_data")
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        at = location.format(folder=folder)
+        for key, value in (("location", at), ("offset", offset), ("length", 16)):
+            tensor.external_data.add(key=key, value=str(value))
 
-def external_missing(model: onnx.ModelProto, folder: Path) -> None:
-    external(model, "weights.bin")
-
-
-def external_offset(model: onnx.ModelProto, folder: Path) -> None:
-    (folder / "weights.bin").write_bytes(bytes(16))
-    external(model, "weights.bin", offset=8)
-
-
-def external_parent(model: onnx.ModelProto, folder: Path) -> None:
-    (folder.parent / "weights.bin").write_bytes(bytes(16))
-    external(model, "../weights.bin")
-
-
-def external_absolute(model: onnx.ModelProto, folder: Path) -> None:
-    (folder / "weights.bin").write_bytes(bytes(16))
-    external(model, str(folder / "weights.bin"))
-
-
-def external_symlink(model: onnx.ModelProto, folder: Path) -> None:
-    (folder.parent / "secret.bin").write_bytes(bytes(16))
-    (folder / "weights.bin").symlink_to(folder.parent / "secret.bin")
-    external(model, "weights.bin")
+    return change
 
 
 def external_is_a_folder(model: onnx.ModelProto, folder: Path) -> None:
     (folder / "weights.bin").mkdir()
-    external(model, "weights.bin")
-
-
-def sparse_initializer(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.sparse_initializer.append(sparse(4))
+    external("weights.bin", place="")(model, folder)
 
 
 def sparse(place: int) -> onnx.SparseTensorProto:
@@ -102,9 +90,8 @@ def sparse(place: int) -> onnx.SparseTensorProto:
     return helper.make_sparse_tensor(values, indices, [4])
 
 
-def sparse_constant(model: onnx.ModelProto, folder: Path) -> None:
-    node = helper.make_node("Constant", [], ["s"], sparse_value=sparse(-1))
-    model.graph.node.append(node)
+def sparse_initializer(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.sparse_initializer.append(sparse(4))
 
 
 def sparse_too_large(model: onnx.ModelProto, folder: Path) -> None:
@@ -112,20 +99,19 @@ def sparse_too_large(model: onnx.ModelProto, folder: Path) -> None:
     model.graph.sparse_initializer[0].dims[:] = [1 << 40, 1 << 40]
 
 
-def text_of_bytes(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.node.append(helper.make_node("Constant", [], ["s"], value_string=b"\xff\xfe"))
+def constant(**attribute: Any) -> Mutation:
+    """One Constant more."""
+    node = helper.make_node("Constant", [], ["s"], **attribute)
+    return lambda model, folder: model.graph.node.append(node)
 
 
-def texts_of_bytes(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.node.append(helper.make_node("Constant", [], ["s"], value_strings=[b"a", b"\xff"]))
+def without_name(ends: str) -> Mutation:
+    """One input or output more, which has no name."""
 
+    def change(model: onnx.ModelProto, folder: Path) -> None:
+        getattr(model.graph, ends).add().type.CopyFrom(model.graph.input[0].type)
 
-def input_without_name(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.input.add().type.CopyFrom(model.graph.input[0].type)
-
-
-def output_without_name(model: onnx.ModelProto, folder: Path) -> None:
-    model.graph.output.add().type.CopyFrom(model.graph.output[0].type)
+    return change
 
 
 MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
@@ -142,13 +128,16 @@ MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
     "too_few_values": (("float[4] w", "float[5] w"), "holds 4 values"),
     "unknown_dtype": (unknown_dtype, "unknown element type 99"),
     "input_without_type": (("(float[N, 4] x)", "(x)"), "input 'x' has no type"),
-    "input_without_element_type": (input_without_element_type, "input 'x' has no type"),
+    "input_without_element_type": (
+        input_without_element_type,
+        "input 'x' has no type",
+    ),
     "constant_without_its_tensor": (
         constant_without_its_tensor,
         "attribute 'value' is a TENSOR, but holds none",
     ),
-    "input_without_name": (input_without_name, "an input has no name"),
-    "output_without_name": (output_without_name, "an output has no name"),
+    "input_without_name": (without_name("input"), "an input has no name"),
+    "output_without_name": (without_name("output"), "an output has no name"),
     "no_output": (("(float[N, 4] y)", "()"), "has no outputs"),
     "two_initializers_of_one_name": (
         ("{1, 2, 3, 4}>", "{1, 2, 3, 4}, float[4] w = {1, 2, 3, 4}>"),
@@ -163,16 +152,28 @@ MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
         "'a' names two values",
     ),
     "a_node_makes_an_input": (("(a)", "(a)  x = Relu (x)"), "'x' names two values"),
-    "text_of_bytes": (text_of_bytes, "attribute 'value_string' is no UTF-8 text"),
-    "texts_of_bytes": (texts_of_bytes, "attribute 'value_strings' is no UTF-8 text"),
-    "external_missing": (external_missing, "'weights.bin' is not there"),
-    "external_offset": (external_offset, "no 16 bytes at offset 8"),
-    "external_parent": (external_parent, "outside the model's folder"),
-    "external_absolute": (external_absolute, "outside the model's folder"),
-    "external_symlink": (external_symlink, "outside the model's folder"),
+    "text_of_bytes": (
+        constant(value_string=b"\xff\xfe"),
+        "attribute 'value_string' is no UTF-8 text",
+    ),
+    "texts_of_bytes": (
+        constant(value_strings=[b"a", b"\xff"]),
+        "attribute 'value_strings' is no UTF-8 text",
+    ),
+    "external_missing": (external("weights.bin", place=""), "'weights.bin' is not there"),
+    "external_offset": (external("weights.bin", offset=8), "no 16 bytes at offset 8"),
+    "external_parent": (
+        external("../weights.bin", place="../weights.bin"),
+        "outside the model's folder",
+    ),
+    "external_absolute": (external("{folder}/weights.bin"), "outside the model's folder"),
+    "external_symlink": (
+        external("weights.bin", place="../secret.bin", link="weights.bin"),
+        "outside the model's folder",
+    ),
     "external_is_a_folder": (external_is_a_folder, "'weights.bin' is no file"),
     "sparse_initializer": (sparse_initializer, "sparse initializer 's' is malformed"),
-    "sparse_constant": (sparse_constant, "node 's' (Constant) is malformed"),
+    "sparse_constant": (constant(sparse_value=sparse(-1)), "node 's' (Constant) is malformed"),
     "sparse_too_large": (sparse_too_large, "too large to be stored dense"),
     "wrong_arity": (("(a)", "(a, x, x)"), "Relu"),
     "wrong_attribute": (("(a)", '<alpha = "text"> (a)'), "alpha"),
@@ -271,10 +272,8 @@ def test_a_saved_model_folder_is_named(cli: Cli, tmp_path: Path) -> None:
 def test_a_file_that_was_cut_short_is_named(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(ENCODER.read_bytes()[:100_000])
-    result = cli("optimize", path)
-    assert "not a whole ONNX file: its 100,000 bytes are damaged or cut" in " ".join(
-        result.err.split()
-    )
+    words = " ".join(cli("optimize", path).err.split())
+    assert "not a whole ONNX file: its 100,000 bytes are damaged or cut" in words
 
 
 def test_a_file_whose_name_is_no_text(cli: Cli, tmp_path: Path) -> None:
@@ -380,8 +379,7 @@ HUGE = {
 @pytest.mark.parametrize("op", HUGE)
 def test_a_constant_that_asks_for_a_huge_tensor(cli: Cli, tmp_path: Path, op: str) -> None:
     path = tmp_path / "huge.onnx"
-    text = f"g (int64[N] x) => (int64 y) {{ {HUGE[op]}  s = Shape (r)  y = ReduceSum (s) }}"
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> {text}')
+    model = parsed(f"(int64[N] x) => (int64 y) {{ {HUGE[op]}  s = Shape (r)  y = ReduceSum (s) }}")
     path.write_bytes(model.SerializeToString())
     assert cli("optimize", path).code in (0, 1)
     model.graph.node[-2].op_type = "Neg"
@@ -390,9 +388,6 @@ def test_a_constant_that_asks_for_a_huge_tensor(cli: Cli, tmp_path: Path, op: st
 
 
 def test_what_onnxruntime_cannot_survive_is_an_error(tmp_path: Path) -> None:
-    from onnx_fuse.errors import ModelError
-    from onnx_fuse.runtime import ort
-
     with pytest.raises(ModelError, match=r"m\.onnx: onnxruntime crashed .*Killed"):
         ort.guarded(lambda: os.kill(os.getpid(), 9), "m.onnx")
     with pytest.raises(ModelError, match="out of memory"):
@@ -519,10 +514,9 @@ def survives(cli: Cli, folder: Path, data: bytes) -> None:
 def test_the_gradient_of_a_wrongly_typed_model_is_refused(
     cli: Cli, tmp_path: Path, dtype: str
 ) -> None:
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>\n'
-        f"g ({dtype}[N] i) => (float[N, 2] y)\n"
-        "<float[3, 2] t = {1, 2, 3, 4, 5, 6}> { y = Gather (t, i) }"
+    model = parsed(
+        f"({dtype}[N] i) => (float[N, 2] y) <float[3, 2] t = {{1, 2, 3, 4, 5, 6}}> "
+        "{ y = Gather (t, i) }"
     )
     onnx.save(model, tmp_path / "m.onnx")
     err = cli.fails(1, "gradient", tmp_path / "m.onnx", "-o", tmp_path / "g.onnx")
@@ -535,12 +529,12 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
 
 def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path) -> None:
     """It is of constants, which folding would divide."""
-    text = """<ir_version: 10, opset_import: ["" : 21]>
-    agraph (float[1] x) => (float[1] y)
-        { one = Constant <value = float[1] {1.0}> ()  axes = Constant <value = int64[1] {-1}> ()
-        r = Div (one, axes)  y = Mul (x, r) }"""
+    model = parsed(
+        "(float[1] x) => (float[1] y) { one = Constant <value = float[1] {1.0}> ()"
+        "  axes = Constant <value = int64[1] {-1}> ()  r = Div (one, axes)  y = Mul (x, r) }"
+    )
     path = tmp_path / "model.onnx"
-    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    onnx.save(model, path)
     err = cli.fails(1, "optimize", path, "-o", tmp_path / "out.onnx")
     assert "Div" in err
     assert "internal error" not in err
@@ -548,11 +542,9 @@ def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path) -> Non
 
 def test_transposes_of_unequal_ranks_are_refused() -> None:
     """Nothing in between says so, since the first one's input has no rank."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>\n'
-        "g (float[] x, int64[N] s) => (float[A, B, C] y) {\n"
-        "  r = Reshape (x, s) t = Transpose <perm = [1, 0]> (r)\n"
-        "  y = Transpose <perm = [2, 0, 1]> (t) }"
+    model = parsed(
+        "(float[] x, int64[N] s) => (float[A, B, C] y) { r = Reshape (x, s)"
+        "  t = Transpose <perm = [1, 0]> (r)  y = Transpose <perm = [2, 0, 1]> (t) }"
     )
     with pytest.raises(ModelError, match="do not fit"):
         rewrite.optimize(load(model))
@@ -573,9 +565,8 @@ def test_mutated_fields(cli: Cli, tmp_path: Path, data: bytes) -> None:
 def test_a_range_of_vectors_is_differentiated_or_refused(cli: Cli, tmp_path: Path) -> None:
     """onnxruntime runs one whose ends are vectors of one element, or refuses it."""
     for start, code in (("int64[1] s = {2}", 0), ("int64[2] s = {2, 3}", 0), ("float s = {2}", 1)):
-        model = onnx.parser.parse_model(
-            '<ir_version: 10, opset_import: ["" : 21]>\n'
-            f"g (float[8, 3] x, int64 l) => (float[A, 3] y) <{start}, int64[1] d = {{1}}>"
+        model = parsed(
+            f"(float[8, 3] x, int64 l) => (float[A, 3] y) <{start}, int64[1] d = {{1}}>"
             " { r = Range (s, l, d)  y = Gather (x, r) }"
         )
         onnx.save(model, tmp_path / "m.onnx")

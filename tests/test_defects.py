@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from support import Cli, stock, table
 
 from onnx_fuse import rewrite
@@ -288,21 +288,15 @@ def test_a_branch_that_the_sizes_never_take_is_left_alone(cli: Cli, tmp_path: Pa
 
 def doubling(depth: int) -> onnx.ModelProto:
     """A function that calls another twice, `depth` times over: 2^depth nodes."""
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("loc", 1)]
-    functions = []
-    for i in range(depth):
-        nodes = [
-            helper.make_node(f"f{i + 1}", ["a"], ["t"], domain="loc"),
-            helper.make_node(f"f{i + 1}", ["t"], ["b"], domain="loc"),
-        ]
-        functions.append(helper.make_function("loc", f"f{i}", ["a"], ["b"], nodes, imports))
-    leaf = [helper.make_node("Neg", ["a"], ["b"])]
-    functions.append(helper.make_function("loc", f"f{depth}", ["a"], ["b"], leaf, imports))
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy"]
-    graph = helper.make_graph(
-        [helper.make_node("f0", ["x"], ["y"], domain="loc")], "g", ends[:1], ends[1:]
+    function = '<domain: "loc", opset_import: ["" : 21, "loc" : 1]> '
+    calls = [
+        f"{function} f{i} (a) => (b) {{ t = loc.f{i + 1} (a)  b = loc.f{i + 1} (t) }}"
+        for i in range(depth)
+    ]
+    return parsed(
+        '<ir_version: 10, opset_import: ["" : 21, "loc" : 1]> g (float[3] x) => (float[3] y) '
+        f"{{ y = loc.f0 (x) }} {' '.join(calls)} {function} f{depth} (a) => (b) {{ b = Neg (a) }}"
     )
-    return helper.make_model(graph, functions=functions, opset_imports=imports, ir_version=10)
 
 
 def test_functions_that_double_are_written_out() -> None:
@@ -395,26 +389,13 @@ def test_a_node_of_an_unknown_domain_stays(cli: Cli, tmp_path: Path) -> None:
 
 def classifier() -> onnx.ModelProto:
     """What scikit-learn's converter writes: a scaler, a linear model, a sequence of maps."""
-    ml = "ai.onnx.ml"
-    nodes = [
-        helper.make_node("Scaler", ["x"], ["n"], domain=ml, offset=[0.0, 1, 2], scale=[1.0, 2, 3]),
-        helper.make_node(
-            "LinearClassifier", ["n"], ["label", "p"], domain=ml,
-            coefficients=[1.0, 2, -1, 0.5, 0.1, 0.2], intercepts=[0.1, -0.1],
-            classlabels_ints=[0, 1], post_transform="SOFTMAX",
-        ),
-        helper.make_node("ZipMap", ["p"], ["maps"], domain=ml, classlabels_int64s=[0, 1]),
-    ]  # fmt: skip
-    maps = onnx.ValueInfoProto(name="maps")
-    kind = maps.type.sequence_type.elem_type.map_type
-    kind.key_type = TensorProto.INT64
-    kind.value_type.tensor_type.elem_type = TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, 3])],
-        [helper.make_tensor_value_info("label", TensorProto.INT64, [None]), maps],
-    )  # fmt: skip
-    imports = [helper.make_opsetid("", 15), helper.make_opsetid(ml, 3)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=8)
+    return parsed("""<ir_version: 8, opset_import: ["" : 15, "ai.onnx.ml" : 3]>
+        g (float[N,3] x) => (int64[N] label, seq(map(int64, float)) maps) {
+          n = ai.onnx.ml.Scaler <offset = [0.0, 1.0, 2.0], scale = [1.0, 2.0, 3.0]> (x)
+          label, p = ai.onnx.ml.LinearClassifier <
+            coefficients = [1.0, 2.0, -1.0, 0.5, 0.1, 0.2], intercepts = [0.1, -0.1],
+            classlabels_ints = [0, 1], post_transform = "SOFTMAX"> (n)
+          maps = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1]> (p) }""")
 
 
 def test_a_pipeline_of_scikit_learn(cli: Cli, tmp_path: Path) -> None:
