@@ -85,26 +85,29 @@ class Quantized:
         np.testing.assert_allclose(y.astype(np.float64), want.astype(np.float64), 0, bound, name)
 
 
-def model_of(
-    nodes: list[onnx.NodeProto],
-    feeds: dict[str, np.ndarray],
-    outputs: dict[str, tuple[str, tuple[int, ...]]],
-    weights: dict[str, np.ndarray] | None = None,
-    opset: int = 23,
-) -> bytes:
-    """A model whose inputs are the feeds, its initializers `weights`, all by name."""
-    inputs = [
-        helper.make_tensor_value_info(name, KINDS[a.dtype.name], a.shape)
-        for name, a in feeds.items()
-    ]
-    ends = [
-        helper.make_tensor_value_info(name, KINDS[kind], shape)
-        for name, (kind, shape) in outputs.items()
-    ]
-    held = [numpy_helper.from_array(a, name) for name, a in (weights or {}).items()]
-    graph = helper.make_graph(nodes, "quantized", inputs, ends, held)
+def quantized(
+    name: str, nodes: str, feeds: dict[str, np.ndarray],
+    outputs: dict[str, tuple[str, tuple[Any, ...]]],
+    weights: dict[str, np.ndarray] | None = None, opset: int = 23, **how: Any,
+) -> Quantized:  # fmt: skip
+    """The case of nodes as ONNX text; the feeds are its inputs, its initializers `weights`."""
+    kinds = {n: (a.dtype.name, a.shape) for n, a in feeds.items()}
+    inputs, ends = (
+        [helper.make_tensor_value_info(n, KINDS[kind], shape) for n, (kind, shape) in each.items()]
+        for each in (kinds, outputs)
+    )
+    held = [numpy_helper.from_array(a, n) for n, a in (weights or {}).items()]
+    parsed = onnx.parser.parse_graph(f"g () => () {{ {nodes} }}").node
+    graph = helper.make_graph(parsed, "quantized", inputs, ends, held)
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return Quantized(name, model.SerializeToString(), feeds, **how)
+
+
+def written(attributes: dict[str, Any]) -> str:
+    """Attributes as ONNX text."""
+    values = {k: f'"{v}"' if isinstance(v, str) else v for k, v in attributes.items()}
+    return f"<{', '.join(f'{k} = {v}' for k, v in values.items())}>" if values else ""
 
 
 HOSTILE = [np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3e38, -3e38, 1e-40, 65504]
@@ -151,44 +154,44 @@ def linear(
     shape, scale_shape, attrs = LAYOUTS[layout]
     feeds = {"x": values(shape, dtype), "s": scales(scale_shape, dtype)}
     weights = {"z": integers(scale_shape, kind)} if zero else {}
-    point = ["z"] if zero else []
-    first = attrs | more
-    first |= {} if zero else {"output_dtype": KINDS[kind]}
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", *point], ["q"], **first),
-        helper.make_node("DequantizeLinear", ["q", "s", *point], ["y"], **attrs),
-    ]
+    point = ", z" if zero else ""
+    first = attrs | more | ({} if zero else {"output_dtype": KINDS[kind]})
+    nodes = (
+        f"q = QuantizeLinear {written(first)} (x, s{point}) "
+        f"y = DequantizeLinear {written(attrs)} (q, s{point})"
+    )
     outputs = {"y": (dtype, shape)} | ({"q": (kind, shape)} if kind in INTS[:4] else {})
-    model = model_of(nodes, feeds, outputs, weights)
     extra = "".join(f", {k}={v}" for k, v in more.items()) + ("" if zero else ", no zero point")
-    return Quantized(f"{kind} {dtype} {layout}{extra}", model, feeds, newest=True)
+    name = f"{kind} {dtype} {layout}{extra}"
+    return quantized(name, nodes, feeds, outputs, weights, newest=True)
 
 
-def floats8(kind: str, layout: str, dtype: str = "float32", **more: Any) -> Quantized:
+def floats8(kind: str, layout: str, dtype: str = "float32") -> Quantized:
     """Quantize to a float8 and dequantize."""
     shape, scale_shape, attrs = LAYOUTS[layout]
     feeds = {"x": values(shape, dtype, 5), "s": scales(scale_shape, dtype)}
     weights = {"z": np.zeros(scale_shape, getattr(ml_dtypes, kind))}
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], **attrs, **more),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], **attrs),
-    ]
-    model = model_of(nodes, feeds, {"y": (dtype, shape)}, weights)
-    return Quantized(f"{kind} {dtype} {layout}", model, feeds, newest=True)
+    how = written(attrs)
+    nodes = f"q = QuantizeLinear {how} (x, s, z) y = DequantizeLinear {how} (q, s, z)"
+    name = f"{kind} {dtype} {layout}"
+    return quantized(name, nodes, feeds, {"y": (dtype, shape)}, weights, newest=True)
 
 
-def weights_of(kind: str, dtype: str, **attrs: Any) -> Quantized:
+def weights_of(kind: str, dtype: str) -> Quantized:
     """Dequantize an initializer, as the weights of models are."""
-    q, feeds = integers((32, 6), kind), {"s": scales((2, 6), dtype)}
-    node = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=0, block_size=16)
-    model = model_of([node], feeds, {"y": (dtype, (32, 6))}, {"q": q, "z": integers((2, 6), kind)})
-    return Quantized(f"{kind} weights to {dtype}", model, feeds)
+    weights = {"q": integers((32, 6), kind), "z": integers((2, 6), kind)}
+    node = "y = DequantizeLinear <axis = 0, block_size = 16> (q, s, z)"
+    feeds, outputs = {"s": scales((2, 6), dtype)}, {"y": (dtype, (32, 6))}
+    return quantized(f"{kind} weights to {dtype}", node, feeds, outputs, weights)
 
 
 def dynamic(x: np.ndarray, name: str) -> Quantized:
-    node = helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])
     outputs = {"y": ("uint8", x.shape), "s": ("float32", ()), "z": ("uint8", ())}
-    return Quantized(f"dynamic {name}", model_of([node], {"x": x}, outputs), {"x": x})
+    return quantized(f"dynamic {name}", "y, s, z = DynamicQuantizeLinear (x)", {"x": x}, outputs)
+
+
+PRODUCT = {"float32": 2e-5, "float16": 2e-3}
+"""Tolerances of products, which sum in another order."""
 
 
 def nbits(
@@ -212,22 +215,14 @@ def nbits(
     if bias:
         weights["bias"] = rng.standard_normal(n).astype(dtype)
     given = [name if name in weights else "" for name in ("q", "scale", "zero", "groups", "bias")]
-    node = helper.make_node(
-        "MatMulNBits", ["a", *given], ["y"], domain="com.microsoft",
-        K=k, N=n, bits=bits, block_size=block, accuracy_level=1,
-    )  # fmt: skip
+    how = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": 1}
+    node = f"y = com.microsoft.MatMulNBits {written(how)} ({', '.join(['a', *given])})"
     outputs = {"y": (dtype, (*batch, m, n))}
     flags = "".join(
         f" {x}" for x in (zero and f"zero {zero}", bias and "bias", groups and "groups") if x
     )
     name = f"MatMulNBits {m}x{k}x{n} {bits} bits of {block} {dtype}{flags}"
-    # float16 rounds the result once; sums differ in their order
-    return Quantized(
-        name,
-        model_of([node], feeds, outputs, weights),
-        feeds,
-        {"float32": 2e-5, "float16": 2e-3}[dtype],
-    )
+    return quantized(name, node, feeds, outputs, weights, tolerance=PRODUCT[dtype])
 
 
 NBITS = [
@@ -258,17 +253,10 @@ def held_weights(kind: str, block: int, zero: bool, dtype: str = "float32") -> Q
     feeds = {"x": rng.standard_normal((3, 2 * block or 48)).astype(dtype)}
     weights = {"q": integers((2 * block or 48, 64), kind), "s": scales(shape, dtype)}
     weights |= {"z": integers(shape, kind)} if zero else {}
-    nodes = [
-        helper.make_node("DequantizeLinear", ["q", "s", *(["z"] if zero else [])], ["w"], **attrs),
-        helper.make_node("MatMul", ["x", "w"], ["y"]),
-    ]
-    model = model_of(nodes, feeds, {"y": (dtype, (3, 64))}, weights)
-    return Quantized(
-        f"held {kind} {block} {dtype} {zero}",
-        model,
-        feeds,
-        {"float32": 2e-5, "float16": 2e-3}[dtype],
-    )
+    point = ", z" if zero else ""
+    nodes = f"w = DequantizeLinear {written(attrs)} (q, s{point}) y = MatMul (x, w)"
+    name, outputs = f"held {kind} {block} {dtype} {zero}", {"y": (dtype, (3, 64))}
+    return quantized(name, nodes, feeds, outputs, weights, tolerance=PRODUCT[dtype])
 
 
 HELD = [
@@ -294,16 +282,15 @@ def products(
     feeds = {k: v for k, v in every.items() if not (held and k in ("b", "zb"))}
     weights = {k: v for k, v in every.items() if k not in feeds}
     given = ["a", "b", *("" if s is None else n for n, s in zip(("za", "zb"), zeros, strict=True))]
-    node = helper.make_node("MatMulInteger", given, ["y"])
-    shape = np.zeros(a, np.int8) @ np.zeros(b, np.int8)
-    model = model_of([node], feeds, {"y": ("int32", shape.shape)}, weights)
+    node = f"y = MatMulInteger ({', '.join(given)})"
     name = f"MatMulInteger {a} {b} {kinds} {zeros}{'' if held else ' fed'}"
-    if zeros[0] in (None, ()):
-        return Quantized(name, model, feeds)
-    # onnxruntime refuses a zero point for each row of a
-    left = every["a"].astype(np.int32) - every["za"].astype(np.int32)[:, None]
-    right = every["b"].astype(np.int32) - every.get("zb", np.zeros(1)).astype(np.int32)
-    return Quantized(name, model, feeds, want=(left @ right,))
+    want: tuple[np.ndarray, ...] = ()
+    if zeros[0]:  # onnxruntime refuses a zero point for each row of a
+        left = every["a"].astype(np.int32) - every["za"].astype(np.int32)[:, None]
+        right = every["b"].astype(np.int32) - every.get("zb", np.zeros(1)).astype(np.int32)
+        want = (left @ right,)
+    shape = (np.zeros(a, np.int8) @ np.zeros(b, np.int8)).shape
+    return quantized(name, node, feeds, {"y": ("int32", shape)}, weights, want=want)
 
 
 def qlinear_matmul(
@@ -319,12 +306,10 @@ def qlinear_matmul(
     every = {name: np.asarray(array) for name, array in every.items()}
     feeds = {k: v for k, v in every.items() if k == "a" or not held}
     weights = {k: v for k, v in every.items() if k not in feeds}
-    node = helper.make_node("QLinearMatMul", list(every), ["y"])
-    shape = np.zeros(a, np.int8) @ np.zeros(b, np.int8)
-    model = model_of([node], feeds, {"y": (kinds[2], shape.shape)}, weights)
-    return Quantized(
-        f"QLinearMatMul {a} {b} {kinds} {'each' if each else 'one'} {held}", model, feeds
-    )
+    node = f"y = QLinearMatMul ({', '.join(every)})"
+    name = f"QLinearMatMul {a} {b} {kinds} {'each' if each else 'one'} {held}"
+    shape = (np.zeros(a, np.int8) @ np.zeros(b, np.int8)).shape
+    return quantized(name, node, feeds, {"y": (kinds[2], shape)}, weights)
 
 
 def convolution(
@@ -347,12 +332,11 @@ def convolution(
             parts["bias"] = rng.integers(-9000, 9000, w[0]).astype(np.int32)
             given.append("bias")
     weights = {k: np.asarray(v) for k, v in parts.items() if k != "x"}
-    node = helper.make_node(op, given, ["y"], **attrs)
+    node = f"y = {op} {written(attrs)} ({', '.join(given)})"
     kind = "int32" if op == "ConvInteger" else kinds[0]
-    model = model_of(
-        [node], {"x": parts["x"]}, {"y": (kind, ("n", "c", *"dhw"[: len(x) - 2]))}, weights
-    )
-    return Quantized(f"{op} {x} {w} {kinds} {each} {attrs}", model, {"x": parts["x"]})
+    outputs = {"y": (kind, ("n", "c", *"dhw"[: len(x) - 2]))}
+    name = f"{op} {x} {w} {kinds} {each} {attrs}"
+    return quantized(name, node, {"x": parts["x"]}, outputs, weights)
 
 
 PRODUCTS = [

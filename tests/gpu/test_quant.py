@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from math_cases import only
-from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
+from quant_cases import CASES, FLOATS8, KINDS, Quantized, quantized
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import nvrtc
@@ -68,9 +68,7 @@ def test_every_float_is_rounded_to_the_nearest(kind: str) -> None:
     x = x[np.isfinite(x) & (np.abs(x) < 1e5)]
     dtype = getattr(ml_dtypes, kind)
     to = KINDS.get(kind, onnx.TensorProto.FLOAT4E2M1)
-    nodes = [
-        onnx.helper.make_node("Cast", ["x"], ["q"], to=to, saturate=0),
-        onnx.helper.make_node("Cast", ["q"], ["y"], to=KINDS["float32"]),
-    ]
-    (y,) = run(model_of(nodes, {"x": x}, {"y": ("float32", x.shape)}, opset=25), {"x": x})
+    nodes = f"q = Cast <to = {to}, saturate = 0> (x) y = Cast <to = 1> (q)"
+    case = quantized(kind, nodes, {"x": x}, {"y": ("float32", x.shape)}, opset=25)
+    (y,) = run(case.model, case.feeds)
     np.testing.assert_array_equal(y, x.astype(dtype).astype(np.float32))
