@@ -2,20 +2,14 @@
 
 import numpy as np
 from gradient_rows import F32, apart, rng, row, rows, within
-from support import entries
 
 NORM = [
     *rows("""
-LayerNormalization axis=-1: x=(2, 3, 4), s=(4,), b=(4,)
-  y = LayerNormalization <axis = -1> (x, s, b)
-LayerNormalization axis=1: x=(2, 3, 4), s=(3, 4), b=(3, 4)
-  y = LayerNormalization <axis = 1> (x, s, b)
-LayerNormalization axis=0: x=(2, 3, 4), s=(2, 3, 4), b=(2, 3, 4)
-  y = LayerNormalization <axis = 0> (x, s, b)
+LayerNormalization axis=$axis: x=(2, 3, 4), s=$s, b=$s; axis, s in -1 (4,) | 1 (3, 4) |
+0 (2, 3, 4) | -2 (4,)
+  y = LayerNormalization <axis = $axis> (x, s, b)
 LayerNormalization axis=-1 no bias: x=(2, 3, 4), s=(4,)
   y = LayerNormalization <axis = -1> (x, s)
-LayerNormalization axis=-2: x=(2, 3, 4), s=(4,), b=(4,)
-  y = LayerNormalization <axis = -2> (x, s, b)
 """),
     row("RMSNormalization", "y = RMSNormalization (x, s)", x=(2, 3, 4), s=(4,)),
     *rows("""
@@ -50,54 +44,37 @@ LRN: x=(2, 5, 3, 2), dtype=F32
 ]
 
 
-def resizes(text):
-    """Rows of inputs, `s` the scales or `z` the sizes, and of attributes in the lines below."""
-    for name, inputs, attributes in entries(text):
-        given = {"x": (1, 2, 4, 5), "dtype": F32, "fixed": ("s",)} | eval(f"dict({inputs})")
-        for key, kind in (("s", np.float32), ("z", np.int64)):
-            given |= {key: np.array(given[key], kind)} if key in given else {}
-        call = "x, , s" if "s" in given else "x, , , z"
-        yield row(f"Resize {name}", f"y = Resize <{attributes}> ({call})", **given)
+def resize(name, how, **inputs):
+    """Of scales `s` or sizes `z`."""
+    given = {"x": (1, 2, 4, 5), "dtype": F32, "fixed": ("s",)} | inputs
+    for key, kind in (("s", np.float32), ("z", np.int64)):
+        given |= {key: np.array(given[key], kind)} if key in given else {}
+    call = "x, , s" if "s" in given else "x, , , z"
+    return row(f"Resize {name}", f"y = Resize <{how}> ({call})", **given)
 
 
-RESIZE = list(
-    resizes("""
-nearest x2: s=[1, 1, 2, 2]
-  mode = "nearest"
-nearest asymmetric floor: s=[1, 1, 2, 3]
-  coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"
-nearest fractional: s=[1, 1, 1.5, 0.6]
-  mode = "nearest"
-nearest sizes: z=[1, 2, 8, 7]
-  mode = "nearest"
-nearest ceil: s=[1, 1, 2, 2]
-  nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"
-linear: s=[1, 1, 2, 1.5]
-  mode = "linear"
-linear sizes: z=[1, 2, 7, 3]
-  mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"
-linear corners: z=[1, 2, 7, 9]
-  mode = "linear", coordinate_transformation_mode = "align_corners"
-linear axes: s=[2, 2]
-  mode = "linear", axes = [2, 3]
-linear 3-D: s=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)
-  mode = "linear"
-linear 1-D: s=[1, 1, 2.5], x=(2, 3, 4)
-  mode = "linear"
-linear antialias: s=[1, 1, 0.5, 0.6], x=(1, 2, 6, 7)
-  mode = "linear", antialias = 1
-linear, an axis that stays: s=[1, 1, 1.3, 0.6], x=(1, 2, 2, 7)
-  mode = "linear"
-linear, axes that stay: s=[1, 1, 1.3, 1.2], x=(1, 2, 2, 3)
-  mode = "linear"
-cubic, an axis that stays: s=[1, 1, 1.4, 1.3], x=(1, 2, 7, 2)
-  mode = "cubic"
-cubic: s=[1, 1, 2, 1.5]
-  mode = "cubic"
-cubic sizes: z=[1, 2, 9, 3]
-  mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1
-""")
-)
+NEAREST, LINEAR, CUBIC = (f'mode = "{mode}"' for mode in ("nearest", "linear", "cubic"))
+BY = "coordinate_transformation_mode"
+RESIZE = [
+    resize("nearest x2", NEAREST, s=[1, 1, 2, 2]),
+    resize("nearest asymmetric floor", f'{BY} = "asymmetric", nearest_mode = "floor"',
+           s=[1, 1, 2, 3]),
+    resize("nearest fractional", NEAREST, s=[1, 1, 1.5, 0.6]),
+    resize("nearest sizes", NEAREST, z=[1, 2, 8, 7]),
+    resize("nearest ceil", f'nearest_mode = "ceil", {BY} = "asymmetric"', s=[1, 1, 2, 2]),
+    resize("linear", LINEAR, s=[1, 1, 2, 1.5]),
+    resize("linear sizes", f'{LINEAR}, {BY} = "pytorch_half_pixel"', z=[1, 2, 7, 3]),
+    resize("linear corners", f'{LINEAR}, {BY} = "align_corners"', z=[1, 2, 7, 9]),
+    resize("linear axes", f"{LINEAR}, axes = [2, 3]", s=[2, 2]),
+    resize("linear 3-D", LINEAR, s=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)),
+    resize("linear 1-D", LINEAR, s=[1, 1, 2.5], x=(2, 3, 4)),
+    resize("linear antialias", f"{LINEAR}, antialias = 1", s=[1, 1, 0.5, 0.6], x=(1, 2, 6, 7)),
+    resize("linear, an axis that stays", LINEAR, s=[1, 1, 1.3, 0.6], x=(1, 2, 2, 7)),
+    resize("linear, axes that stay", LINEAR, s=[1, 1, 1.3, 1.2], x=(1, 2, 2, 3)),
+    resize("cubic, an axis that stays", CUBIC, s=[1, 1, 1.4, 1.3], x=(1, 2, 7, 2)),
+    resize("cubic", CUBIC, s=[1, 1, 2, 1.5]),
+    resize("cubic sizes", f"{CUBIC}, cubic_coeff_a = -0.5, exclude_outside = 1", z=[1, 2, 9, 3]),
+]  # fmt: skip
 
 
 def points(low, high, *shape):
@@ -157,16 +134,11 @@ dynamic=(0, 2), runtime=("n",)
   y = Attention <is_causal = 1> (q, k, v, , , , n)
 Attention: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 6), dtype=F32, dynamic=(0, 2)
   y = Attention (q, k, v)
-Attention GQA: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
-  y = Attention <scale = 0.3> (q, k, v)
-Attention bool mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=mask(2, 1, 3, 5), dtype=F32,
-dynamic=(0, 2)
-  y = Attention (q, k, v, m)
-Attention 2-D mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=mask(3, 5), dtype=F32,
-dynamic=(0, 2)
-  y = Attention (q, k, v, m)
-Attention float mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=(1, 4, 3, 5), dtype=F32,
-dynamic=(0, 2)
+Attention $name: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2);
+name, how in GQA scale = 0.3 | softcap softcap = 2.0
+  y = Attention <$how> (q, k, v)
+Attention $kind mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=$m, dtype=F32,
+dynamic=(0, 2); kind, m in bool mask(2, 1, 3, 5) | 2-D mask(3, 5) | float (1, 4, 3, 5)
   y = Attention (q, k, v, m)
 Attention causal: q=(2, 4, 5, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
   y = Attention <is_causal = 1> (q, k, v)
@@ -178,8 +150,6 @@ Attention 3-D: q=(2, 3, 24), k=(2, 5, 12), v=(2, 5, 8), dtype=F32, dynamic=(0, 1
 Attention 3-D causal, mask: q=(2, 5, 24), k=(2, 5, 12), v=(2, 5, 8), m=mask(2, 1, 5, 5), dtype=F32,
 dynamic=(0, 1)
   y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> (q, k, v, m)
-Attention softcap: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
-  y = Attention <softcap = 2.0> (q, k, v)
 Attention past: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), a=(2, 2, 3, 6), b=(2, 2, 3, 4),
 outputs=("y", "pk", "pv"), dtype=F32,
 dynamic=(0, 2)
