@@ -7,6 +7,7 @@ from cases import fusion_rows
 
 PARTS = {
     "AXES": "axes = int64[1] {-1}",
+    "EPS": "eps = float {1e-05}",
     "X": "float[B,T,8] x",
     "OUT": "float[B,T,8] y",
     "RAISED": "float[P,B,T,8] y",
@@ -62,13 +63,11 @@ ln_deviation_rounded_before_an_rms_norm: RMSNormalization; opset 23
 # --- norms: shapes --------------------------------------------------------------------------
 ln_epsilon_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  eps = float[1,1,1,1] {0.001}  mu = ReduceMean (x, axes)  d = Sub (x, mu)
-  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Sqrt (ve)  y = Div (d, std)
+  $AXES  eps = float[1,1,1,1] {0.001}  $CENTRE  sq = Mul (d, d)  $STD  y = Div (d, std)
   reason: $WITHIN
 ln_exponent_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  two = float[1,1,1,1] {2.0}  eps = float {1e-05}  $CENTRE  sq = Pow (d, two)
-  $STD  y = Div (d, std)
+  $AXES  two = float[1,1,1,1] {2.0}  $EPS  $CENTRE  sq = Pow (d, two)  $STD  y = Div (d, std)
   reason: $WITHIN
 ln_root_raises_the_rank:
   ($X) => ($RAISED)
@@ -77,13 +76,12 @@ ln_root_raises_the_rank:
   reason: $WITHIN
 ln_one_raises_the_rank:
   ($X) => ($RAISED)
-  axes = int64[1] {-1}  one = float[1,1,1,1] {1.0}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
-  $STD  r = Div (one, std)  y = Mul (d, r)
+  $AXES  one = float[1,1,1,1] {1.0}  $EPS  $CENTRE  sq = Mul (d, d)  $STD  r = Div (one, std)
+  y = Mul (d, r)
   reason: $WITHIN
 ln_scale_of_one_element:
   ($X, float[1] g, float[1] b) => ($OUT)
-  axes = int64[1] {-1}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)  $STD  n = Div (d, std)
-  s = Mul (n, g)  y = Add (s, b)
+  $AXES  $EPS  $CENTRE  sq = Mul (d, d)  $STD  n = Div (d, std)  s = Mul (n, g)  y = Add (s, b)
 ln_unbiased_variance:
   ($X) => ($OUT)
   axes = int64[1] {-1}  seven = float {7.0}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
@@ -110,33 +108,18 @@ skip_norm_scaled_by_its_own_sum: fed x r
   y = LayerNormalization <axis = -1> (s, g, b)
   reason: scale is computed in the graph
 # --- activations ----------------------------------------------------------------------------
-gelu_half_raises_the_rank:
+gelu_$name: ; name, half, one, root in half_raises_the_rank float[1,1,1,1] float float |
+one_raises_the_rank float float[1,1,1,1] float | root_raises_the_rank float float float[1,1,1,1]
   ($X) => ($RAISED)
-  half = float[1,1,1,1] {0.5}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
-gelu_one_raises_the_rank:
-  ($X) => ($RAISED)
-  half = float {0.5}  one = float[1,1,1,1] {1.0}  r = float {0.70710678}  $GELU_OF_X
-gelu_root_raises_the_rank:
-  ($X) => ($RAISED)
-  half = float {0.5}  one = float {1.0}  r = float[1,1,1,1] {0.70710678}  $GELU_OF_X
+  half = $half {0.5}  one = $one {1.0}  r = $root {0.70710678}  $GELU_OF_X
 quick_gelu_factor_raises_the_rank:
   ($X) => ($RAISED)
   a = float[1,1,1,1] {1.702}  u = Mul (x, a)  s = Sigmoid (u)  y = Mul (x, s)
-gelu_with_a_half_of_0.5009:
+gelu_with_a_$name: ; name, half, one, root in half_of_0.5009 0.5009 1.0 0.70710678 |
+half_of_0.5000001 0.50000012 1.0 0.70710678 | root_of_four_digits 0.5 1.0 0.7071 |
+one_of_1.0005 0.5 1.0005 0.70710678
   ($X) => ($OUT)
-  half = float {0.5009}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
-  reason: near those of Gelu
-gelu_with_a_half_of_0.5000001:
-  ($X) => ($OUT)
-  half = float {0.50000012}  one = float {1.0}  r = float {0.70710678}  $GELU_OF_X
-  reason: near those of Gelu
-gelu_with_a_root_of_four_digits:
-  ($X) => ($OUT)
-  half = float {0.5}  one = float {1.0}  r = float {0.7071}  $GELU_OF_X
-  reason: near those of Gelu
-gelu_with_a_one_of_1.0005:
-  ($X) => ($OUT)
-  half = float {0.5}  one = float {1.0005}  r = float {0.70710678}  $GELU_OF_X
+  half = float {$half}  one = float {$one}  r = float {$root}  $GELU_OF_X
   reason: near those of Gelu
 gelu_as_a_sum:  # -0.0 · ½ + -0.0 · ½ · erf is 0.0
   ($X) => ($OUT)
@@ -298,18 +281,13 @@ batch_norm_of_no_variance:
 batch_norm_behind_grouped_transposed_convolution: gone BatchNormalization
   (float[B,4,S,T] x, float[4,3,2,2] w, $BN) => (float[B,6,P,Q] y)
   $VARIANCE  z = ConvTranspose <group = 2> (x, w)  y = BatchNormalization (z, g, b, m, var)
-batch_norm_behind_a_gemm_with_bias_scalar: gone BatchNormalization
-  (float[5,8] x, float[8,6] w, float c, $BN) => (float[5,6] y)
-  $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)
-  y = BatchNormalization (z, g, b, m, var)
-batch_norm_behind_a_gemm_with_bias_matrix: gone BatchNormalization
-  (float[5,8] x, float[8,6] w, float[1,6] c, $BN) => (float[5,6] y)
-  $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)
-  y = BatchNormalization (z, g, b, m, var)
+batch_norm_behind_a_gemm_with_bias_$name: gone BatchNormalization; name, bias in scalar float |
+matrix float[1,6]
+  (float[5,8] x, float[8,6] w, $bias c, $BN) => (float[5,6] y)
+  $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)  y = BatchNormalization (z, g, b, m, var)
 batch_norm_behind_a_gemm_with_bias_per_row:
   (float[5,8] x, float[8,6] w, float[5,1] c, $BN) => (float[5,6] y)
-  $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)
-  y = BatchNormalization (z, g, b, m, var)
+  $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)  y = BatchNormalization (z, g, b, m, var)
 # --- attention: sizes -----------------------------------------------------------------------
 attention_of_one_head_with_a_mask_of_more: fed q k v mask
   (float[B,1,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v, float[B,H,S,T] mask) => (float[B,H,S,8] y)

@@ -60,15 +60,13 @@ attention_where_before_the_scale: SdpaWhere; fed q k v mask
   ($QKV, bool[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  $SCALE  low = float {-3.4028235e+38}  zm = Where (mask, s, low)  z = Mul (zm, f)
   p = Softmax (z)  y = MatMul (p, v)
-attention_mask_before_a_scale_that_rounds: fed q k v mask
+attention_mask_$name: fed q k v mask;
+name, scale, told in before_a_scale_that_rounds 0.35355339 0.353553 |
+enlarged_by_the_scale 2.0 2
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
-  $SCORES  $SCALE  zm = Add (s, mask)  z = Mul (zm, f)  p = Softmax (z)  y = MatMul (p, v)
-  reason: a mask is added before the scores are scaled by 0.353553
-attention_mask_enlarged_by_the_scale: fed q k v mask
-  ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
-  $SCORES  f = float {2.0}  zm = Add (s, mask)  z = Mul (zm, f)  p = Softmax (z)
+  $SCORES  f = float {$scale}  zm = Add (s, mask)  z = Mul (zm, f)  p = Softmax (z)
   y = MatMul (p, v)
-  reason: a mask is added before the scores are scaled by 2
+  reason: a mask is added before the scores are scaled by $told
 attention_scaled_operands: Sdpa; fed q k v
   (float[B,S,4,8] q, float[B,T,4,8] k, float[B,T,4,8] v) => (float[B,4,S,8] y)
   f = float {0.59460355}  qt = Transpose <perm = [0,2,1,3]> (q)  qs = Mul (qt, f)
@@ -151,14 +149,10 @@ attention_node_float_with_a_row_masked_whole: SdpaMaskGuard; fed q k v; opset 23
 attention_node_causal_3d: SdpaCausal; fed q k v; opset 23
   (float[B,S,32] q, float[B,S,32] k, float[B,S,32] v) => (float[B,S,32] y)
   y = Attention <q_num_heads = 4, kv_num_heads = 4, is_causal = 1> (q, k, v)
-attention_node_past_float_causal: GroupedSdpaMaskGuard; fed q k v pk pv m0 m1; opset 23
+attention_node_past_${kind}_causal: GroupedSdpaMaskGuard; fed q k v pk pv m0 m1; opset 23;
+kind in float bool
   (float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,3,8] pk, float[B,2,3,8] pv,
-  float[B,1,S,3] m0, float[B,1,S,S] m1)
-  => (float[B,4,S,8] y)
-  m = Concat <axis = -1> (m0, m1)  y, kk, vv = Attention <is_causal = 1> (q, k, v, m, pk, pv)
-attention_node_past_bool_causal: GroupedSdpaMaskGuard; fed q k v pk pv m0 m1; opset 23
-  (float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,3,8] pk, float[B,2,3,8] pv,
-  bool[B,1,S,3] m0, bool[B,1,S,S] m1)
+  $kind[B,1,S,3] m0, $kind[B,1,S,S] m1)
   => (float[B,4,S,8] y)
   m = Concat <axis = -1> (m0, m1)  y, kk, vv = Attention <is_causal = 1> (q, k, v, m, pk, pv)
 attention_where_then_mask: SdpaWhereMask; fed q k v mask keep

@@ -18,12 +18,10 @@ group_norm_silu: GroupNormSilu; gone InstanceNormalization Silu Sigmoid
   zero = float[4] {0.0, 0.0, 0.0, 0.0}  v = Reshape (x, to)
   i = InstanceNormalization <epsilon = 0.001> (v, one, zero)  size = Shape (x)
   n = Reshape (i, size)  m = Mul (n, g)  z = Add (b, m)  s = Sigmoid (z)  y = Mul (s, z)
-group_norm_node_alone: GroupNorm; gone GroupNormalization Relu
+group_norm_node_$name: GroupNorm$act; gone GroupNormalization Relu; name, then, act in alone Neg |
+relu Relu Relu
   (float[B,8,T] x, float[8] g, float[8] b) => (float[B,8,T] y)
-  z = GroupNormalization <num_groups = 4> (x, g, b)  y = Neg (z)
-group_norm_node_relu: GroupNormRelu; gone GroupNormalization Relu
-  (float[B,8,T] x, float[8] g, float[8] b) => (float[B,8,T] y)
-  z = GroupNormalization <num_groups = 4> (x, g, b)  y = Relu (z)
+  z = GroupNormalization <num_groups = 4> (x, g, b)  y = $then (z)
 norm_of_groups_in_half: GroupNormRelu
   (float16[B,8,T] x, float16[8] g, float16[8] b) => (float16[B,8,T] y)
   z = GroupNormalization <num_groups = 2> (x, g, b)  y = Relu (z)

@@ -4,13 +4,10 @@ from cases import fusion_rows
 
 ROWS = """
 # --- LayerNormalization in every form that exporters write -----------------------------------
-norm_with_a_shift_of_one_number: LayerNormGemm
-  (float[B,T,16] x, float[16] g, float[1] b, $LIN)
-  $LN  m = MatMul (n, w)  z = Add (m, c)  y = Identity (z)
-  spares huge: onnxruntime's variance overflows later where it broadcasts (1.32)
-norm_with_a_scale_of_one_number: LayerNormGemm
-  (float[B,T,16] x, float[1] g, float[16] b, $LIN)
-  $LN  m = MatMul (n, w)  z = Add (m, c)  y = Identity (z)
+norm_with_a_$name: LayerNormGemm; name, g, b in shift_of_one_number 16 1 |
+scale_of_one_number 1 16
+  ($X, float[$g] g, float[$b] b, $LIN)
+  $LN  $LINEAR  y = Identity (z)
   spares huge: onnxruntime's variance overflows later where it broadcasts (1.32)
 norm_node: LayerNormGemm
   ($IN)

@@ -37,13 +37,16 @@ BUFFER = f"""{LENGTH}
     columns = Constant <value_ints = [3]> ()
     upper = Slice (triangle, none, size, rows)
     seen = Slice (upper, none, size, columns)"""
+LATE = f"{POSITIONS} late = Greater (keys, queries)"
+FAR, NEVER = (f"low = {low} nil = {NIL}" for low in (LOW, INF))
+ONES = f"{SQUARE} ones = ConstantOfShape <value = float[1] {{1}}> (both)"
+MASK = "mask = Where (late, low, nil)"
 ADDED = "z = Add (s, mask)"
 KEPT = f"low = {LOW} z = Where (keep, s, low)"
 
 # name: what makes the mask, what the logits are; then whether it is proved causal
 PROVED = {
-    "positions": (f"""{POSITIONS} late = Greater (keys, queries)
-        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+    "positions": (f"{LATE} {FAR} {MASK}", ADDED),
     "positions of each batch": ("""keys = Constant <value = int64[2,1,1,9]
             {0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8}> ()
         queries = Constant <value = int64[2,1,9,1]
@@ -52,31 +55,26 @@ PROVED = {
         both = And (seen, one_text) low = {INF} nil = {NIL} mask = Where (seen, nil, low)""",
         ADDED),
     "not less or equal": (f"""{POSITIONS} seen = LessOrEqual (keys, queries) late = Not (seen)
-        low = {INF} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+        {NEVER} {MASK}""", ADDED),
     "queries below": (f"{POSITIONS} keep = GreaterOrEqual (queries, keys)", KEPT),
     "a distance": (f"""{POSITIONS} ahead = Sub (queries, keys)
         keep = GreaterOrEqual (ahead, from)""", KEPT),
-    "hidden": (f"""{POSITIONS} late = Less (queries, keys)
-        """, f"low = {LOW} z = Where (late, low, s)"),
+    "hidden": (f"{POSITIONS} late = Less (queries, keys)", f"low = {LOW} z = Where (late, low, s)"),
     "triu of -inf": (f"""{SQUARE}
         low = ConstantOfShape <value = float[1] {{-inf}}> (both)
         by = Constant <value = int64 {{1}}> () mask = Trilu <upper = 1> (low, by)""", ADDED),
     "expanded": (f"""{SQUARE} one = {ONE} ones = Expand (one, both)
         lower = Trilu <upper = 0> (ones) nil = {NIL} late = Equal (lower, nil) low = {INF}
         mask = Where (late, low, nil)""", ADDED),
-    "tril of ones": (f"""{SQUARE}
-        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+    "tril of ones": (f"""{ONES}
         lower = Trilu <upper = 0> (ones) keep = Cast <to = 9> (lower)""", KEPT),
-    "one minus tril": (f"""{SQUARE}
-        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+    "one minus tril": (f"""{ONES}
         lower = Trilu <upper = 0> (ones) one = {ONE} late = Sub (one, lower)
         low = {LOW} mask = Mul (late, low)""", ADDED),
     "a buffer": (f"{BUFFER} keep = Cast <to = 9> (seen)", KEPT),
     "a buffer equals zero": (f"""{BUFFER} nil = {NIL} late = Equal (seen, nil)""",
         f"low = {INF} z = Where (late, low, s)"),
-    "behind a mask of keys": (f"""{POSITIONS} late = Greater (keys, queries)
-        low = {INF} nil = {NIL} mask = Where (late, low, nil)""",
-        "z0 = Add (s, padding) z = Add (z0, mask)"),
+    "behind a mask of keys": (f"{LATE} {NEVER} {MASK}", "z0 = Add (s, padding) z = Add (z0, mask)"),
 }  # fmt: skip
 READ = {  # they hide more than the keys behind a query
     "and padding": (f"""{POSITIONS} nil = {NIL} low = {INF} some = Greater (padding, nil)
@@ -99,29 +97,20 @@ KEPT_AS_THEY_ARE = {
     "not far enough": (f"""{POSITIONS} late = Greater (keys, queries)
         low = Constant <value = float {{-10000.0}}> () nil = {NIL}
         mask = Where (late, low, nil)""", ADDED),
-    "itself hidden": (f"""{POSITIONS} late = GreaterOrEqual (keys, queries)
-        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
-    "one key ahead": (f"""{SQUARE}
-        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+    "itself hidden": (f"{POSITIONS} late = GreaterOrEqual (keys, queries) {FAR} {MASK}", ADDED),
+    "one key ahead": (f"""{ONES}
         by = Constant <value = int64 {{1}}> ()
         lower = Trilu <upper = 0> (ones, by) keep = Cast <to = 9> (lower)""", KEPT),
     "the other way": (f"{POSITIONS} keep = GreaterOrEqual (keys, queries)", KEPT),
-    "visible is not zero": (f"""{POSITIONS} late = Greater (keys, queries)
-        low = {LOW} one = {ONE} mask = Where (late, low, one)""", ADDED),
-    "by lowest behind a mask": (f"""{POSITIONS} late = Greater (keys, queries)
-        low = {LOW} nil = {NIL} mask = Where (late, low, nil)""",
-        "z0 = Add (s, padding) z = Add (z0, mask)"),
-    "before a mask": (f"""{POSITIONS} late = Greater (keys, queries)
-        low = {INF} nil = {NIL} mask = Where (late, low, nil)""",
-        "z0 = Add (s, mask) z = Add (z0, padding)"),
+    "visible is not zero": (f"{LATE} low = {LOW} one = {ONE} mask = Where (late, low, one)", ADDED),
+    "by lowest behind a mask": (f"{LATE} {FAR} {MASK}", "z0 = Add (s, padding) z = Add (z0, mask)"),
+    "before a mask": (f"{LATE} {NEVER} {MASK}", "z0 = Add (s, mask) z = Add (z0, padding)"),
     "given": ("", "z = Add (s, padding)"),
 }  # fmt: skip
 
 
 FOUR = "four = Constant <value = int64 {4}> ()"
 NEAR = f"{POSITIONS} {FOUR} start = Sub (queries, four) near = Greater (keys, start)"
-LATE = f"{POSITIONS} late = Greater (keys, queries) low = {LOW} nil = {NIL}"
-ONES = f"{SQUARE} ones = ConstantOfShape <value = float[1] {{1}}> (both)"
 FROM = (
     f"{SQUARE} back = Constant <value = int64 {{-3}}> () zero = Constant <value = int64 {{0}}> ()"
 )
@@ -159,10 +148,10 @@ WINDOWS = {
         first_two = And (everything, near) seen = LessOrEqual (keys, queries)
         both_of = And (first_two, seen) low = {INF} nil = {NIL} mask = Where (both_of, nil, low)""",
         ADDED, (3, 0), False),
-    "late or early": (f"""{LATE} {FOUR} start = Sub (queries, four)
+    "late or early": (f"""{LATE} {FAR} {FOUR} start = Sub (queries, four)
         early = LessOrEqual (keys, start) out = Or (late, early) mask = Where (out, low, nil)""",
         ADDED, (3, 0), False),
-    "one fill after the other": (f"""{LATE} mask0 = Where (late, low, nil)
+    "one fill after the other": (f"""{LATE} {FAR} mask0 = Where (late, low, nil)
         both = Concat <axis = 0> (size, size)
         yes = Constant <value = float {{1.0}}> () ones = Expand (yes, both)
         behind = Constant <value = int64 {{-4}}> () lower = Trilu <upper = 0> (ones, behind)
@@ -195,7 +184,7 @@ WINDOWS = {
 NO_WINDOWS = {  # name: what makes the mask, what the logits are
     "itself too early": (f"""{POSITIONS} seen = LessOrEqual (keys, queries)
         near = Greater (keys, queries) keep = And (near, seen)""", KEPT),
-    "two numbers beyond": (f"""{LATE} mask0 = Where (late, low, nil) {FOUR}
+    "two numbers beyond": (f"""{LATE} {FAR} mask0 = Where (late, low, nil) {FOUR}
         start = Sub (queries, four) early = LessOrEqual (keys, start)
         least = Constant <value = float {{-1e38}}> () mask = Where (early, least, mask0)""", ADDED),
     "by lowest and padding": (f"""{NEAR} nil = {NIL} low = {LOW} some = Greater (padding, nil)
