@@ -61,6 +61,12 @@ class Cli:
         assert result.code == code, result
         return result.err
 
+    def line(self, code: int, *arguments: object) -> str:
+        """The same, which is one line."""
+        err = self.fails(code, *arguments)
+        assert err.count("\n") == 1, err
+        return err
+
 
 ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=[,;|])\n.*)*))?\n((?:  .*\n)+)")
 

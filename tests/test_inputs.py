@@ -382,9 +382,9 @@ def test_a_sequence_is_given_in_python_alone(cli: Cli, tmp_path: Path) -> None:
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), path)
     np.savez(given, s=np.ones((3, 2, 2), np.float32))
     for more in ((), ("--inputs", given)):
-        result = cli("optimize", path, "-o", out, *more)
-        assert (result.code, result.err.count("\n")) == (1, 1)
-        assert "input 's' is a sequence of tensors" in result.err
+        assert "input 's' is a sequence of tensors" in cli.line(
+            1, "optimize", path, "-o", out, *more
+        )
     assert cli("optimize", path, "-o", out, "--no-check").code == 0
     x = np.ones((2, 2), np.float32)
     assert InferenceSession(out, device="cpu").run(None, {"s": [x, x]})[0].shape == (2, 4)
