@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -11,6 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.activations import signature
 from onnx_fuse.ops.formula import written_out
 
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
@@ -68,6 +70,16 @@ class OpDef:
         proto.output.extend(exposed)
         _prune(proto)
         return ir.serde.deserialize_function(proto)
+
+
+def fused_op(
+    name: str, attributes: Sequence[str], inputs: str, outputs: str, text: str, **more: Any
+) -> OpDef:
+    """The operator of ours whose body's lines are `text`, and `newer` among `more` (see OpDef)."""
+    head = f"{name} {signature(*attributes)}({inputs}) => ({outputs})"
+    if "newer" in more:
+        more["newer"] = f"{head} {{\n{more['newer']}\n}}"
+    return OpDef(name, FUSE, f"{head} {{\n{text}\n}}", **more)
 
 
 def _prune(proto: onnx.FunctionProto) -> None:

@@ -57,7 +57,7 @@ class Cell:
     def activation(self, which: int, value: ir.Value) -> ir.Value:
         name, numbers = self.acts[which]
         formulas = {"Affine": "x * alpha + beta", "ScaledTanh": "Tanh(x * beta) * alpha"}
-        values = dict(zip(("alpha", "beta"), numbers, strict=False))
+        values: dict[str, Any] = dict(zip(("alpha", "beta"), numbers, strict=False))
         if name in formulas:
             values = {key: self.op.constant(v, self.dtype) for key, v in values.items()}
             y: ir.Value = emitted(formulas[name], self.op, x=value, **values)

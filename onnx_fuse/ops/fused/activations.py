@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation, signature
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation
+from onnx_fuse.ops.opdef import fused_op, register
 from onnx_fuse.ops.patterns import Formula, text_rule
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, is_float, number, scalar
 
@@ -58,19 +58,13 @@ def _grad(op: Any, node: ir.Node, dys: Sequence[Any]) -> Sequence[Any]:
     return [act_grad(op, node, node.op_type, dys[0], node.inputs[0])]
 
 
-def _bodies(row: Activation, name: str, inputs: str, text: str) -> str:
-    return f"{name} {signature(row.attributes)}({inputs}) => (y) {{\n{text}}}"
-
-
 register(
     *(
-        OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", f"  y = {a.forward}\n"), grad=_grad)
+        fused_op(a.name, [a.attributes], "z", "y", f"  y = {a.forward}", grad=_grad)
         for a in (ACTIVATIONS[name] for name in ("ClippedRelu", "QuickGelu", "Silu"))
     ),
     *(
-        OpDef(
-            f"{a.name}Grad", FUSE, body=_bodies(a, f"{a.name}Grad", "dy, z", a.gradient_text("y"))
-        )
+        fused_op(f"{a.name}Grad", [a.attributes], "dy, z", "y", a.gradient_text("y"))
         for a in ACTIVATIONS.values()
     ),
 )

@@ -8,9 +8,7 @@ are lowered to them (`rewrite.caches`); no file has them.
 
 from __future__ import annotations
 
-from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.fused.gradients import body
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import fused_op, register
 
 _PRESENT = {
     "Growing": """
@@ -43,7 +41,7 @@ def _define(form: str, *, rotates: bool) -> None:
     reads += ", places" if form == "Fixed" else ""
     writes = f"turned, {_PRESENTS}" if rotates else _PRESENTS
     lines = _TURNED * rotates + _PRESENT[form].format(k="key" if rotates else "k")
-    register(OpDef(name, FUSE, body=body(name, "", reads, writes, lines)))
+    register(fused_op(name, [], reads, writes, lines))
 
 
 for _form in _PRESENT:

@@ -14,10 +14,10 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import conv_act_grad
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
@@ -48,20 +48,13 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
     inputs = ["x", "w", "c", *(["r"] if residual else [])]
     inputs += ["slope"] if activation is _PRELU else []
     # Every attribute is bound at a call; only those with a default may follow the plain names.
-    more = activation.attributes if activation else ""
-    head = signature(", ".join(_ATTRIBUTES), "group: int = 1", more)
+    attributes = [*_ATTRIBUTES, "group: int = 1", activation.attributes if activation else ""]
+    text = f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
+    text += f"  {'z' if activation else 'y'} = m + r\n" if residual else ""
+    text += f"  y = {activation.forward}" if activation else ""
     differentiable = not residual and activation is not _PRELU
-    return OpDef(
-        name,
-        FUSE,
-        body=f"{name} {head}({', '.join(inputs)}) => (y) {{\n"
-        f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
-        + (f"  {'z' if activation else 'y'} = m + r\n" if residual else "")
-        + (f"  y = {activation.forward}\n" if activation else "")
-        + "}",
-        saves=("z",) if differentiable else (),
-        grad=conv_act_grad if differentiable else None,
-    )
+    how = {"saves": ("z",), "grad": conv_act_grad} if differentiable else {}
+    return fused_op(name, attributes, ", ".join(inputs), "y", text, **how)
 
 
 register(

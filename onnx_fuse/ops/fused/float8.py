@@ -18,10 +18,10 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, rank
-from onnx_fuse.ir.constants import FUSE, base_name
+from onnx_fuse.ir.constants import base_name
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
-from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, saved
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.fused.gradients import cotangents, dz_text, saved
+from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.ops.shape_ops import TensorBuilder, Values
 
@@ -107,21 +107,19 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
     """The operator and its gradient."""
-    name, attributes, saves = NAME, "", SAVED
+    name, attributes, saves = NAME, [""], SAVED
     text = f"{_LINEAR}y = product + c"
     reads = "dy, xt, wq, xscale, wscale, dz_history"
     if activation is not None:
-        name, attributes = name + activation.name, activation.attributes
+        name, attributes = name + activation.name, [activation.attributes]
         text = f"{_LINEAR}z = product + c\ny = {activation.forward}"
         saves = ("z", *SAVED)
         reads += ", z"
     inputs, outputs = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"
-    grad, grads = name + "Grad", "dx, dw, dc, dznext"
-    forward = body(name, attributes, inputs, outputs, text)
-    backward = body(grad, attributes, reads, grads, dz_text(activation) + _GRADIENT)
+    grads, gradient = "dx, dw, dc, dznext", dz_text(activation) + _GRADIENT
     return (
-        OpDef(name, FUSE, saves=saves, grad=_gradient, body=forward),
-        OpDef(grad, FUSE, body=backward),
+        fused_op(name, attributes, inputs, outputs, text, saves=saves, grad=_gradient),
+        fused_op(name + "Grad", attributes, reads, grads, gradient),
     )
 
 

@@ -21,11 +21,11 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
 from onnx_fuse.ops.fused.norm import canonical_norm
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
@@ -48,15 +48,12 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
     name = str(FusedName.make("Gemm", activation.name, norm=prefix, place=place))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
     halves, factors = PLACES[place]
-    head = signature(*prologue.attributes, activation.attributes)
-    return OpDef(
-        name,
-        FUSE,
-        body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
-        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = m + c\n"
+    text = (
+        f"{prologue.text}  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = m + c\n"
         f"  {halves} = Split <axis: int = -1, num_outputs: int = 2> (both)\n"
-        f"  g = {activation.forward}\n  y = Mul ({factors})\n}}",
+        f"  g = {activation.forward}\n  y = Mul ({factors})"
     )
+    return fused_op(name, [*prologue.attributes, activation.attributes], inputs, "y", text)
 
 
 OPS = {

@@ -18,12 +18,12 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused import padded
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import EPSILON, LAYER_NORM_TEXT, RMS_TEXT, STASH, Norm, canonical_norm
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     CONSTANT,
     PACKED,
@@ -70,16 +70,11 @@ def _define(prefix: str, activation: Activation | None) -> OpDef:
     name = str(FusedName.make("Gemm", activation.name if activation else "", norm=prefix))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
     tail = f"  y = {activation.forward}\n" if activation else ""
-    head = signature(*prologue.attributes, activation.attributes if activation else "")
-    return OpDef(
-        name,
-        FUSE,
-        body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
-        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n"
-        f"  {'z' if activation else 'y'} = m + c\n{tail}}}",
-        saves=prologue.saves + (("z",) if activation else ()),
-        grad=gemm_grad,
-    )
+    attributes = [*prologue.attributes, activation.attributes if activation else ""]
+    text = f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  {'z' if activation else 'y'} = m + c\n"
+    saves = prologue.saves + (("z",) if activation else ())
+    lines = prologue.text + text + tail
+    return fused_op(name, attributes, inputs, "y", lines, saves=saves, grad=gemm_grad)
 
 
 _VARIANTS = [(p, a) for p in PROLOGUES for a in (None, *ACTIVATIONS.values())]

@@ -16,20 +16,14 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.ops.activations import Activation, signature
+from onnx_fuse.ops.activations import Activation
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
-from onnx_fuse.ops.opdef import OpDef, lookup
+from onnx_fuse.ops.opdef import OpDef, fused_op, lookup
 from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, fail
 
 STASH = "stash_type: int = 1"
-
-
-def body(name: str, attributes: str, inputs: str, outputs: str, text: str) -> str:
-    lines = "\n".join(f"  {line.strip()}" for line in text.strip().splitlines() if line.strip())
-    return f"{name} {signature(attributes)}({inputs}) => ({outputs}) {{\n{lines}\n}}"
 
 
 def wide(node: ir.Node) -> dict[str, int]:
@@ -147,20 +141,9 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
         "Gemm", activation.name if activation else "", norm=prefix, grad=True
     ).base
     reads = inputs if prefix or activation is None else [*inputs, "z"]
-    attributes = ", ".join(
-        a for a in (STASH if prefix else "", activation.attributes if activation else "") if a
-    )
-    return OpDef(
-        name,
-        FUSE,
-        body=body(
-            name,
-            attributes,
-            ", ".join(reads),
-            ", ".join(outputs),
-            dz_text(activation) + _ROWS + text,
-        ),
-    )
+    attributes = [STASH if prefix else "", activation.attributes if activation else ""]
+    lines = dz_text(activation) + _ROWS + text
+    return fused_op(name, attributes, ", ".join(reads), ", ".join(outputs), lines)
 
 
 def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -271,7 +254,7 @@ def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
     )
     inputs = ["dy", *(["ds"] if skip else []), "x", "scale", *(["mean"] if centred else []), "rstd"]
     outputs = ["dx", "dscale", *(["dbias"] if centred else [])]
-    return OpDef(name, FUSE, body=body(name, STASH, ", ".join(inputs), ", ".join(outputs), text))
+    return fused_op(name, [STASH], ", ".join(inputs), ", ".join(outputs), text)
 
 
 # y = LN(x), t = y · w + c and x needs no gradient: those of w, of LN's parameters and of c, from
@@ -304,8 +287,7 @@ def _leaf_def(turned: bool) -> OpDef:
         axis="last" if turned else "first",
         turned=int(turned),
     )
-    inputs, outputs = "dt, xh, w, gamma, beta", "dw, dgamma, dbeta, dc"
-    return OpDef(name, FUSE, body=body(name, "", inputs, outputs, text))
+    return fused_op(name, [], "dt, xh, w, gamma, beta", "dw, dgamma, dbeta, dc", text)
 
 
 NORM_GRADS = (
@@ -315,11 +297,9 @@ NORM_GRADS = (
     _norm_def("RMSNormalizationGrad", False, False),
     _norm_def("SkipLayerNormGrad", True, True),
     _norm_def("SkipRMSNormGrad", False, True),
-    OpDef(
-        "BatchNormGrad",
-        FUSE,
-        body=body("BatchNormGrad", f"epsilon: float = 1e-05, {STASH}", "dy, x, scale",
-                  "dx, dscale, dbias", _BATCH_NORM),
+    fused_op(
+        "BatchNormGrad", ["epsilon: float = 1e-05", STASH], "dy, x, scale", "dx, dscale, dbias",
+        _BATCH_NORM,
     ),
 )  # fmt: skip
 

@@ -18,10 +18,10 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.activations import activation_of
-from onnx_fuse.ops.fused.gradients import STASH, body
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.fused.gradients import STASH
+from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
@@ -107,30 +107,19 @@ def _define_grad(activation: Activation | None) -> OpDef:
     act = activation.name if activation else ""
     name = str(FusedName.make("GroupNorm", act, grad=True))
     attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
-    attributes += [activation.attributes] if activation and activation.attributes else []
+    attributes += [activation.attributes] if activation else []
     dz = activation.gradient_text(dy="dys") if activation else "dz = Identity (dys)"
     text = _GRAD.format(dz=dz)
-    function = body(name, ", ".join(attributes), "dy, x, scale, bias", "dx, dscale, dbias", text)
-    return OpDef(name, FUSE, body=function)
+    return fused_op(name, attributes, "dy, x, scale, bias", "dx, dscale, dbias", text)
 
 
 def _define(activation: Activation | None) -> OpDef:
     name = str(FusedName.make("GroupNorm", activation.name if activation else ""))
-    head = signature(
-        "num_groups",
-        "epsilon: float = 1e-05",
-        "stash_type: int = 1",
-        activation.attributes if activation else "",
-    )
-    head, z = f"{name} {head}(x, scale, bias) => (y) {{\n", "z" if activation else "y"
-    tail = f"  y = {activation.forward}\n}}" if activation else "}"
-    return OpDef(
-        name,
-        FUSE,
-        body=f"{head}{_BODY}  {z} = m + bias\n{tail}",
-        newer=f"{head}{_NODE.format(z=z)}{tail}",
-        grad=_grad,
-    )
+    attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
+    attributes += [activation.attributes] if activation else []
+    z, tail = ("z", f"  y = {activation.forward}") if activation else ("y", "")
+    text, newer = f"{_BODY}  {z} = m + bias\n{tail}", f"{_NODE.format(z=z)}{tail}"
+    return fused_op(name, attributes, "x, scale, bias", "y", text, newer=newer, grad=_grad)
 
 
 register(*(make(a) for make in (_define, _define_grad) for a in (None, *ACTIVATIONS.values())))

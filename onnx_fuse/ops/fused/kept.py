@@ -7,9 +7,7 @@ KeptPositions (keep, first, count) -> position, int64 [count]: theirs, where cou
 
 from __future__ import annotations
 
-from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.fused.gradients import body
-from onnx_fuse.ops.opdef import NoGrad, OpDef, register
+from onnx_fuse.ops.opdef import NoGrad, fused_op, register
 from onnx_fuse.program.data_movement import KEPT_TILE
 
 _COUNTS = f"""
@@ -28,11 +26,6 @@ _POSITIONS = """
 _WHY = NoGrad("it gives positions")
 
 register(
-    OpDef("KeptCounts", FUSE, body=body("KeptCounts", "", "keep", "first", _COUNTS), grad=_WHY),
-    OpDef(
-        "KeptPositions",
-        FUSE,
-        body=body("KeptPositions", "", "keep, first, count", "position", _POSITIONS),
-        grad=_WHY,
-    ),
+    fused_op("KeptCounts", [], "keep", "first", _COUNTS, grad=_WHY),
+    fused_op("KeptPositions", [], "keep, first, count", "position", _POSITIONS, grad=_WHY),
 )

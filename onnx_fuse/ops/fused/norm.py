@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import fused_op, register
 from onnx_fuse.ops.patterns import Condition, Spellings, tops
 from onnx_fuse.ops.rules import (
     Rewriter,
@@ -56,33 +56,23 @@ LAYER_NORM_TEXT = (
 )
 
 register(
-    OpDef(
-        "RMSNormalization",
-        FUSE,
-        body=f"RMSNormalization <{EPSILON}, {STASH}> (x, scale) => (y) {{\n"
-        f"{RMS_TEXT}  y = nx * scale\n}}",
-        saves=("rstd",),
-        grad=rms_norm_grad,
+    fused_op(
+        "RMSNormalization", [EPSILON, STASH], "x, scale", "y",
+        f"{RMS_TEXT}  y = nx * scale", saves=("rstd",), grad=rms_norm_grad,
     ),
-    OpDef(
-        "SkipLayerNorm",
-        FUSE,
-        body=f"SkipLayerNorm <{EPSILON}> (x, residual, scale, bias) => (y, s) {{\n"
-        f"  s = x + residual\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
-        saves=("mean", "rstd"),
-        grad=skip_norm_grad,
+    fused_op(
+        "SkipLayerNorm", [EPSILON], "x, residual, scale, bias", "y, s",
+        f"  s = x + residual\n{LAYER_NORM_TEXT.format(n='y', x='s')}",
+        saves=("mean", "rstd"), grad=skip_norm_grad,
     ),
-    OpDef(
-        "SkipRMSNorm",
-        FUSE,
-        body=f"SkipRMSNorm <{EPSILON}, {STASH}> (x, residual, scale) => (y, s) {{\n"
+    fused_op(
+        "SkipRMSNorm", [EPSILON, STASH], "x, residual, scale", "y, s",
         "  s = x + residual\n"
-        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = nx * scale\n}}",
-        saves=("rstd",),
-        grad=skip_norm_grad,
+        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = nx * scale",
+        saves=("rstd",), grad=skip_norm_grad,
     ),
     *NORM_GRADS,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ gradient of Conv's weight, MaxPoolGrad and AveragePoolGrad (dy, x) -> dx that of
 
 from __future__ import annotations
 
-from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.fused.gradients import body
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import fused_op, register
 
 # A convolution of x with dy: batch and channels change places, as do strides and dilations. Each
 # group sees images of its own. `swap` is the exchange of the first two axes.
@@ -54,20 +52,9 @@ _MAX_POOL = f"""
     dx = Reshape <allowzero: int = 1> (sums, Shape (x))
 """
 
-POOL_ATTRIBUTES = "kernel_shape, strides, pads, dilations, auto_pad, ceil_mode"
-
+_OF_CONV = ["kernel_shape", "strides", "dilations", "pads", "group", "swap"]
+_OF_POOL = ["kernel_shape", "strides", "pads", "dilations", "auto_pad", "ceil_mode"]
 register(
-    OpDef(
-        "ConvWeightGrad",
-        FUSE,
-        body=body(
-            "ConvWeightGrad", "kernel_shape, strides, dilations, pads, group, swap", "dy, x", "dw",
-            _WEIGHT,
-        ),
-    ),
-    OpDef(
-        "MaxPoolGrad",
-        FUSE,
-        body=body("MaxPoolGrad", POOL_ATTRIBUTES, "dy, x", "dx", _MAX_POOL),
-    ),
-)  # fmt: skip
+    fused_op("ConvWeightGrad", _OF_CONV, "dy, x", "dw", _WEIGHT),
+    fused_op("MaxPoolGrad", _OF_POOL, "dy, x", "dx", _MAX_POOL),
+)
