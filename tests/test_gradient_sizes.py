@@ -18,7 +18,6 @@ from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 import onnx_fuse
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import in_child
 from onnx_fuse.runtime import ort
 
@@ -162,13 +161,29 @@ def test_a_vector_whose_open_size_is_one_gets_a_sum(name, level):
         assert slope == pytest.approx(np.vdot(step, np.float64(grad)), rel=2e-3, abs=2e-5)
 
 
-def test_a_recurrence_without_steps_is_refused_in_one_sentence():
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[0,2,2] x, float[1,3,2] w,'
-        " float[1,3,3] r) => (float[1,2,3] h) { , h = RNN <hidden_size = 3> (x, w, r) }"
-    )
-    with pytest.raises(ModelError, match=r"\(RNN\): its sequences have no steps$"):
-        autodiff.gradient(model, wrt=["w"])
+@pytest.mark.parametrize(
+    ("steps", "direction"), [("T", "forward"), ("0", "reverse"), ("T", "bidirectional")]
+)
+@pytest.mark.parametrize(("kind", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
+def test_recurrences_without_steps(kind, gates, direction, steps):
+    many = 1 + (direction == "bidirectional")
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[{steps},2,2] x,
+        float[{many},{3 * gates},2] w, float[{many},{3 * gates},3] r, float[{many},2,3] h0)
+        => (float[{steps},{many},2,3] y, float[{many},2,3] h)
+        {{ y, h = {kind} <hidden_size = 3, direction = "{direction}"> (x, w, r, , , h0) }}"""
+    model = onnx.parser.parse_model(text)
+    shapes = {"x": (0, 2, 2), "w": (many, 3 * gates, 2), "r": (many, 3 * gates, 3)}
+    feeds = {n: within(-1, 1, *shape).astype(F32) for n, shape in shapes.items()}
+    h0, dh = within(-1, 1, 2, many, 2, 3).astype(F32)
+    forward = ort.session(load(model))
+    results = [forward.run(["h"], {**feeds, "h0": h})[0] for h in (h0, h0 + 1)]
+    gradient = autodiff.gradient(model, wrt=["x", "w", "r", "h0"])
+    dy = np.zeros((0, many, 2, 3), F32)
+    given = {**feeds, "h0": h0, "y.grad": dy, "h.grad": dh}
+    *grads, dh0 = ort.session(gradient).run([f"{n}.grad" for n in (*feeds, "h0")], given)
+    for array, grad in zip(feeds.values(), grads, strict=True):
+        np.testing.assert_array_equal(grad, np.zeros_like(array))
+    np.testing.assert_allclose(dh0, dh * (results[1] - results[0]), rtol=1e-6)
 
 
 # opset, inputs, shapes that onnxruntime takes and that leave nothing of y

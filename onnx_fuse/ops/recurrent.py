@@ -93,12 +93,12 @@ class _Direction:
         y = of_direction(op, grad.y, index, grad.count, 1)
         first = op.Unsqueeze(self.h0, op.constant([0]))
         if self.reverse:
-            before = op.Concat(op.Slice(y, [1], [2**62], [0]), first, axis=0)
+            before = op.Slice(op.Concat(y, first, axis=0), [1], [2**62], [0])
             if grad.given is not None:  # past a sequence's end Y is 0, and its first state is h0
                 starts = op.Equal(op.Add(grad.times, op.constant(np.int32(1))), grad.lengths)
                 before = op.Where(op.Unsqueeze(starts, op.constant([2])), first, before)
         else:
-            before = op.Concat(first, op.Slice(y, [0], [-1], [0]), axis=0)
+            before = op.Slice(op.Concat(first, y, axis=0), [0], [-1], [0])
         before.shape = y.shape
         self.before = before
 
@@ -148,8 +148,6 @@ class _Recurrent:
             raise fail(node, "its hidden size is not known")
         self.hidden: int = hidden
         self.steps, self.batch, self.width = op.sizes_of(x)
-        if self.steps == 0:  # a Scan has one at least, and a GRU ends onnxruntime's process
-            raise fail(node, "its sequences have no steps")
         self.zeros = op.filled(op.vector([self.batch, self.hidden]), self.dtype)
         length = op.size_of(x, 0)
         self.lengths = self.given
@@ -190,7 +188,8 @@ class _Recurrent:
         if dy is None:
             dy = op.filled(op.vector([self.steps, self.batch, self.hidden]), self.dtype)
         dh, dc = (self.zeros if g is None else g for g in (dh, dc))
-        if self.given is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
+        # onnxruntime's last state of an empty sequence is 0, not h0
+        if self.given is not None or not isinstance(self.steps, int) or self.steps == 0:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             some = op.Unsqueeze(some, op.constant([1]))
             dh, dc = (op.Where(some, g, self.zeros) for g in (dh, dc))

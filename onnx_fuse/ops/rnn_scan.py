@@ -18,11 +18,16 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 # A step reads the function's inputs, and makes its own constants: onnx_ir (1.1) does not find what
 # nodes of the function around it made.
+# A Scan has at least one step: where there is none, one that is past every length is cut again.
 _TIMES = """
     zero = Constant <value = int64 {0}> ()
     one = Constant <value = int64 {1}> ()
     steps = Shape <start = 0, end = 1> (z)
-    times = Cast <to = 6> (Range (zero, Squeeze (steps), one))
+    some = Max (steps, Constant <value = int64[1] {1}> ())
+    times = Cast <to = 6> (Range (zero, Squeeze (some), one))
+    kept = Constant <value = int64[3] {0, 0, 0}> ()
+    more = Concat <axis = 0> (kept, some - steps, Constant <value = int64[2] {0, 0}> ())
+    start = Constant <value = int64[1] {0}> ()
 """
 _UNIT = """
         unit = CastLike (Constant <value = float {1}> (), dh)
@@ -36,7 +41,7 @@ _NONE = """
 """
 
 
-def _steps(name: str, inputs: str, states: str, body: str, before: str = "") -> OpDef:
+def _steps(name: str, inputs: str, states: str, body: str) -> OpDef:
     """`states` are names of h and c; `body` makes each new one, named with a 1, from its old."""
     names = states.split()
     new = ", ".join(f"{s}n" for s in names)
@@ -47,12 +52,14 @@ def _steps(name: str, inputs: str, states: str, body: str, before: str = "") -> 
     return OpDef(
         name,
         domain=FUSE,
-        body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{_TIMES}{before}
-    {finals}, y = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
+        body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{_TIMES}
+    z_some = Pad (z, more)
+    {finals}, y_some = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = step ({olds}, zt, t) => ({new}, yt) {{
 {_NONE.replace("STATE", "h")}{body}{_ALIVE}{updates}
         yt = Where (alive, h1, none)
-    }}> ({starts}, z, times)
+    }}> ({starts}, z_some, times)
+    y = Slice (y_some, start, steps, start)
 }}""",
     )
 
@@ -62,12 +69,15 @@ def _grad(
 ) -> OpDef:
     """`body` makes d<state>1 of the state before a step, and each output of the step with a 1.
 
-    `scanned` are the names of what the step reads, the first being dy; a step past the end of its
-    sequence gives zeros and passes the states on.
+    `scanned` are the names of what the step reads, the first being dy; `before` makes
+    `<name>_some` of those that are no inputs. A step past the end of its sequence gives zeros and
+    passes the states on.
     """
     names = states.split()
     reads = scanned.split()
     ends = outputs.split()
+    padded = "".join(f"\n    {s}_some = Pad ({s}, more)" for s in reads if s in inputs.split(", "))
+    cut = "\n".join(f"    {o} = Slice ({o}_some, start, steps, start)" for o in ends)
     updates = "\n".join(f"        d{s}n = Where (alive, d{s}1, d{s})" for s in names)
     zeros = "\n".join(f"        {o}t = Where (alive, {o}1, none)" for o in ends)
     olds, news = (", ".join(f"d{s}{end}" for s in names) for end in ("", "n"))
@@ -78,15 +88,16 @@ def _grad(
         name,
         domain=FUSE,
         body=f"""{name} <{attributes}> ({inputs})
-        => ({", ".join(ends)}, {results}) {{{_TIMES}{before}
-    {results}, {", ".join(ends)} = Scan <num_scan_inputs = {len(reads) + 1},
+        => ({", ".join(ends)}, {results}) {{{_TIMES}{padded}{before}
+    {results}, {", ".join(f"{o}_some" for o in ends)} = Scan <num_scan_inputs = {len(reads) + 1},
         scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
         body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in ends)}) {{
 {_NONE.replace("STATE", "dh")}{_UNIT}
         dhy = dh + dy_t
 {body}{_ALIVE}{updates}
 {zeros}
-    }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(reads)}, times)
+    }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(f"{s}_some" for s in reads)}, times)
+{cut}
 }}""",
     )
 
@@ -119,12 +130,12 @@ _LSTM_GRAD = (
 """
 )
 _LSTM_STATES = f"""
-    c_T, c = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
+    c_T, c_some = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = cell (c, s, t) => (cn, ct) {{
 {_LSTM_GATES}{_ALIVE}
         cn = Where (alive, c1, c)
         ct = Identity (c)
-    }}> (c0, z, times)
+    }}> (c0, z_some, times)
 """
 _GRU_NEW = """
         unit = CastLike (Constant <value = float {1}> (), h)
@@ -208,9 +219,7 @@ register(
         dzh1 = Concat <axis = -1> (dzz, dzr, dn * rg)
         dh1 = stays + MatMul (dzh1, r)
 """,
-        """
-    h = Identity (before)
-""",
+        "    h_some = Pad (before, more)\n",
     ),
     _steps("GRUSteps", "z, rt_gates, rt_new, h0, lengths", "h", _GRU_FORWARD),
     _grad(
@@ -229,9 +238,7 @@ register(
         dz1 = Concat <axis = -1> (dgates, dn)
         dh1 = stays + (u * rg + MatMul (dgates, r_gates))
 """,
-        """
-    h = Identity (before)
-""",
+        "    h_some = Pad (before, more)\n",
     ),
     *_rnn("Tanh"),
     *_rnn("Relu"),
