@@ -41,12 +41,14 @@ class Decoder:
     packed: bool = True
     cache: str = "growing"  # shared, none
     told: str = "mask"  # vector, scalar
+    scales: str = ""  # of a cache in int8: PER_TENSOR, PER_CHANNEL
 
     def model(self) -> onnx_ir.Model:
         kind, inputs = self.kind, [f"{self.kind}[B,S,{128 if self.packed else 64}] q"]
         inputs += [] if self.packed else [f"{kind}[B,S,32] {x}" for x in "kv"]
         caches = [] if self.cache == "none" else ["past_k", "past_v"]
-        inputs += [f"{kind}[B,2,P,16] {x}" for x in caches]
+        stored = "int8" if self.scales else kind
+        inputs += [f"{stored}[B,2,P,16] {x}" for x in caches]
         body = ""
         if self.told == "mask":
             inputs.append("int64[B,T] attention_mask")
@@ -62,18 +64,24 @@ class Decoder:
         size = "P" if self.cache == "shared" else "T"
         operands = ["q", *(("", "") if self.packed else "kv"), *(caches or ("", "")), "l", "total"]
         operands += ["cos", "sin"] if rotary else []
+        more = self.attributes
+        if self.scales:
+            inputs += [f"float[{1 if self.scales == 'PER_TENSOR' else 32}] {x}s" for x in "kv"]
+            operands += [""] * (12 - len(operands)) + ["ks", "vs"]
+            more += "".join(f', {x}_quant_type = "{self.scales}"' for x in "kv")
+            more += ", kv_cache_bit_width = 8"
         numbers = np.random.default_rng(0).standard_normal(40 * 8).round(3)
         listed = f"{{{', '.join(map(str, numbers))}}}"
-        tables = [f"float[40,8] {x}_table = {listed}" for x in operands[7:]]
+        tables = [f"float[40,8] {x}_table = {listed}" for x in operands[7:9] if rotary]
         to = 10 if kind == "float16" else 1
-        body += "".join(f" {x} = Cast <to = {to}> ({x}_table)" for x in operands[7:])
+        body += "".join(f" {x} = Cast <to = {to}> ({x}_table)" for x in operands[7:9] if rotary)
         text = (
             f'<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
-            f" decoder ({', '.join(inputs)}) => ({kind}[B,S,64] y, {kind}[B,2,{size},16] present_k,"
-            f" {kind}[B,2,{size},16] present_v)"
+            f" decoder ({', '.join(inputs)}) => ({kind}[B,S,64] y, {stored}[B,2,{size},16]"
+            f" present_k, {stored}[B,2,{size},16] present_v)"
             f" {'<' + ', '.join(tables) + '>' if tables else ''} {{ {body}"
             " y, present_k, present_v = com.microsoft.GroupQueryAttention"
-            f" <num_heads = 4, kv_num_heads = 2 {self.attributes}> ({', '.join(operands)}) }}"
+            f" <num_heads = 4, kv_num_heads = 2 {more}> ({', '.join(operands)}) }}"
         )
         return text_model(text)
 
@@ -112,6 +120,14 @@ DECODERS = [
 ]  # fmt: skip
 
 
+QUANTIZED = [
+    Decoder("int8", ROTARY, scales="PER_TENSOR"),
+    Decoder("int8 of channels", ROTARY, packed=False, told="vector", scales="PER_CHANNEL"),
+    Decoder("int8 of channels float16", ROTARY, "float16", cache="shared", scales="PER_CHANNEL"),
+    Decoder("int8, window", WINDOW, "float16", told="scalar", scales="PER_TENSOR"),
+]
+
+
 @pytest.mark.parametrize("row", DECODERS, ids=lambda d: d.name)
 def test_the_lengths_follow_from_the_caches(row: Decoder) -> None:
     """Generated inputs, onnxruntime's kernel against the body, the program of a GPU, gradients."""
@@ -130,6 +146,14 @@ def test_the_lengths_follow_from_the_caches(row: Decoder) -> None:
     assert row.cache == "none" or seen == {(True, False), (False, True)}
     assert bench.program(model, CHIPS["H200"]).calls
     assert row.kind == "float16" or check_gradients(model).ok
+
+
+@pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: row.name)
+def test_a_quantized_cache_takes_any_scale(row: Decoder) -> None:
+    """Generated inputs, with scales of 0, negative and tiny ones."""
+    model = load(row.model())
+    check = check_outputs(model, inline(model))
+    assert check.ok, check.worst
 
 
 def told(feed: Feeds) -> int:
@@ -172,6 +196,10 @@ def drawn(row: Decoder, batch: int, new: int, past: int, rng: np.random.Generato
     feeds: Feeds = {"q": random(batch, new, 128 if row.packed else 64)}
     feeds |= {} if row.packed else {x: random(batch, new, 32) for x in "kv"}
     feeds |= {x: random(batch, 2, past, 16) for x in ("past_k", "past_v")} if past else {}
+    if row.scales:
+        feeds |= {x: (40 * feeds[x]).clip(-128, 127).astype("i1") for x in ("past_k", "past_v")}
+        count = 1 if row.scales == "PER_TENSOR" else 32
+        feeds |= {f"{x}s": 2.0 ** -rng.integers(4, 7, count).astype("f4") for x in "kv"}
     if row.told == "mask":
         mask = np.arange(total) <= last[:, None]
         return feeds | {"attention_mask": mask.astype(np.int64)}
@@ -541,7 +569,7 @@ def test_a_shared_buffer_needs_no_onnxruntime(row: Buffered) -> None:
             )
 
 
-@pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*DECODERS, *QUANTIZED, *HALF], ids=lambda row: row.name)
 def test_each_sequence_of_a_program_is_the_one_of_onnxruntime(row: Decoder) -> None:
     """Sequences of lengths of their own; what stands behind their ends is nobody's."""
     rng, count = np.random.default_rng(3), 0
@@ -554,7 +582,9 @@ def test_each_sequence_of_a_program_is_the_one_of_onnxruntime(row: Decoder) -> N
             continue
         shapes = {name: (x.shape, x.dtype.name) for name, x in feeds.items()}
         values = {name: feeds[name] for name in feeds.keys() & {"total"}}
-        got = interpret(specializer.of(shapes, values).program, feeds, weights)
+        program = specializer.of(shapes, values).program
+        assert not program.fallbacks
+        got = interpret(program, feeds, weights)
         for end, wanted in zip(theirs.get_outputs(), theirs.run(None, feeds), strict=True):
             assert got[end.name].shape == wanted.shape
             for b, length in enumerate(lengths_of(feeds)):

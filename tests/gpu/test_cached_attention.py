@@ -12,6 +12,7 @@ from test_caches import (
     FIXED,
     GROWTH,
     HALF,
+    QUANTIZED,
     ROTARY,
     Buffered,
     Decoder,
@@ -31,7 +32,7 @@ LIMITS = {"float": 2e-5, "float16": 4e-3}
 """Scores of float32 are sums of 16 products; float16 rounds rotated keys and the result."""
 
 
-@pytest.mark.parametrize("case", [*DECODERS, *HALF], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*DECODERS, *QUANTIZED, *HALF], ids=lambda case: case.name)
 def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     model, rng = case.model(), np.random.default_rng(5)
     proto = ir.serde.serialize_model(model)

@@ -21,8 +21,7 @@ from onnx_fuse.importer.contrib.attention import (
 from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib
 from onnx_fuse.ir.build import dim, rank
 
-_REFUSED = {12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight",
-            16: "query_seqlens"}  # fmt: skip
+_REFUSED = {14: "q_norm_weight", 15: "k_norm_weight", 16: "query_seqlens"}
 
 
 def _refuse(op: Body) -> None:
@@ -31,10 +30,24 @@ def _refuse(op: Body) -> None:
             raise Unwritable(f"its input {name} is not supported")
     if op.attr("sliding_window_cache", 0):
         raise Unwritable("its cache has the window's size")
-    if any(op.attr(f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
-        raise Unwritable("its cache is quantized")
     if op.wants(3):
         raise Unwritable("it returns the scores")
+
+
+def _scale(op: Body, name: str, kv_heads: int, head: int) -> ir.Value | None:
+    """What a number of an int8 cache of keys ("k") or values stands for: one, or [1, K, 1, h]."""
+    how, at = op.attr(f"{name}_quant_type", "NONE"), "kv".index(name)
+    if how == "NONE":
+        return None
+    past = op.given(3 + at)
+    if (
+        past is None
+        or past.dtype != ir.DataType.INT8
+        or op.attr("kv_cache_bit_width", 8) not in (0, 8)
+    ):
+        raise Unwritable("its cache is quantized, and not a past in int8")
+    shape = (1,) if how == "PER_TENSOR" else (1, kv_heads, 1, head)
+    return op.Reshape(op.needed(12 + at), op.ints(*shape))
 
 
 def _cached(
@@ -44,6 +57,15 @@ def _cached(
     both = new if past is None else op.Concat(past, new, axis=2)
     rows = op.GatherND(both, index, batch_dims=2)
     return op.Where(valid, rows, op.number(0.0, new))
+
+
+def _int8(op: Body, x: ir.Value, scale: ir.Value) -> ir.Value:
+    """x in steps of a scale, for which onnxruntime takes 1 where it is 0; NaN becomes 127."""
+    step = op.Where(op.Equal(scale, op.number(0, scale)), op.number(1, scale), scale)
+    steps_of_x = op.Round(op.Div(op.Cast(x, to=ir.DataType.FLOAT), step))
+    low, high = (op.number(n, scale) for n in (-128, 127))
+    clipped = op.Where(op.IsNaN(steps_of_x), high, op.Clip(steps_of_x, low, high))
+    return op.Cast(clipped, to=ir.DataType.INT8)
 
 
 def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
@@ -106,10 +128,13 @@ def group_query_attention(
     index = op.Unsqueeze(index, op.ints(1, 3))
     index = op.Expand(index, op.ints(1, kv_heads, 1, 1))
     valid4 = op.Unsqueeze(valid, op.ints(1, 3))
-    k = _cached(op, past_key, k, index, valid4)
-    v = _cached(op, past_value, v, index, valid4)
-    groups = heads // kv_heads
-    all_k, all_v = (_shared(op, x, groups, heads, head) for x in (k, v))
+    groups, caches = heads // kv_heads, []
+    for name, past, new in (("k", past_key, k), ("v", past_value, v)):
+        scale = _scale(op, name, kv_heads, head)
+        cache = _cached(op, past, new if scale is None else _int8(op, new, scale), index, valid4)
+        read = cache if scale is None else op.to_like(op.Mul(op.to_like(cache, scale), scale), q)
+        caches.append((cache, _shared(op, read, groups, heads, head)))
+    (k, all_k), (v, all_v) = caches
     scores = scaled_scores(op, q, all_k, op.attr("scale"), head)
     cap = op.attr("softcap", 0.0)
     if cap:
