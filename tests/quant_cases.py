@@ -45,6 +45,8 @@ class Quantized:
     """As a part of the largest element; 0: the same bits, but for the NaN's own."""
     want: tuple[np.ndarray, ...] = field(default=(), repr=False)
     """What onnxruntime does not compute."""
+    steps: int = 0
+    """By how many steps of quantization integers may differ, which float sums came before."""
     newest: bool = False
     """Whether onnxruntime before 1.32 errs: numbers beyond int32, `precision`, halves to float8."""
 
@@ -67,7 +69,7 @@ class Quantized:
         """Our own kernels in every configuration, and one of each that unpacks for another."""
         found = []
         for problem in (call.problem for call in self.program(hw).calls):
-            if problem is None or problem.op not in ("MatMulNBits", "GemmInteger"):
+            if problem is None or problem.op not in ("MatMulNBits", "GemmInteger", "IntegerConv"):
                 continue
             for kernel in candidates(problem.op):
                 if kernel.supports(problem, hw) is None:
@@ -78,6 +80,9 @@ class Quantized:
 
     def check(self, name: str, y: np.ndarray, want: np.ndarray) -> None:
         assert (y.shape, y.dtype) == (want.shape, want.dtype), name
+        if self.steps and want.dtype.kind in "iu":
+            assert np.abs(y.astype(int) - want.astype(int)).max(initial=0) <= self.steps, name
+            return
         if not self.tolerance:
             np.testing.assert_array_equal(y, want, err_msg=name)
             return
@@ -365,6 +370,93 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
+def dequantized(
+    op: str, x: tuple[int, ...], w: tuple[int, ...], kinds: tuple[str, str] = ("int8", "int8"),
+    zero: int | None = None, act: str = "", residual: bool = False, plain: bool = False,
+    bias: bool = True, **attrs: Any,
+) -> Quantized:  # fmt: skip
+    """Codes x and w, dequantized, `op` of them, perhaps a residual, `act`, and quantized again.
+
+    w's scales are one a filter; those of uint8 have zero points of 128. `plain`: y stays float.
+    """
+    rng, kind = np.random.default_rng(sum(x) + sum(w)), kinds[0]
+    turned = op == "MatMul" or (op == "Gemm" and not attrs.get("transB"))
+    filters, axis = (w[-1], len(w) - 1) if turned else (w[0], 0)
+    zero = int(np.iinfo(kind).min) if zero is None else zero
+    top = 0.02 / (np.prod(w) / filters) ** 0.5  # by which some codes of y saturate
+    sw = rng.uniform(top / 2, top, filters).astype(np.float32)
+    weights = {
+        "w": integers(w, kinds[1]), "s": np.float32(0.5), "z": np.array(zero, kind), "sw": sw,
+        "zw": np.full(filters, 128 * (kinds[1] == "uint8"), kinds[1]),
+        "sy": np.float32(0.004 if act == "Sigmoid" else 0.6),
+        "b": rng.integers(-3000, 3000, filters).astype(np.int32), "sb": sw / 2,
+    }  # fmt: skip
+    feeds = {"x": integers(x, kind)}
+    nodes = (
+        f"fx = DequantizeLinear (x, s, z) fw = DequantizeLinear <axis = {axis}> (w, sw, zw) "
+        "fb = DequantizeLinear <axis = 0> (b, sb) "
+    )
+    more = ", fb" if bias and op != "MatMul" else ""
+    nodes += f"v = {op} {written(attrs)} (fx, fw{more}) "
+    last, form = "v", tuple(f"d{i}" for i in range(len(x)))
+    held = {n: np.asarray(a) for n, a in weights.items()}
+    if residual:
+        (y,) = quantized("", nodes, feeds, {"v": ("float32", form)}, held).expected()
+        feeds["q"] = integers(y.shape, kind)
+        nodes, last = nodes + "r = DequantizeLinear (q, s, z) v1 = Add (v, r) ", "v1"
+    if act:
+        nodes, last = nodes + f"v2 = {act} ({last}) ", "v2"
+    if not plain:
+        nodes, last = nodes + f"y = QuantizeLinear ({last}, sy, z)", "y"
+    name = f"dequantized {op} {x} {w} {kinds} {zero} {act} {residual} {plain} {bias} {attrs}"
+    outputs = {last: ("float32" if plain else kind, form)}
+    return quantized(name, nodes, feeds, outputs, held, tolerance=2e-6, steps=1)
+
+
+def block(kind: str, zero: int) -> Quantized:
+    """A residual block from codes to codes: two convolutions, a sum with x, and codes between."""
+    rng = np.random.default_rng(8)
+    weights = {
+        "s": np.array(0.05, np.float32), "z": np.array(zero, kind),
+        "sw": scales((16,)) / np.float32(100), "zw": np.zeros(16, np.int8),
+        "w0": integers((16, 16, 1, 1), "int8"), "w1": integers((16, 16, 3, 3), "int8"),
+        "b": (rng.standard_normal(16) / 4).astype(np.float32),
+    }  # fmt: skip
+    nodes = """
+        x = Transpose <perm = [0, 3, 1, 2]> (pixels) fx = DequantizeLinear (x, s, z)
+        f0 = DequantizeLinear <axis = 0> (w0, sw, zw) f1 = DequantizeLinear <axis = 0> (w1, sw, zw)
+        c0 = Conv (fx, f0, b) r0 = Relu (c0) q0 = QuantizeLinear (r0, s, z)
+        d0 = DequantizeLinear (q0, s, z) c1 = Conv <pads = [1, 1, 1, 1]> (d0, f1, b)
+        q1 = QuantizeLinear (c1, s, z) d1 = DequantizeLinear (q1, s, z)
+        a = Add (d1, fx) r1 = Relu (a) q2 = QuantizeLinear (r1, s, z)
+        d2 = DequantizeLinear (q2, s, z) y = Transpose <perm = [0, 2, 3, 1]> (d2)
+    """
+    feeds, outputs = {"pixels": integers((2, 6, 6, 16), kind)}, {"y": ("float32", (2, 6, 6, 16))}
+    # a code that another rounding has moved moves those behind it
+    name = f"dequantized block {kind} {zero}"
+    return quantized(name, nodes, feeds, outputs, weights, tolerance=0.014)
+
+
+DEQUANTIZED = [
+    dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), pads=[1, 1, 1, 1]),
+    dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 255, pads=[1, 0, 2, 1]),
+    dequantized("Conv", (1, 32, 8, 9), (16, 32, 1, 1), zero=127, residual=True, act="Relu"),
+    dequantized("Conv", (1, 32, 8, 8), (17, 32, 1, 1), zero=3, strides=[2, 2], residual=True),
+    dequantized("Conv", (2, 3, 20, 22), (8, 3, 7, 7), zero=-5, strides=[2, 2], pads=[3] * 4),
+    dequantized("Conv", (2, 3, 9, 8), (8, 3, 3, 3), ("uint8", "uint8"), 7, dilations=[2, 2],
+                pads=[2] * 4, act="Sigmoid"),
+    dequantized("Conv", (1, 48, 7, 7), (33, 16, 3, 3), group=3, pads=[1] * 4),
+    dequantized("Conv", (1, 6, 7, 7), (6, 1, 3, 3), group=6, pads=[1] * 4),
+    dequantized("Conv", (2, 5, 17), (8, 5, 4), zero=0, strides=[3], act="Relu", bias=False),
+    dequantized("Conv", (1, 16, 4, 5, 6), (8, 16, 2, 3, 3), auto_pad="SAME_UPPER", plain=True),
+    dequantized("Conv", (0, 16, 9, 9), (24, 16, 3, 3)),
+    block("int8", -128),
+    block("uint8", 100),
+    dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 0, plain=True),
+]  # fmt: skip
+"""What is one call of integers, but for a group of few channels."""
+
+
 def _cases() -> Iterator[Quantized]:
     for kind in INTS:
         for layout in LAYOUTS:
@@ -395,4 +487,4 @@ def _cases() -> Iterator[Quantized]:
     yield dynamic(np.zeros((0,), np.float32), "empty")
 
 
-CASES = [*_cases(), *NBITS, *HELD, *PRODUCTS]
+CASES = [*_cases(), *NBITS, *HELD, *PRODUCTS, *DEQUANTIZED]

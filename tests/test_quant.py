@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from quant_cases import CASES, HELD, Quantized
+from quant_cases import CASES, DEQUANTIZED, HELD, Quantized, dequantized
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import nvrtc
@@ -16,6 +16,7 @@ from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.problems import IntegerConv, Window
 
 H200 = CHIPS["H200"]
 
@@ -41,6 +42,29 @@ def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None
     assert kept <= (k * 64 // 2 + 1024 if four else k * 64 * 4)
 
 
+def test_codes_become_codes_in_one_call_a_convolution() -> None:
+    for case in (c for c in DEQUANTIZED if "block" in c.name):
+        first, second = (call.problem for call in case.program().calls)
+        assert first.op == second.op == "IntegerConv"
+        assert first.tail.dtype == first.dtype
+        assert second.tail.reads == (first.dtype,)
+
+
+def test_convolutions_of_codes_copy_no_windows() -> None:
+    for case in DEQUANTIZED:
+        ops = [call.problem.op for call in case.program().calls]
+        depthwise, empty = "'group': 6" in case.name, "(0," in case.name
+        assert ("IntegerConv" in ops) != (depthwise or empty), case.name
+        assert "GemmInteger" not in ops
+
+
+def test_codes_whose_sums_int32_does_not_hold_stay_floats() -> None:
+    for depth, held in ((33024, True), (33040, False)):
+        case = dequantized("Conv", (1, depth, 1, 1), (8, depth, 1, 1))
+        ops = [call.problem.op for call in case.program().calls]
+        assert ("IntegerConv" in ops) == held
+
+
 def compiled_kinds() -> list[Quantized]:
     """One case of each type: its generated kernels differ in nothing else that is ours."""
     found: dict[str, Quantized] = {}
@@ -57,7 +81,10 @@ def test_kernels_compile_without_spills(case: Quantized) -> None:
         assert all(found.clean for found in nvrtc.resources(source, defines, arch).values())
 
 
+_THREE = Window((1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), (0, 1, 1))
 PROBLEMS = (
+    IntegerConv(2, 1, 64, 64, (1, 9, 9), (1, 5, 5), _THREE, "int8", 5),
+    IntegerConv(2, 1, 64, 63, (2, 9, 9), (2, 5, 5), _THREE, "uint8", 5),
     PackedProduct(m=1, n=64, k=4096, dtype="float16", bits=4, block=32, blocks=128,
                zero="packed", static_b=True, epilogue=Epilogue(bias=True)),
     PackedProduct(m=8, n=64, k=4096, dtype="float32", bits=4, block=32, blocks=128,
@@ -69,7 +96,7 @@ PROBLEMS = (
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.op} {p.dtype}")
 def test_every_configuration_compiles_without_spills(
-    problem: PackedProduct | IntegerProduct,
+    problem: PackedProduct | IntegerProduct | IntegerConv,
 ) -> None:
     kernel = candidates(problem.op)[0]
     for how in kernel.configs(problem, H200):

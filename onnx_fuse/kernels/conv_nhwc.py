@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
+from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
@@ -30,7 +31,9 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
 )
-from onnx_fuse.program.problems import Conv, ConvWeightGrad
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv
+
+Images: TypeAlias = Conv | IntegerConv
 
 ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
@@ -45,7 +48,7 @@ TILES: dict[tuple[int, ...], float] = {
 }
 
 
-def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
+def image_strides(problem: Images | ConvWeightGrad) -> tuple[int, ...]:
     """The strides of x's images, rows and pixels in elements."""
     if problem.x_strides:
         return problem.x_strides
@@ -53,7 +56,7 @@ def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
     return (prod(problem.inner) * pixel, problem.inner[2] * pixel, pixel)
 
 
-def is_deep(problem: Conv | ConvWeightGrad) -> bool:
+def is_deep(problem: Images | ConvWeightGrad) -> bool:
     """Whether the first of three spatial axes is more than one plane under a filter of one."""
     return max(problem.inner[0], problem.outer[0], problem.window.kernel[0]) > 1
 
@@ -290,18 +293,18 @@ class Chosen(ChannelsLast):
     def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         raise TypeError(f"{type(self).__name__} has no cost")
 
-    def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then each."""
         return [KernelConfig.of(), *self.tiles(problem, hw)]
 
-    def ruled(self, problem: Conv, config: KernelConfig, hw: Hardware) -> KernelConfig:
+    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
         """The configuration itself, or the cheapest for the class of the problem."""
         if config.attrs:
             return config
         largest = problem.upper_bound()
         return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
 
-    def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
+    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
 
@@ -324,7 +327,7 @@ class Mma(Chosen):
             return f"{problem.channels} channels a group (a multiple of 8)"
         return super().supports(problem, hw)
 
-    def _steps(self, problem: Conv, tile: tuple[int, ...]) -> int:
+    def _steps(self, problem: Images, tile: tuple[int, ...]) -> int:
         return -(-problem.channels // self._depth(problem, tile)) * prod(problem.window.kernel)
 
     def _smem(self, tile: tuple[int, ...]) -> int:
@@ -332,11 +335,11 @@ class Mma(Chosen):
         bm, bn, _, _, bk, stages = tile
         return max(stages * (bm + bn) * (bk + 8) * 2, bm * (bn + 4) * 4)
 
-    def _depth(self, problem: Conv, tile: tuple[int, ...]) -> int:
+    def _depth(self, problem: Images, tile: tuple[int, ...]) -> int:
         """Channels of a step."""
         return tile[4] * 2 // ITEMSIZE[problem.dtype]
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
+    def tiles(self, problem: Images, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds, the sum in parts of at least four steps."""
         fitting = [tile for tile in TILES if self._smem(tile) <= hw.smem_per_block]
         steps = {tile: self._steps(problem, tile) for tile in fitting}
@@ -347,7 +350,7 @@ class Mma(Chosen):
             if split == 1 or 4 * split <= steps[tile] > (split - 1) * -(-steps[tile] // split)
         ]
 
-    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
+    def seconds(self, problem: Images, config: KernelConfig, hw: Hardware) -> float:
         """Waves of blocks, at least the latency of their steps; the parts written and read."""
         tile, split = config.integers("tile"), config.integer("split")
         bm, bn, bk = *tile[:2], self._depth(problem, tile)

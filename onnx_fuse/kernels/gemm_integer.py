@@ -1,4 +1,5 @@
-"""Products of 8-bit integers in int32: MatMulInteger, ConvInteger, QLinearMatMul and QLinearConv.
+"""Products of 8-bit integers in int32: MatMulInteger, ConvInteger, QLinearMatMul and QLinearConv,
+and convolutions and products between a DequantizeLinear and a QuantizeLinear.
 
 What is quantized again, y = saturate(round(sum * scale) + zero), is a
 pointwise call behind the product. A convolution is a product of the filter with the windows of x,
@@ -9,10 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
+from typing import Any
 
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.conv_nhwc import ENDS, Images, Mma, image_strides, is_deep
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
+from onnx_fuse.kernels.rule_based import (
+    HeuristicKernel,
+    Unconditional,
+    WithoutWorkspace,
+    tail_macros,
+    window_macros,
+)
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 
@@ -85,7 +94,63 @@ class MmaInt8(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "mma_s8_sm80", grid, block, args, defines, smem),)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"GemmInteger": (MmaInt8(),)}
+class MmaInt8Nhwc(Mma):
+    """conv/nhwc_sm80.cu of integers: convolutions and products, scaled in the epilogue."""
+
+    name = "mma_s8_nhwc"
+    version = 1
+
+    def supports(self, problem: Any, hw: Hardware) -> str | None:
+        """Refuse pixels, and channels of groups, that are no multiple of 16 bytes apart."""
+        if hw.cc < 80:
+            return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
+        if problem.dtype not in BYTES:
+            return f"8-bit integers, not {problem.dtype}"
+        steps = image_strides(problem)
+        if any(step % LINE for step in steps) or (problem.groups > 1 and problem.channels % LINE):
+            return f"pixels are no multiple of {LINE} bytes apart"
+        if max(steps[0], prod(problem.outer)) >= 2**29:
+            return "an image of 2^29 elements or more"
+        return HeuristicKernel.supports(self, problem, hw)
+
+    def tiles(self, problem: Images, hw: Hardware) -> Sequence[KernelConfig]:
+        """Each tile that shared memory holds, with the sum in one part."""
+        return [how for how in super().tiles(problem, hw) if how.integer("split") == 1]
+
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+        """One launch."""
+        tile, tail = self.ruled(problem, config, hw).integers("tile"), problem.tail
+        (bm, bn, wm, wn, _, stages), bk = tile, self._depth(problem, tile)
+        rows, (sn, sy, sx) = problem.batch * prod(problem.outer), image_strides(problem)
+        blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
+        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner,
+                   *problem.outer)  # fmt: skip
+        line, steps = -(-problem.channels // LINE) * LINE, self._steps(problem, tile)
+        args: tuple[Arg, ...] = (
+            Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
+            *(Num("i32", n) for n in numbers), Num("i64", sn),
+            *(Num("i32", n) for n in (problem.inner[1] * sy, sy, sx, line, steps)),
+            Num("f32", 0.0), Ptr("shift"), Ptr("scale"),
+            Num("u32", problem.border % 256 * 0x01010101),
+        )  # fmt: skip
+        kinds = (*(tail.reads if tail else ()), *["float32"] * 3)[:3]
+        macros: dict[str, object] = {
+            "T": C_TYPES[problem.dtype], "BIAS": "float", "INTEGER": True, "TRANSPOSED": False,
+            "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages, "SPLIT": False,
+            "SPLIT_BF16": False, "DEEP": is_deep(problem), "TY": "float",
+            "VEC": 8 if problem.filters % 8 == 0 else 1,
+            **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
+        }  # fmt: skip
+        macros |= {**window_macros(problem.window), **tail_macros(tail)}
+        block, smem = (32 * (bm // wm) * (bn // wn), 1, 1), self._smem(tile)
+        defines = as_defines(macros)
+        return (Launch(self.source, "conv_nhwc", (blocks, 1, 1), block, args, defines, smem),)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "GemmInteger": (MmaInt8(),),
+    "IntegerConv": (MmaInt8Nhwc(),),
+}
 
 
 # ---- lowering -----------------------------------------------------------------------------------

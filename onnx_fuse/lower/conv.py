@@ -16,6 +16,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import product
+from onnx_fuse.lower.quantized import factors
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
@@ -175,6 +176,8 @@ def convolution(
     if transposed and conv_nhwc.one_tap(shape):  # the same as a Conv by the transposed weights
         weight, transposed = weight.permute((1, 0, *range(2, rank + 2))), False
         shape = replace(shape, transposed=False)
+    if conv_nhwc.takes_integers(shape) and ctx.hw.cc >= 80 and (both := factors(ctx, node)):
+        return conv_nhwc.integers(ctx, node, shape, both, reads, y)
     if conv_nhwc.pays(ctx, shape, x):
         return conv_nhwc.convolution(ctx, node, shape, {"x": x, "weight": weight, **reads}, y)
     if conv_transpose.pays(ctx, shape, x, "bias" in reads):

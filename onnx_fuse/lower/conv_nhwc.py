@@ -12,12 +12,15 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
+from onnx_fuse.kernels.gemm_integer import LINE
+from onnx_fuse.lower import quantized
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
 from onnx_fuse.lower.context import Context, copy, emit
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Tensor, dense_strides
-from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv, Window
 
 TAPS = 256
 """Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
@@ -88,6 +91,42 @@ def into(
         reads["weight"] = _packed(ctx, reads["weight"], shape)
     shape = replace(shape, static_weight=ctx.known(reads["weight"]) is not None)
     return ctx.select(node, shape, reads, {"y": out})
+
+
+def integers(
+    ctx: Context,
+    node: ir.Node,
+    shape: Conv,
+    both: quantized.Factors,
+    reads: dict[str, Tensor],
+    y: Tensor,
+) -> str | None:
+    """y = act(Conv(x, weight) + bias) of the codes of x and weight, all images channels last."""
+    problem = IntegerConv(
+        shape.batch, shape.groups, shape.channels, shape.filters, shape.inner, shape.outer,
+        shape.window, both.x.dtype, both.zero,
+    )  # fmt: skip
+    x, weight = both.x, both.weight
+    if is_channels_last(x):
+        ctx.channels_last.add(x.buffer)
+    if shape.groups == 1 and shape.channels % LINE:
+        problem, x, channels = in_runs(ctx, node, problem, x, 1)
+        merged = shape.window.dilations[2] == 1
+        weight = _runs(ctx, node, weight, shape, channels, LINE, merged)
+    else:
+        x, weight = ctx.contiguous(channels_last(x)), _packed(ctx, weight, shape)
+    out = channels_last(stored_last(ctx, node, y))
+    operands = {**reads, "x": x, "weight": weight}
+    act = (shape.act, shape.act_alpha)
+    return quantized.convolution(ctx, node, problem, both, operands, out, act)
+
+
+def takes_integers(shape: Conv) -> bool:
+    """Whether a kernel serves the convolution of 8-bit integers."""
+    lined = shape.channels % LINE == 0
+    deep = max(shape.inner[0], shape.outer[0], shape.window.kernel[0]) > 1
+    plain = not (shape.transposed or shape.slope) and prod(shape.window.kernel) <= TAPS
+    return plain and (lined or (shape.groups == 1 and not deep)) and prod(shape.inner) > 0
 
 
 def _gaps(out: Tensor) -> tuple[int, ...]:
@@ -167,7 +206,7 @@ def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
     return packed if packed is not None else ctx.contiguous(view)
 
 
-Filter = TypeVar("Filter", Conv, ConvWeightGrad)
+Filter = TypeVar("Filter", Conv, ConvWeightGrad, IntegerConv)
 
 
 def _padded(
@@ -191,13 +230,13 @@ def in_runs(
     window, (_, h, w), width = shape.window, shape.inner, shape.outer[2]
     kernel, step = window.kernel[2], window.strides[2]
     merged = window.dilations[2] == 1
-    channels = shape.channels
-    while channels * (step if merged else 1) % 8:
+    channels, piece = shape.channels, LINE if ITEMSIZE[x.dtype] == 1 else 8
+    while channels * (step if merged else 1) % piece:
         channels += 1
     run = -(-kernel * channels // whole) * whole
     left = window.before[2] if merged else 0
     wide = (width - 1) * step + -(-run // channels) if merged else w
-    while wide * channels % 8:
+    while wide * channels % piece:
         wide += 1
     source = channels_last(x)
     source = source.reshape((shape.batch, h, w, shape.channels)) or source
@@ -205,7 +244,8 @@ def in_runs(
     images = ctx.scratch(x.dtype, (shape.batch, h, wide, channels))
     if (left, inside, channels) != (0, wide, shape.channels):
         code = Code()
-        emit(ctx, code, node, code.scalar(0, x.dtype), images)
+        border = shape.border if isinstance(shape, IntegerConv) else 0
+        emit(ctx, code, node, code.scalar(border, x.dtype), images)
     part = (shape.batch, h, inside, shape.channels)
     origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
     copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))

@@ -28,6 +28,7 @@ from onnx_fuse.cuda.pointwise import (
 )
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Range
@@ -51,12 +52,12 @@ def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[
     if not size:
         if scale.size == 1 and len(scale.shape) <= 1:
             return [(lambda t: t, lambda t: t.view(()).expand(x.shape))]
-        axis = _axis(ctx, node, x)
+        axis = axis_of(ctx, node, x)
         if scale.shape != (x.shape[axis],):
             raise ValueError(f"axis {axis} has {x.shape[axis]} elements, scale {scale.shape}")
         ones = [1] * (len(x.shape) - axis - 1)
         return [(lambda t: t, lambda t: t.view((t.size, *ones)).expand(x.shape))]
-    axis = _axis(ctx, node, x)
+    axis = axis_of(ctx, node, x)
     length, blocks = x.shape[axis], -(-x.shape[axis] // size)
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     if scale.shape != (*before, blocks, *after):
@@ -83,7 +84,8 @@ def _blocks(
     )
 
 
-def _axis(ctx: Context, node: ir.Node, x: Tensor) -> int:
+def axis_of(ctx: Context, node: ir.Node, x: Tensor) -> int:
+    """The axis of x that the node's scales lie along."""
     axis, rank = int(ctx.attr(node, "axis", 1)), len(x.shape)
     if not -rank <= axis < rank:
         raise ValueError(f"axis {axis} of a tensor of {rank} axes")
@@ -125,8 +127,10 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel divides {x.dtype} by {scale.dtype} in {how}"
     if dtype not in RANGES and dtype not in LARGEST:
         return f"no kernel quantizes to {dtype}"
-    y = ctx.output(node, 0, x.shape, dtype)
-    for elements, numbers in _parts(ctx, node, x, scale):
+    y, parts = ctx.output(node, 0, x.shape, dtype), _parts(ctx, node, x, scale)
+    if not ctx.attr(node, "block_size", 0):
+        y = follow(ctx, node, y, [x])
+    for elements, numbers in parts:
         code = Code()
         value, divisor = code.load(elements(x)), _number(ctx, code, node, 1, numbers)
         assert divisor is not None
@@ -173,6 +177,8 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
         ctx.alias(node, 0, once)
         return None
     y = ctx.output(node, 0, q.shape, dtype)
+    if not ctx.attr(node, "block_size", 0):
+        y = follow(ctx, node, y, [q])
     for elements, numbers in parts:
         code = Code()
         value = code.load(elements(q))

@@ -60,12 +60,14 @@ class Tail:
     """Pointwise steps that a kernel takes each element through before it stores it.
 
     Load `own` of the expression is that element; the others, in order, are the elements at the same
-    place of the call's "e1", "e2" and "e3". What is stored is of `dtype`.
+    place of the call's "e1", "e2" and "e3". What is stored is of `dtype`. `reads` are the types of
+    the others where they are not that element's.
     """
 
     expression: Expression
     own: int
     dtype: str
+    reads: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.expression.name

@@ -282,6 +282,38 @@ class Conv(_Filtering):
 
 
 @dataclass(frozen=True)
+class IntegerConv(_Filtering):
+    """y = scale (x * weight + shift) + bias of 8-bit integers: sums in int32, y in float32.
+
+    x is [batch, *inner, groups * channels] of `dtype`, as a channels-last Conv's, and `border`
+    around it; y alike. The weights are int8 [groups * filters, taps, channels], of whose last axis
+    zeros fill up 16 bytes. "shift" is int32 and "scale" and "bias" are float32 [groups * filters].
+    A product of rows has one tap.
+    """
+
+    op = "IntegerConv"
+    border: int = 0
+    x_strides: tuple[int, ...] = ()
+    tail: Tail | None = None
+
+    @property
+    def bytes(self) -> int:
+        """x and the weights once each, and what is stored."""
+        x, weights = self.channels * prod(self.inner), self.filters * self.depth
+        y = self.filters * prod(self.outer) * ITEMSIZE[self.tail.dtype if self.tail else "float32"]
+        return self.groups * (self.batch * (x + y) + weights)
+
+    @property
+    def stored(self) -> str:
+        """The operand that holds the result."""
+        return "" if self.tail else "y"
+
+    def rate(self, hw: Hardware) -> float:
+        """The rate of products of 8-bit integers."""
+        return hw.rate("int8")
+
+
+@dataclass(frozen=True)
 class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 

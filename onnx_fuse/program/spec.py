@@ -170,6 +170,18 @@ def _conv(p: problems.Conv) -> Needs:
     }  # fmt: skip
 
 
+def _integer_conv(p: problems.IntegerConv) -> Needs:
+    filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
+    x = 0 if p.x_strides else p.batch * p.groups * p.channels * prod(p.inner)
+    reads = p.tail.reads if p.tail else ()
+    return {
+        "x": (p.dtype, x), "weight": ("int8", filters * p.depth), "shift": ("int32", filters),
+        **dict.fromkeys(("scale", "bias"), ("float32", filters)),
+        **{f"e{i}": (kind, pixels * filters) for i, kind in enumerate(reads, 1)},
+        "y": (p.tail.dtype if p.tail else "float32", pixels * filters),
+    }  # fmt: skip
+
+
 def _conv_weights(p: problems.ConvWeightGrad) -> Needs:
     x = p.batch * p.groups * p.channels * prod(p.inner)
     dy = p.batch * p.groups * p.filters * prod(p.outer)
@@ -266,6 +278,7 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     contractions.AttentionGrad: _attention,
     problems.Conv: _conv,
     problems.ConvWeightGrad: _conv_weights,
+    problems.IntegerConv: _integer_conv,
     problems.Norm: _norm,
     problems.NormGrad: _norm_grad,
     problems.NormGradSums: lambda p: dict.fromkeys(

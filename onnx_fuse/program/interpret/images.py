@@ -20,6 +20,7 @@ from onnx_fuse.program.problems import (
     Conv,
     ConvWeightGrad,
     GridSample,
+    IntegerConv,
     MaxPoolGrad,
     Pool,
     Resample,
@@ -70,7 +71,7 @@ def _all(along: Sequence[np.ndarray]) -> np.ndarray:
     return result
 
 
-def _images(p: Conv | ConvWeightGrad, of: Operands) -> np.ndarray:
+def _images(p: Conv | ConvWeightGrad | IntegerConv, of: Operands) -> np.ndarray:
     """x [batch, *inner, groups * channels] with the strides that the problem gives it."""
     size = p.groups * p.channels
     if not p.x_strides:
@@ -143,6 +144,20 @@ def conv(p: Conv, of: Operands) -> Results:
     y = with_tail(p.tail, of, "y", y if p.channels_last else np.moveaxis(y, -1, 1))
     moments = {"part": column_moments(y.astype(dtype_of(p.dtype)))} if p.column_moments else {}
     return {"y": y} | moments
+
+
+def integer_conv(p: IntegerConv, of: Operands) -> Results:
+    """The sums of integers, then scale and bias in float32, each rounded, and the tail."""
+    count = prod(p.window.kernel)
+    patches = windows(_images(p, of), p.window, p.outer, p.border)
+    parts = patches.reshape(*patches.shape[:4], count, p.groups, p.channels)
+    w = of["weight"].reshape(p.groups, p.filters, count, -1)[..., : p.channels]
+    sums = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
+    total = sums.reshape(*sums.shape[:4], -1) + of["shift"].reshape(-1)
+    scale, bias = (of[name].reshape(-1).astype(np.float32) for name in ("scale", "bias"))
+    with np.errstate(all="ignore"):
+        y = total.astype(np.float32) * scale + bias
+    return {"y": with_tail(p.tail, of, "y", y)}
 
 
 def pool(p: Pool, of: Operands) -> Results:

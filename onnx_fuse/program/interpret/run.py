@@ -82,6 +82,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     problems.Col2Im: images.col2im,
     problems.Conv: images.conv,
     problems.ConvWeightGrad: images.weight_gradient,
+    problems.IntegerConv: images.integer_conv,
     problems.Float8: sums.float8,
     problems.Fold: norms.fold,
     problems.GridSample: images.grid_sample,

@@ -18,6 +18,7 @@ from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.integer_tails import dequantize_where_read, quantize_in_tails
 from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
@@ -35,12 +36,14 @@ def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: PassCon
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("codes", lambda calls, keep, _: dequantize_where_read(calls, keep)),
     ("memory order", lambda calls, *_: in_memory_order(calls)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     ("copy forwarding", lambda calls, keep, _: forward_copies(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
+    ("integer tails", quantize_in_tails),
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),

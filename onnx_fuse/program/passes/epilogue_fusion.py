@@ -23,13 +23,15 @@ from onnx_fuse.program.passes.callgraph import (
     steps_of,
     whole,
 )
-from onnx_fuse.program.passes.pointwise_fusion import pointwise
+from onnx_fuse.program.passes.pointwise_fusion import join, pointwise, without_stores
 from onnx_fuse.program.problem import ITEMSIZE, Contraction, GemmProblem, Value
-from onnx_fuse.program.problems import Norm, SlopeProduct
+from onnx_fuse.program.problems import IntegerConv, Norm, SlopeProduct
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
+TAIL_TYPES = {"float32", "float16", "bfloat16", "int8", "uint8"}
+"""What a tail behind an IntegerConv reads and stores."""
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
 
@@ -382,26 +384,34 @@ def add_onto(calls: Calls, i: int, call: Call) -> None:
 
 def tail(calls: Calls, i: int, call: Call) -> None:
     """A pointwise call behind a kernel that takes a tail becomes part of it."""
-    if call.expression is None or len(call.writes) != 1 or not 1 <= len(call.reads) <= 4:
+    if call.expression is None or len(call.writes) != 1:
         return
-    (_, y), tensors = call.writes[0], [t for _, t in call.reads]
-    for k, v in enumerate(tensors):
+    (_, y) = call.writes[0]
+    for _, v in call.reads:
         at, before = calls.sole_producer(i, v) or (i, call)
+        before, chain, v = _without_tail(before, call, v)
+        tensors = [t for _, t in chain.reads]
         name = before.problem.stored if before.problem is not None else ""
         if before.problem is None or not name or not calls.may_write(at, i, y):
             continue
         others = [t for t in tensors if t is not v]
         if dict(before.writes)[name].buffer != v.buffer or not whole(v.size, y, *tensors):
             continue
-        if {t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS:
+        mixed = isinstance(before.problem, IntegerConv)
+        kinds = {y.dtype, *(t.dtype for t in tensors)}
+        if len(tensors) > 4 or (mixed and not kinds <= TAIL_TYPES):
+            continue
+        if not mixed and ({t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS):
             continue
         if any(w >= at for t in others for w in calls.writers[t.buffer]):
             continue
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
-        problem = before.problem.with_tail(Tail(call.expression, k, y.dtype))
+        assert chain.expression is not None
+        types = tuple(t.dtype for t in others) if mixed else ()
+        problem = before.problem.with_tail(Tail(chain.expression, tensors.index(v), y.dtype, types))
         fused = replace(
             before,
-            kernel=f"{before.kernel}+{call.expression.name}",
+            kernel=f"{before.kernel}+{chain.expression.name}",
             problem=problem,
             reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
@@ -414,6 +424,37 @@ def tail(calls: Calls, i: int, call: Call) -> None:
             continue
         if calls.fuse(at, i, fused):
             return
+
+
+def _without_tail(before: Call, call: Call, v: Tensor) -> tuple[Call, Call, Tensor]:
+    """An IntegerConv that has a tail as one without, the steps of its tail and of the call behind
+    it as one, and what lies between; all three as they are for any other call.
+    """
+    problem = before.problem
+    if not isinstance(problem, IntegerConv) or problem.tail is None:
+        return before, call, v
+    (_, y), expression = before.writes[0], problem.tail.expression
+    sums = Tensor(-1, "float32", y.shape, dense_strides(y.shape))
+    others = [t for name, t in before.reads if name in ("e1", "e2", "e3")]
+    reads = [*others[: problem.tail.own], sums, *others[problem.tail.own :]]
+    steps = replace(
+        call,
+        expression=expression,
+        reads=tuple((f"a{n}", t) for n, t in enumerate(reads)),
+        writes=(("y0", y),),
+    )
+    both = join(steps, call)
+    if both is None:
+        return before, call, v
+    bare = replace(
+        before,
+        kernel=before.kernel.partition("+")[0],
+        problem=replace(problem, tail=None),
+        reads=tuple((name, t) for name, t in before.reads if t not in others),
+        writes=(("y", sums),),
+    )
+    both = without_stores(both, lambda buffer: buffer == y.buffer)
+    return bare, both, next(t for _, t in both.reads if t.buffer == sums.buffer)
 
 
 BEFORE_CHAINS = (add_onto, add, scale, add, activate, slope, add_to_gradient)

@@ -26,8 +26,11 @@ MAX_STEPS = 96
 MAX_SCALAR_STEPS = 4  # a number that each element works out again
 
 
-def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Contract pointwise chains, then order the groups and forget stores nothing reads."""
+def fuse(calls: Sequence[Call], keep: Collection[int], *, narrow: bool = True) -> list[Call]:
+    """Contract pointwise chains, then order the groups and forget stores nothing reads.
+
+    Unless `narrow`, a chain ends where it stores elements of one byte.
+    """
     groups: dict[int, Call] = {}
     parents: dict[int, set[int]] = {}
     ancestors: list[int] = []
@@ -68,6 +71,9 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 continue
             inside = members[p] | members[group]
             first = groups[p]
+            bytes_of = {t.buffer for _, t in first.writes if ITEMSIZE[t.dtype] == 1}
+            if not narrow and any(t.buffer in bytes_of for _, t in groups[group].reads):
+                continue
             if first.expression is not None and len(first.expression.steps) <= MAX_SCALAR_STEPS:
                 stays = any(not inner(inside, t.buffer) for _, t in first.writes)
                 first = first if stays else broadcast_call(first, groups[group])
