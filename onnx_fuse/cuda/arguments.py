@@ -52,7 +52,7 @@ class Arguments:
 
     def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
         """Write other arguments of the same kernel."""
-        self._words, self._spots = _words(args)
+        self._words, self._spots = words_of(args)
         self.place(pointers)
 
     def write(self, words: Sequence[Any], pointers: Mapping[str, int]) -> None:
@@ -81,7 +81,7 @@ class Arguments:
         self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 
-def _words(
+def words_of(
     args: tuple[Arg, ...],
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
     """The words of arguments, and which are addresses: (word, operand, offset, map)."""

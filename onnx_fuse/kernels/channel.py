@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
 from onnx_fuse.kernels.kernel import Kernel
@@ -45,16 +46,13 @@ class ApplyChannelNorm(HeuristicKernel):
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
         numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
                    problem.pixels, slots)  # fmt: skip
-        return (Launch(
-            self.source, "channel_apply", (-(-threads // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
-            defines(
-                T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
-                ACC=accumulator(problem.dtype), VEC=vec, GROUPED=problem.group > 0,
-                COLUMNS=columns,
-                **tail_macros(problem.tail),
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "channel_apply", -(-threads // 256), 256, *map(Ptr, names),
+            *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon),
+            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
+            ACC=accumulator(problem.dtype), VEC=vec, GROUPED=problem.group > 0, COLUMNS=columns,
+            **tail_macros(problem.tail),
+        )  # fmt: skip
 
 
 class Running(HeuristicKernel):
@@ -66,15 +64,13 @@ class Running(HeuristicKernel):
     def launch(self, problem: RunningStats, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a channel a thread."""
         names = ("old_mean", "old_variance", "mean", "variance", "new_mean", "new_variance")
-        return (Launch(
-            self.source, "channel_running", (-(-problem.channels // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, names), Num("i64", problem.channels), Num("f32", problem.momentum)),
-            defines(
-                T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
-                R=C_TYPES[problem.old], ACC=accumulator(problem.dtype), VEC=1, GROUPED=False,
-                COLUMNS=False,
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "channel_running", -(-problem.channels // 256), 256, *map(Ptr, names),
+            Num("i64", problem.channels), Num("f32", problem.momentum),
+            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
+            R=C_TYPES[problem.old], ACC=accumulator(problem.dtype), VEC=1, GROUPED=False,
+            COLUMNS=False,
+        )  # fmt: skip
 
 
 class Grad(HeuristicKernel):
@@ -88,34 +84,34 @@ class Grad(HeuristicKernel):
         batch, channels, inner = problem.batch, problem.channels, problem.inner
         columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
         count, epsilon = Num("i64", batch * inner), Num("f32", problem.epsilon)
-        macros = defines(
-            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
-            VEC=vec, COLUMNS=columns, TX=tx, RELU=problem.relu,
-        )  # fmt: skip
+        macros: dict[str, Any] = {
+            "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param],
+            "ACC": accumulator(problem.dtype), "VEC": vec, "COLUMNS": columns, "TX": tx,
+            "RELU": problem.relu,
+        }  # fmt: skip
         if problem.stage == "sums":
             tiles = -(-channels * inner // (tx * vec)) if columns else channels
             counts = (batch, channels, inner, problem.chunk)
-            return (Launch(
-                self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
-                (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
-                 *(Num("u32", n) for n in counts), epsilon), macros,
-            ),)  # fmt: skip
+            return self.one(
+                "channel_sums", tiles * problem.splits, 256,
+                *map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
+                *(Num("u32", n) for n in counts), epsilon, **macros,
+            )  # fmt: skip
         if problem.stage == "params":
             parts = (problem.splits, channels, inner if columns else 1)
             return (Launch(
                 self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
                 (*map(Ptr, ("part", "scale", "bias", "variance", "dscale", "dbias", "sums")),
-                 *(Num("u32", n) for n in parts), count, epsilon), macros,
+                 *(Num("u32", n) for n in parts), count, epsilon), defines(**macros),
             ),)  # fmt: skip
         size = batch * channels * inner
         slots = _slots(batch, channels * inner // vec, 2 * 256 * hw.sm_count)
         threads = channels * inner // vec * slots if columns else size // vec
         numbers = (size, channels, inner, slots)
-        return (Launch(
-            self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "dy", "mean", "sums", "dx")),
-             *(Num("i64", n) for n in numbers)), macros,
-        ),)  # fmt: skip
+        return self.one(
+            "channel_dx", -(-threads // 256), 256, *map(Ptr, ("x", "dy", "mean", "sums", "dx")),
+            *(Num("i64", n) for n in numbers), **macros,
+        )  # fmt: skip
 
 
 _BLOCKS = 512  # of a channel's sums: fixed, so that they are the shape's alone

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import conv_nhwc
@@ -23,8 +24,8 @@ _SPLITS = 64  # of a sum, at most
 CHANNELS_LAST = "its images are channels last"
 
 
-def _macros(problem: Conv) -> dict[str, object]:
-    macros: dict[str, object] = {
+def _macros(problem: Conv) -> dict[str, Any]:
+    macros: dict[str, Any] = {
         "T": C_TYPES[problem.dtype],
         "ACC": accumulator(problem.dtype),
         "TRANSPOSED": problem.transposed,
@@ -54,12 +55,11 @@ class Direct(HeuristicKernel):
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
-        return (Launch(
-            self.source, "conv_direct", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", size), *_sizes(problem),
-             Num("f32", problem.act_alpha)),
-            defines(**_macros(problem), **tail_macros(problem.tail)),
-        ),)  # fmt: skip
+        return self.one(
+            "conv_direct", -(-size // 256), 256, Ptr("x"), Ptr("weight"), *ENDS, Num("i64", size),
+            *_sizes(problem), Num("f32", problem.act_alpha), **_macros(problem),
+            **tail_macros(problem.tail),
+        )  # fmt: skip
 
 
 class _Tiled(HeuristicKernel):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
@@ -49,12 +48,11 @@ class Merged(HeuristicKernel):
         columns, rows = (
             (4, 256) if problem.parts > 1024 else (8, 128 if problem.parts > 256 else 32)
         )
-        return (Launch(
-            self.source, "merge_moments", (-(-problem.n // columns), 1, 1), (columns * rows, 1, 1),
-            (Ptr("part"), Num("i32", problem.m), Num("i32", problem.n), Ptr("mean"),
-             Ptr("variance")),
-            defines(COLUMNS=columns, ROWS=rows),
-        ),)  # fmt: skip
+        return self.one(
+            "merge_moments", -(-problem.n // columns), columns * rows, Ptr("part"),
+            Num("i32", problem.m), Num("i32", problem.n), Ptr("mean"), Ptr("variance"),
+            COLUMNS=columns, ROWS=rows,
+        )  # fmt: skip
 
 
 class Columns(HeuristicKernel):

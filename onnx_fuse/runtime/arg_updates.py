@@ -7,11 +7,12 @@ to that is the same for every shape (`spots`). The word of the launch's own memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from onnx_fuse.cuda.arguments import words_of
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Launch, TensorMap
 from onnx_fuse.program.size import OpenSize
 
 Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...], int]
@@ -68,29 +69,19 @@ def spots(i: int, call: Call, launch: Launch) -> Spots:
     return Spots(tuple(addresses), tuple(maps))
 
 
-def words(i: int, call: Call, launch: Launch) -> Iterator[tuple[Any, int | None]]:
+def words(i: int, call: Call, launch: Launch) -> list[tuple[Any, int | None]]:
     """Each word: a number, or an offset and the buffer it counts from; (map, offset) of a map."""
     operands = dict((*call.reads, *call.writes))
-
-    def place(ptr: Ptr) -> tuple[Any, int | None]:
-        if ptr.name == "workspace" and call.workspace:
-            return ptr.offset, workspace_key(i)
-        tensor = operands.get(ptr.name)
-        if tensor is None:
-            return 0, None
-        return tensor.offset * ITEMSIZE[tensor.dtype] + ptr.offset, tensor.buffer
-
-    for arg in launch.args:
-        if isinstance(arg, Num):
-            yield arg.value, None
-        elif isinstance(arg, Ptr):
-            yield place(arg)
-        elif isinstance(arg, Table):
-            for word in arg.words:
-                yield place(word) if isinstance(word, Ptr) else (word, None)
-        else:
-            offset, buffer = place(arg.ptr)
-            yield (arg, offset), buffer
+    numbers, addresses = words_of(launch.args)
+    result: list[tuple[Any, int | None]] = [(number, None) for number in numbers]
+    for at, name, offset, descriptor in addresses:
+        word, buffer, tensor = 0, None, operands.get(name)
+        if name == "workspace" and call.workspace:
+            word, buffer = offset, workspace_key(i)
+        elif tensor is not None:
+            word, buffer = tensor.offset * ITEMSIZE[tensor.dtype] + offset, tensor.buffer
+        result[at] = (word if descriptor is None else (descriptor, word)), buffer
+    return result
 
 
 def _is_open(value: Any) -> bool:
