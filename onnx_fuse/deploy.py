@@ -24,10 +24,10 @@ from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ir.build import defaults
 from onnx_fuse.ir.constants import DEFAULT, Model
 from onnx_fuse.kernels import cublaslt
-from onnx_fuse.lower.walk import Shapes as WalkShapes
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program
+from onnx_fuse.program.call import Shapes as TypedShapes
 from onnx_fuse.program.formula import Formulas, Guards
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
@@ -412,7 +412,7 @@ def _closed(graph: ir.Model, shapes: Shapes, free: Free) -> Closed:
     return closed
 
 
-def _lowered(programs: Specializer, shapes: WalkShapes) -> PlannedProgram:
+def _lowered(programs: Specializer, shapes: TypedShapes) -> PlannedProgram:
     """The program for one set of shapes. Raises ModelError for what a file cannot hold."""
     try:
         planned = programs.of(shapes)

@@ -15,7 +15,7 @@ from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, Planned, tail_macros, window_macros
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Conv
 
@@ -62,7 +62,7 @@ class Direct(HeuristicKernel):
         )  # fmt: skip
 
 
-class _Tiled(HeuristicKernel):
+class _Tiled(Planned, HeuristicKernel):
     """Implicit products of tiles, with the weights packed before and parts of k summed after.
 
     Configurations: `bm` filters a tile, `split` parts of the sum.
@@ -113,15 +113,8 @@ class _Tiled(HeuristicKernel):
         steps, step, _, _ = self._depth(problem, 32 if self.half else 16)
         return max(1, steps // (step * (2 if self.half else 4)))
 
-    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: Conv, config: KernelConfig, hw: Hardware) -> tuple[Launches, int]:
         """Packing where it is needed, the product, and the sum of its parts."""
-        return self._launches(problem, config)[0]
-
-    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
-        """Partial sums, then packed weights."""
-        return self._launches(problem, config)[1]
-
-    def _launches(self, problem: Conv, config: KernelConfig) -> tuple[Launches, int]:
         pixels, dtype, count = prod(problem.outer), problem.dtype, prod(problem.window.kernel)
         columns = problem.batch * pixels
         rows = problem.groups * problem.filters

@@ -35,6 +35,7 @@ from onnx_fuse.kernels.norm_launches import (
     row_stats,
     sum_parts,
 )
+from onnx_fuse.kernels.rule_based import Planned
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     GemmProblem,
@@ -49,11 +50,10 @@ OfWeights: TypeAlias = Wgmma | Mma | SimtSplitK | Simt | Tf32 | TurnedTf32
 Product: TypeAlias = OfWeights | SmallM
 
 
-class TwoGemms:
+class TwoGemms(Planned):
     """The gradients on Hopper's GEMM."""
 
     name = "two_gemms"
-    version = 1
 
     def __init__(self) -> None:
         self.inner = Wgmma()
@@ -181,17 +181,10 @@ class TwoGemms:
             + (6 if planes else 4) * hw.launch_seconds
         )
 
-    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
-        """Folded weights, xh, dz, row and column vectors, partial sums, split k."""
-        return self._plan(problem, config, hw)[1]
-
-    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
-        return self._plan(problem, config, hw)[0]
-
-    def _plan(
+    def plan(
         self, problem: GemmProblem, config: KernelConfig, hw: Hardware
     ) -> tuple[Launches, int]:
+        """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
         act, planes = problem.epilogue.act, self._planes(problem)
         size = 2 * planes or ITEMSIZE[dtype]

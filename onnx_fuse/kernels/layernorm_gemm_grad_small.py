@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.rule_based import Planned
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -94,11 +95,10 @@ TILES = {
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-class FewRows:
+class FewRows(Planned):
     """Two launches; a third before them where there is an activation."""
 
     name = "few_rows"
-    version = 1
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -169,17 +169,10 @@ class FewRows:
     def _shape(self, config: KernelConfig) -> tuple[Tiles, int]:
         return TILES[config.text("tiles")], config.integer("splits")
 
-    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
-        """dz, the parts of g and of its sums."""
-        return self._plan(problem, config, hw)[1]
-
-    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The pass that makes dz, if there is an activation; the products; sums across blocks."""
-        return self._plan(problem, config, hw)[0]
-
-    def _plan(
+    def plan(
         self, problem: GemmProblem, config: KernelConfig, hw: Hardware
     ) -> tuple[Launches, int]:
+        """The pass that makes dz, if there is an activation; the products; sums across blocks."""
         tiles, splits = self._shape(config)
         m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act
         of_g, of_dw = tiles.blocks_of(problem)

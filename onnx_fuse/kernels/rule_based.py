@@ -48,6 +48,22 @@ class WithoutWorkspace:
         return 0
 
 
+class Planned:
+    """A candidate whose launches and workspace are worked out together."""
+
+    version = 1
+
+    def plan(self, problem: Any, config: KernelConfig, hw: Hardware) -> tuple[Launches, int]:
+        """The launches, and the bytes of the workspace."""
+        raise TypeError(f"{type(self).__name__} has no launches")
+
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+        return self.plan(problem, config, hw)[0]
+
+    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
+        return self.plan(problem, config, hw)[1]
+
+
 class DelegatingKernel:
     """A candidate that leaves the product inside its problem to another candidate."""
 

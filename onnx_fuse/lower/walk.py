@@ -43,7 +43,7 @@ from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Call, NeedsValues, Program, Tensor
+from onnx_fuse.program.call import UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
@@ -61,8 +61,6 @@ PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 SETUP_LIMIT = 1 << 20
 """Bytes that a call may write at most to run once, before the first run, and not in each."""
-
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def lower(

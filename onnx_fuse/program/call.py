@@ -19,6 +19,9 @@ import numpy as np
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launches
 
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""(shape, dtype) of each input, by name."""
+
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Expression
 

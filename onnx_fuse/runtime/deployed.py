@@ -16,15 +16,14 @@ import numpy as np
 from onnx_fuse.container import Container
 from onnx_fuse.cuda.source import give, take_back
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
-from onnx_fuse.program.call import Program, dtype_of
+from onnx_fuse.program.call import Program, Shapes, dtype_of
 from onnx_fuse.program.formula import Formulas, Guards
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import encoding
 from onnx_fuse.runtime.encoding import FORMAT, CheckedOpen, Module
-from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
+from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan, with_sizes
 from onnx_fuse.runtime.tensor import Argument
 
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 RECOMPILE = "recompile=True (--recompile) compiles the ONNX model inside anew, with NVRTC"
 """What helps where the programs in a file do not."""
 
@@ -155,7 +154,9 @@ class Deployed:
         """What an entry holds: a program of one shape, or an open one with or without a layout."""
         source = encoding.read(
             self.container.json(entry.member), entry.guards, self._array, {*self._modules},
-            lambda program, sizes: self._check(program, entry.at(sizes)),
+            lambda program, sizes: self._check(
+                program, with_sizes(entry.shapes, entry.open or (), sizes)
+            ),
         )  # fmt: skip
         if entry.open is None:
             program = source.at({})
@@ -247,13 +248,6 @@ class _Entry:
                 if symbol and sizes.setdefault(symbol, size) != size:
                     return None
         return sizes if self.guards.hold(sizes) else None
-
-    def at(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The shapes with these sizes."""
-        ends = {name: (list(shape), dtype) for name, (shape, dtype) in self.shapes.items()}
-        for name, axis, symbol in self.open or ():
-            ends[name][0][axis] = numbers[symbol]
-        return {name: (tuple(shape), dtype) for name, (shape, dtype) in ends.items()}
 
     def __str__(self) -> str:
         if self.open is None:

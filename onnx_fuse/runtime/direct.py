@@ -18,11 +18,10 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import workspace_key
-from onnx_fuse.runtime.deployed import Shapes
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram

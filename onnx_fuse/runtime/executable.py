@@ -21,10 +21,10 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
-from onnx_fuse.runtime.deployed import Deployed, Shapes
+from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Instance
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram

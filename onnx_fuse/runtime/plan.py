@@ -13,7 +13,7 @@ from functools import cached_property
 from operator import le
 from typing import TYPE_CHECKING, Any, Protocol
 
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Shapes, Tensor
 from onnx_fuse.program.formula import Guards, NoValue
 from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
@@ -28,6 +28,17 @@ LARGE = 256 << 20
 its own."""
 MOST_CALLS = 4000
 """Calls up to which the order is looked for: its masks grow with the square."""
+
+
+def with_sizes(
+    shapes: Shapes, symbols: Iterable[tuple[str, int, str]], sizes: Mapping[str, Any]
+) -> Shapes:
+    """The shapes with these sizes for the symbols of (input, axis, symbol) among them."""
+    changed = {name: (list(shape), dtype) for name, (shape, dtype) in shapes.items()}
+    for name, axis, symbol in symbols:
+        if symbol in sizes:
+            changed[name][0][axis] = sizes[symbol]
+    return {name: (tuple(shape), dtype) for name, (shape, dtype) in changed.items()}
 
 
 def aligned(nbytes: int) -> int:

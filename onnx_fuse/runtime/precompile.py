@@ -17,20 +17,18 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.importer.save import serialized_without_weights
+from onnx_fuse.program.call import Shapes
 from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import collector, graphs
 from onnx_fuse.runtime.program_cache import Origin
 from onnx_fuse.runtime.specialize import Specializer, Symbols
-
-if TYPE_CHECKING:
-    from onnx_fuse.lower.walk import Shapes
 
 FAR = 512
 """Size up to which programs are made ahead of time, whatever sizes have come."""
@@ -46,9 +44,7 @@ LARGEST = 4 << 30
 """Bytes of weights that all those processes may hold."""
 
 _LIVING: set[int] = set()  # processes of all sessions
-_Wish: TypeAlias = (
-    "tuple[Shapes, dict[str, int]]"  # shapes, and how far the sizes of some symbols go
-)
+_Wish: TypeAlias = tuple[Shapes, dict[str, int]]  # how far the sizes of some symbols go
 
 
 def processes(specializer: Specializer) -> int:

@@ -20,8 +20,7 @@ from pathlib import Path
 from onnx_fuse.container import Container
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.lower.walk import Shapes
-from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.call import NeedsValues, Program, Shapes
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.plan import PlannedOpenProgram

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.call import NeedsValues, Program, Shapes
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
@@ -33,12 +33,9 @@ from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.arg_updates import changes
 from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.graphs import derived_weights
-from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, evaluated, plan
+from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, evaluated, plan, with_sizes
 from onnx_fuse.runtime.program_cache import Key, Origin, ProgramCache, folder_of
 from onnx_fuse.runtime.schedule import at_ends
-
-if TYPE_CHECKING:
-    from onnx_fuse.lower.walk import Shapes
 
 KEPT = 128
 """Open programs kept of one model; the least recently used goes first."""
@@ -194,7 +191,7 @@ class Specializer:
 
     def changed(self, shapes: Shapes, sizes: Mapping[str, Any]) -> Shapes:
         """The shapes with these sizes for the symbols among them."""
-        return _changed(shapes, self.symbols(shapes), sizes)
+        return with_sizes(shapes, self.symbols(shapes), sizes)
 
     def _lower(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None) -> Program:
         from onnx_fuse.lower.walk import lower  # which programs of the cache do without
@@ -268,7 +265,7 @@ class Specializer:
         trace = Trace()
         sizes = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
         try:
-            program = self._lower(_changed(shapes, symbols, sizes), values)
+            program = self._lower(with_sizes(shapes, symbols, sizes), values)
             if program.stages or program.fallbacks:
                 return None
             if self.memory is not None:
@@ -367,12 +364,3 @@ def opened_program(program: Program, trace: Trace) -> SymbolicProgram:
         ),
     }
     return SymbolicProgram(program, trace, parts)
-
-
-def _changed(shapes: Shapes, symbols: Symbols, sizes: Mapping[str, Any]) -> Shapes:
-    """The shapes with these sizes for the symbols among them."""
-    changed = {name: (list(shape), dtype) for name, (shape, dtype) in shapes.items()}
-    for name, axis, symbol in symbols:
-        if symbol in sizes:
-            changed[name][0][axis] = sizes[symbol]
-    return {name: (tuple(shape), dtype) for name, (shape, dtype) in changed.items()}
