@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.caches import CACHES
 from onnx_fuse.ops.fused.sdpa import KINDS
@@ -25,6 +25,7 @@ from onnx_fuse.ops.rules import (
     is_constant,
     nodes_in_order,
     producer,
+    scalar,
 )
 from onnx_fuse.rewrite.canonicalize import fold_sizes, refresh
 from onnx_fuse.rewrite.rotation import rotation_of
@@ -104,7 +105,7 @@ class _Update:
         if self.places is None or not self.places.starts:
             return (self.places,)
         sizes = [x.shape[2] for x in (self.past, self.new) if x.shape is not None]
-        return self.places, *(n if isinstance(n, int) else n.value for n in sizes)
+        return self.places, *map(_named, sizes)
 
 
 def _updates(attention: ir.Node) -> tuple[_Update, _Update] | None:
@@ -196,6 +197,51 @@ def _permuted(node: ir.Node) -> _Update | None:
     return _Update(node.outputs[0], past, new, places, () if perm == (0, 1, 2, 3) else perm)
 
 
+def _at_coordinates(node: ir.Node) -> _Update | None:
+    """ScatterND by (sequence, head, token) of all sequences and heads: TorchScript's index_put."""
+    past, indices, new = node.inputs
+    parts = () if (join := producer(indices, "Concat")) is None else join.inputs
+    if attribute(node, "reduction", "none") != "none" or len(parts) != 3:
+        return None
+    if past is None or past.shape is None or new is None or indices is None:
+        return None
+    if indices.shape is None or rank(past) != 4 or rank(indices) != 4 or dim(indices, -1) != 3:
+        return None
+    sizes, each = [_named(n) for n in (*indices.shape[:3], past.shape[3])], []
+    for part in parts:
+        unit = producer(part, "Unsqueeze")
+        if unit is None or constant_ints(unit.inputs[1]) not in ([-1], [3]):
+            return None
+        expand = producer(unit.inputs[0], "Expand")
+        each.append(unit.inputs[0] if expand is None else expand.inputs[0])
+    if None in sizes or [_named(n) for n in past.shape[:2]] != sizes[:2] or rank(each[2]) != 1:
+        return None
+    if not all(_counts(each[axis], axis, sizes[axis]) for axis in (0, 1)):
+        return None
+    if (view := producer(new, "Reshape")) is not None and (source := view.inputs[0]) is not None:
+        turned = rotation_of(source.producer())  # has the shape of what it turns
+        shape = (source if turned is None else turned.x).shape or ()
+        new = source if [_named(n) for n in shape] == sizes else new
+    return _Update(node.outputs[0], past, new, _Places(each[2], (0, 1, 3)))
+
+
+def _named(size: int | ir.SymbolicDim) -> int | str | None:
+    return size if isinstance(size, int) else size.value
+
+
+def _counts(value: ir.Value | None, axis: int, size: int | str | None) -> bool:
+    """Whether it is 0, 1, ... along an axis of three, of which it has the last ones."""
+    shape = [] if value is None or value.shape is None else [_named(n) for n in value.shape]
+    before = len(shape) - 3 + axis
+    if before < 0 or shape.pop(before) != size or any(n != 1 for n in shape):
+        return False
+    if (array := const_array(value)) is not None:
+        return array.ravel().tolist() == list(range(array.size))
+    view = producer(value, "Reshape", "Unsqueeze")
+    counting = producer(value if view is None else view.inputs[0], "Range")
+    return counting is not None and [scalar(x) for x in counting.inputs[::2]] == [0, 1]
+
+
 def _tensor_scattered(node: ir.Node) -> _Update | None:
     past, new, *starts = node.inputs
     if past is None or new is None or attribute(node, "axis", -2) not in (2, -2):
@@ -228,6 +274,7 @@ def _places(indices: ir.Value | None) -> _Places | None:
 _FORMS = {
     "Concat": _joined,
     "ScatterElements": _scattered,
+    "ScatterND": _at_coordinates,
     "Transpose": _permuted,
     "TensorScatter": _tensor_scattered,
 }
