@@ -49,8 +49,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def half(path: Path) -> Specializer:
-    """Of the optimized model in float16."""
+def half(name: str) -> Specializer:
+    """Of an optimized export in float16."""
+    path = next(c.path for c in real_cases() if c.name == name)
     graph, precision = in_precision(onnx_fuse.optimize(onnx_fuse.session.load(str(path))), "fp16")
     return Specializer(graph, H200, math=precision)
 
@@ -64,7 +65,22 @@ def of_chain(length: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def encoder() -> Specializer:
-    return half(next(c.path for c in real_cases() if c.name == "encoder_layer_prenorm__dynamo"))
+    return half("encoder_layer_prenorm__dynamo")
+
+
+def cached(specializer: Specializer) -> Specializer:
+    """With the programs of "a graph" in the cache."""
+    specializer.cache_under("a graph")
+    return specializer
+
+
+def stored(cache: Path) -> tuple[PlannedProgram, Path]:
+    """BERT at a length of 40, and its program in the cache."""
+    first = cached(half("bert__ts13"))
+    made = first.of(with_length(first, 40))
+    first.written()
+    (program,) = cache.rglob("*.program")
+    return made, program
 
 
 def with_length(specializer: Specializer, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -89,9 +105,7 @@ def described(made: PlannedProgram) -> tuple[object, ...]:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> None:
     """The same programs, whether or not it has made the weights that they read."""
-    path = next(c.path for c in real_cases() if c.name == name)
-    first, second = half(path), half(path)
-    first.cache_under("a graph")
+    first, second = cached(half(name)), half(name)
     made = [first.of(with_length(first, n)) for n in (20, 30, 21)]
     first.written()
     if not fresh:
@@ -104,10 +118,11 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
     assert second.traced == lowered
     second.written()
     assert not list(cache.rglob("*.draft"))
-    other = half(path)
+    other = half(name)
     other.cache_under("another graph")
     other.of(with_length(other, 40))
     assert other.traced == 1
+    other.written()  # its thread would be beside the next test
 
 
 def test_a_program_is_kept_with_the_layout_of_a_small_batch(
@@ -115,8 +130,7 @@ def test_a_program_is_kept_with_the_layout_of_a_small_batch(
 ) -> None:
     """Where that of the largest batch of the class would waste memory."""
     monkeypatch.setattr(plan, "LARGE", 0)
-    specializer = encoder()
-    specializer.cache_under("a graph")
+    specializer = cached(encoder())
     shapes = with_length(specializer, 40)
     made = specializer.of(shapes)
     specializer.written()
@@ -130,9 +144,7 @@ def test_a_program_is_kept_with_the_layout_of_a_small_batch(
 @pytest.mark.parametrize("kept", ["lowered", "read", "read, collector off", "read, frozen"])
 def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
     """What stays is not walked as what is young; what a program froze or turned off stays so."""
-    specializers = chain(), chain()
-    for specializer in specializers:
-        specializer.cache_under("a graph")
+    specializers = cached(chain()), cached(chain())
     one = specializers[kept != "lowered"]
     if kept != "lowered":
         specializers[0].of(of_chain(8))
@@ -226,12 +238,7 @@ def test_the_collector_of_a_forked_child_is_on() -> None:
     "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
 )
 def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
-    path = next(c.path for c in real_cases() if c.name == "bert__ts13")
-    first = half(path)
-    first.cache_under("a graph")
-    made = first.of(with_length(first, 40))
-    first.written()
-    (program,) = cache.rglob("*.program")
+    made, program = stored(cache)
     (weights,) = cache.rglob("*.made")
     data = bytearray(program.read_bytes())
     if damage == "weights":
@@ -242,8 +249,7 @@ def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
         at = {"guards": 80, "program": -9, "length": 71, "empty": 0, "cut": 0}[damage]
         data[at] ^= 0xFF
         program.write_bytes({"empty": data[:0], "cut": data[: len(data) // 2]}.get(damage, data))
-    second = half(path)
-    second.cache_under("a graph")
+    second = cached(half("bert__ts13"))
     assert described(second.of(with_length(second, 40))) == described(made)
     assert second.traced == 1
 
@@ -266,12 +272,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("fault", HOSTILE)
 def test_a_program_that_somebody_else_wrote_counts_as_absent(fault: str, cache: Path) -> None:
     """Its digests are right; one warning says that it is not used."""
-    path = next(c.path for c in real_cases() if c.name == "bert__ts13")
-    first = half(path)
-    first.cache_under("a graph")
-    made = first.of(with_length(first, 40))
-    first.written()
-    (program,) = cache.rglob("*.program")
+    made, program = stored(cache)
     data = program.read_bytes()
     start = program_cache._HEAD + program_cache._LENGTH.unpack_from(data, 64)[0]
     length, words = program_cache._LENGTHS.unpack_from(data, start)
@@ -281,8 +282,7 @@ def test_a_program_that_somebody_else_wrote_counts_as_absent(fault: str, cache: 
     written = json.dumps([text] if fault == "a list" else text).encode()
     body = program_cache._LENGTHS.pack(len(written), words) + written + data[end:]
     program.write_bytes(data[:32] + hashlib.sha256(body).digest() + data[64:start] + body)
-    second = half(path)
-    second.cache_under("a graph")
+    second = cached(half("bert__ts13"))
     with pytest.warns(UserWarning, match="is not used and is written anew") as warned:
         assert described(second.of(with_length(second, 40))) == described(made)
     assert len(warned) == 1
@@ -297,8 +297,7 @@ def test_a_cache_that_others_may_write_to_is_not_read(
     """Neither programs nor cubins of it; files and folders that are made are the user's alone."""
     monkeypatch.setattr(files, "_REFUSED", set())
     monkeypatch.setattr(nvrtc, "_compiler", lambda: "13.0")
-    first = chain()
-    first.cache_under("a graph")
+    first = cached(chain())
     first.of(of_chain(40))
     first.written()
     cubin = nvrtc.cache_path("gemm/simt.cu", (), "sm_90a")
@@ -311,8 +310,7 @@ def test_a_cache_that_others_may_write_to_is_not_read(
             path.chmod(0o666)
     else:
         (cache / folder).chmod(0o777)
-    second = chain()
-    second.cache_under("a graph")
+    second = cached(chain())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         second.of(of_chain(40))
@@ -438,8 +436,7 @@ def test_what_took_long_in_an_earlier_process_is_prepared_too(
     asked: list[dict[str, int]] = []
     monkeypatch.setattr(precompile, "processes", lambda _: 1)
     monkeypatch.setattr(precompile, "missing", lambda _, shapes, wanted: asked.append(wanted))
-    first, second = chain(), chain()
-    first.cache_under("a graph")
+    first, second = cached(chain()), chain()
     first.of(of_chain(8))
     (kept,) = next(iter(first._kept.values()))
     assert 0 < kept.seconds == first.seconds
