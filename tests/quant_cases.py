@@ -437,6 +437,19 @@ def block(kind: str, zero: int) -> Quantized:
     return quantized(name, nodes, feeds, outputs, weights, tolerance=0.014)
 
 
+def pool(kind: str, scale: float, again: float, **attrs: Any) -> Quantized:
+    """The largest of dequantized numbers, and their codes by the scale `again`."""
+    numbers = {"s": np.float32(scale), "t": np.float32(again), "z": np.array(9, kind)}
+    nodes = (
+        "f = DequantizeLinear (x, s, z) "
+        f"p = MaxPool {written({'kernel_shape': [3, 3], **attrs})} (f) y = QuantizeLinear (p, t, z)"
+    )
+    outputs = {"y": (kind, tuple("nchw")), "p": ("float32", tuple("nchw"))}
+    held = {n: np.asarray(a) for n, a in numbers.items()}
+    name = f"dequantized MaxPool {kind} {scale} {again} {attrs}"
+    return quantized(name, nodes, {"x": integers((2, 3, 7, 8), kind)}, outputs, held)
+
+
 DEQUANTIZED = [
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), pads=[1, 1, 1, 1]),
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 255, pads=[1, 0, 2, 1]),
@@ -450,11 +463,22 @@ DEQUANTIZED = [
     dequantized("Conv", (2, 5, 17), (8, 5, 4), zero=0, strides=[3], act="Relu", bias=False),
     dequantized("Conv", (1, 16, 4, 5, 6), (8, 16, 2, 3, 3), auto_pad="SAME_UPPER", plain=True),
     dequantized("Conv", (0, 16, 9, 9), (24, 16, 3, 3)),
+    dequantized("MatMul", (3, 5, 32), (32, 24)),
+    dequantized("MatMul", (7, 48), (48, 17), ("uint8", "int8"), 255, residual=True, act="Relu"),
+    dequantized("MatMul", (2, 3, 64), (64, 8), ("uint8", "uint8"), 3, act="Sigmoid"),
+    dequantized("Gemm", (5, 32), (32, 40), zero=127),
+    dequantized("Gemm", (1, 400), (24, 400), ("uint8", "int8"), 77, act="Relu", transB=1),
+    dequantized("Gemm", (9, 16), (24, 16), zero=0, transB=1, bias=False, plain=True),
+    dequantized("MatMul", (0, 32), (32, 24)),
+    pool("int8", 0.3, 0.3, strides=[2, 2], pads=[1, 1, 1, 1]),
+    pool("uint8", 0.3, 0.3, ceil_mode=1, strides=[2, 2]),
+    pool("int8", 0.3, 0.2, dilations=[2, 2], pads=[2, 2, 2, 2]),
+    pool("uint8", -0.3, -0.3),
     block("int8", -128),
     block("uint8", 100),
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 0, plain=True),
 ]  # fmt: skip
-"""What is one call of integers, but for a group of few channels."""
+"""What are calls of integers, but for groups of few channels."""
 
 
 def _cases() -> Iterator[Quantized]:

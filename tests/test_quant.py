@@ -17,6 +17,7 @@ from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.problems import IntegerConv, Window
+from onnx_fuse.rewrite import optimize
 
 H200 = CHIPS["H200"]
 
@@ -42,6 +43,18 @@ def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None
     assert kept <= (k * 64 // 2 + 1024 if four else k * 64 * 4)
 
 
+@pytest.mark.parametrize("case", DEQUANTIZED, ids=lambda c: c.name)
+def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None:
+    model, shapes = load(case.model), {n: (a.shape, a.dtype.name) for n, a in case.feeds.items()}
+    optimize(model, own_kernels=True)
+    program = walk.lower(model, shapes, H200)
+    ops, plain = ([c.problem.op for c in p.calls] for p in (program, case.program()))
+    assert ops.count("IntegerConv") == plain.count("IntegerConv")
+    got = interpret(program, case.feeds, case.weights)
+    for (name, y), want in zip(got.items(), case.expected(), strict=True):
+        case.check(name, y, want)
+
+
 def test_codes_become_codes_in_one_call_a_convolution() -> None:
     for case in (c for c in DEQUANTIZED if "block" in c.name):
         first, second = (call.problem for call in case.program().calls)
@@ -53,8 +66,8 @@ def test_codes_become_codes_in_one_call_a_convolution() -> None:
 def test_convolutions_of_codes_copy_no_windows() -> None:
     for case in DEQUANTIZED:
         ops = [call.problem.op for call in case.program().calls]
-        depthwise, empty = "'group': 6" in case.name, "(0," in case.name
-        assert ("IntegerConv" in ops) != (depthwise or empty), case.name
+        other = any(text in case.name for text in ("'group': 6", "(0,", "MaxPool"))
+        assert ("IntegerConv" in ops) != other, case.name
         assert "GemmInteger" not in ops
 
 
@@ -63,6 +76,14 @@ def test_codes_whose_sums_int32_does_not_hold_stay_floats() -> None:
         case = dequantized("Conv", (1, depth, 1, 1), (8, depth, 1, 1))
         ops = [call.problem.op for call in case.program().calls]
         assert ("IntegerConv" in ops) == held
+
+
+def test_the_largest_of_codes_are_taken_of_codes() -> None:
+    pools = [case for case in DEQUANTIZED if "MaxPool" in case.name]
+    kinds = [
+        c.problem.dtype for case in pools for c in case.program().calls if c.kernel == "MaxPool"
+    ]
+    assert kinds == ["int8", "float32", "float32", "float32"]
 
 
 def compiled_kinds() -> list[Quantized]:

@@ -71,6 +71,17 @@ class Slot:
     items: tuple[Slot, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Codes:
+    """What was dequantized to `floats` = (q - zero) scale; both one number, or one along `axis`."""
+
+    q: Tensor
+    floats: Tensor
+    scale: np.ndarray
+    zero: np.ndarray
+    axis: int | None
+
+
 class Mistyped(ModelError):
     """An operand is of a type that the operator of this opset does not have."""
 
@@ -100,6 +111,8 @@ class Context(ABC):
         self.fold_pays: dict[tuple[GemmProblem, bool], bool] = {}
         self.channels_last: set[int] = set()
         """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
+        self.codes: dict[int, Codes] = {}
+        """What was dequantized from 8 bits, by the buffer of the floats."""
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None

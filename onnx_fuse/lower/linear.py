@@ -16,6 +16,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.norm_launches import act_parts
+from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
@@ -127,6 +128,8 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
     m, n = a.shape[-2], b.shape[-1]
     shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     y = ctx.output(node, 0, shape, a.dtype)
+    if quantized.product(ctx, node, y):
+        return None
     a, b = (t.expand((*batch, *t.shape[-2:])) for t in (a, b))
     return product(ctx, node, a, b, y.view((*batch, m, n)))
 
@@ -139,6 +142,15 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     shape = (a.shape[0], b.shape[1])
     y = ctx.output(node, 0, shape, a.dtype)
     alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)
+    row = bias_row(ctx, node, 2, shape[1]) if ctx.has(node, 2) and beta != 0 else None
+    plain = alpha == 1 and (beta == 0 or (beta == 1 and row is not None) or not ctx.has(node, 2))
+    turned = bool(ctx.attr(node, "transB", 0))
+    if (
+        plain
+        and not ctx.attr(node, "transA", 0)
+        and quantized.product(ctx, node, y, row, turned=turned)
+    ):
+        return None
     attrs: dict[str, object] = {"alpha": alpha} if alpha != 1 else {}
     extra = {}
     if ctx.has(node, 2) and beta != 0:
@@ -195,6 +207,9 @@ def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
         return "x is a vector"
     y = ctx.output(node, 0, shape, x.dtype)
     writes = {}
+    act = (str(attrs.get("act", "")), float(str(attrs.get("act_alpha", 0.0))))
+    if not name.exposed and quantized.product(ctx, node, y, row, act):
+        return None
     if name.exposed:
         z = ctx.output(node, 1, shape, x.dtype)
         writes["z"] = z

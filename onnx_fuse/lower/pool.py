@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.lower.channels_last import (
     channels_last,
+    follow,
     in_stretch,
     is_channels_last,
     stored_last,
 )
-from onnx_fuse.lower.context import Context, Lowering, copy
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.conv import spatial, triple, window
+from onnx_fuse.lower.quant import codes, to_float
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
@@ -31,7 +35,14 @@ KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 def pool(ctx: Context, node: ir.Node) -> str | None:
     """MaxPool (with indices), AveragePool, LpPool."""
-    x, largest = ctx.view(node, 0), node.op_type == "MaxPool"
+    if max_of_codes(ctx, node):
+        return None
+    return _pool(ctx, node, ctx.view(node, 0))
+
+
+def _pool(ctx: Context, node: ir.Node, x: Tensor) -> str | None:
+    """The pool of x, which is the node's input or its codes."""
+    largest = node.op_type == "MaxPool"
     if x.dtype not in FLOATS and (not largest or x.dtype not in ("int8", "uint8")):
         return f"no kernel for {x.dtype}"
     rank = len(x.shape) - 2
@@ -62,6 +73,32 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     if last:
         writes["y"] = channels_last(stored_last(ctx, node, y))
     return ctx.select(node, problem, {"x": x}, writes)
+
+
+def max_of_codes(ctx: Context, node: ir.Node) -> bool:
+    """Whether the largest of dequantized numbers are taken of their codes, which are as ordered.
+
+    So they are where each window has a pixel of the image: what a window without any gives is no
+    code.
+    """
+    held = codes(ctx, node, 0) if node.op_type == "MaxPool" and not ctx.wants(node, 1) else None
+    if held is None or held.axis is not None or not 0 < held.scale[0] < np.inf:
+        return False
+    kernel, pads = ctx.attr(node, "kernel_shape"), ctx.attr(node, "pads") or [0]
+    moved = max(ctx.attr(node, "dilations") or [1]) > 1 or ctx.attr(node, "ceil_mode", 0)
+    if moved or ctx.attr(node, "auto_pad", "NOTSET") != "NOTSET" or max(pads) >= min(kernel):
+        return False
+    dtype = ctx.view(node, 0).dtype
+    if _pool(ctx, node, held.q) is not None:
+        return False
+    pooled = ctx.slots[node.outputs[0]].tensor
+    assert pooled is not None
+    y, code = follow(ctx, node, ctx.output(node, 0, pooled.shape, dtype), [pooled]), Code()
+    zero = code.scalar(int(held.zero[0]), "int32")
+    factor = code.scalar(held.scale[0], "float32")
+    emit(ctx, code, node, to_float(code, code.load(pooled), dtype, zero, factor), y)
+    ctx.codes[y.buffer] = replace(held, q=pooled, floats=y)
+    return True
 
 
 def global_pool(ctx: Context, node: ir.Node) -> str | None:

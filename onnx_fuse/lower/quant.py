@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -28,8 +29,9 @@ from onnx_fuse.cuda.pointwise import (
 )
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.kernels.gemm_integer import BYTES
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Codes, Context, Lowering, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Range
 
@@ -113,6 +115,10 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
     beyond the range of a float8 type becomes NaN.
     """
     x, scale = ctx.view(node, 0), ctx.view(node, 1)
+    held = codes(ctx, node, 0)
+    if held is not None and _same_codes(ctx, node, held):
+        ctx.alias(node, 0, held.q)
+        return None
     asked = ctx.attr(node, "output_dtype", 0)
     if ctx.has(node, 2):
         dtype = ctx.view(node, 2).dtype
@@ -139,9 +145,9 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
         else:
             value, divisor = (
                 operand
-                if held == how
+                if kind == how
                 else code.step(cast_step(how), how, code.step("Cast", "float32", operand))
-                for operand, held in ((value, x.dtype), (divisor, scale.dtype))
+                for operand, kind in ((value, x.dtype), (divisor, scale.dtype))
             )
             # a quotient of 16-bit floats that is rounded to float first is rounded right
             value = code.step(cast_step(how), how, code.step("Div", "float32", value, divisor))
@@ -175,6 +181,7 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
     parts = _parts(ctx, node, q, scale)
     if not four_bit_weights(ctx, node) and (once := _once(ctx, node, q, parts, dtype)) is not None:
         ctx.alias(node, 0, once)
+        _remember(ctx, node, q, once)
         return None
     y = ctx.output(node, 0, q.shape, dtype)
     if not ctx.attr(node, "block_size", 0):
@@ -184,17 +191,72 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
         value = code.load(elements(q))
         # a zero point of a float is zero
         zero = None if q.dtype in NARROW_FLOATS else _number(ctx, code, node, 2, numbers)
-        if zero is not None:
-            value, zero = (code.step("Cast", "int32", v) for v in (value, zero))
-            value = code.step("Sub", "int32", value, zero)
-        value = code.step("Cast", "float32", value)
         factor = _number(ctx, code, node, 1, numbers)
         assert factor is not None
-        value = code.step("Scale", "float32", value, factor)
-        if dtype != "float32":
-            value = code.step(cast_step(dtype), dtype, value)
-        emit(ctx, code, node, value, elements(y))
+        emit(ctx, code, node, to_float(code, value, dtype, zero, factor), elements(y))
+    _remember(ctx, node, q, y)
     return None
+
+
+def _remember(ctx: Context, node: ir.Node, q: Tensor, floats: Tensor) -> None:
+    """Note the codes of what the node dequantizes, if nothing writes to scales and zero points."""
+    if q.dtype not in BYTES or ctx.attr(node, "block_size", 0):
+        return
+    held = [ctx.known(ctx.view(node, i)) for i in (1, 2) if ctx.has(node, i)]
+    if not q.size or any(array is None for array in held):
+        return
+    scale, *points = (np.asarray(array) for array in held)
+    point = points[0] if points else np.zeros(scale.shape, np.int8)
+    axis = None if scale.size == 1 and len(scale.shape) <= 1 else axis_of(ctx, node, q)
+    ctx.codes[floats.buffer] = Codes(
+        q, floats, scale.astype(np.float32).reshape(-1), point.astype(np.int32).reshape(-1), axis
+    )
+
+
+def codes(ctx: Context, node: ir.Node, i: int) -> Codes | None:
+    """The codes that input `i` was dequantized from, through views of both; or None."""
+    view = ctx.view(node, i)
+    held = ctx.codes.get(view.buffer)
+    if held is None or view == held.floats:
+        return held
+    q, floats = held.q, held.floats
+    if q.strides != floats.strides or not q.dense or floats.offset:
+        return None
+    axis = held.axis
+    if axis is not None:  # whose place is known where axes are permuted
+        sides = [[*zip(t.shape, t.strides, strict=True)] for t in (floats, view)]
+        if view.offset or sorted(sides[0]) != sorted(sides[1]):
+            return None
+        axis = sides[1].index(sides[0][axis])
+    moved = Tensor(q.buffer, q.dtype, view.shape, view.strides, q.offset + view.offset)
+    return replace(held, q=moved, floats=view, axis=axis)
+
+
+def to_float(code: Code, value: Ref, dtype: str, zero: Ref | None, factor: Ref) -> Ref:
+    """The integer less its zero point, times its scale."""
+    if zero is not None:
+        value, zero = (code.step("Cast", "int32", v) for v in (value, zero))
+        value = code.step("Sub", "int32", value, zero)
+    value = code.step("Scale", "float32", code.step("Cast", "float32", value), factor)
+    return value if dtype == "float32" else code.step(cast_step(dtype), dtype, value)
+
+
+def _same_codes(ctx: Context, node: ir.Node, held: Codes) -> bool:
+    """Whether a QuantizeLinear of what was dequantized gives those codes again, every one."""
+    scale, point = (ctx.known(ctx.view(node, i)) if ctx.has(node, i) else None for i in (1, 2))
+    if scale is None or point is None or point.dtype.name != held.q.dtype:
+        return False
+    kinds = {ctx.view(node, 0).dtype, ctx.view(node, 1).dtype}
+    alike = scale.size == point.size == 1 and kinds == {"float32"}
+    if not alike or ctx.attr(node, "precision", 0) or held.axis is not None:
+        return False
+    if (scale != held.scale).any() or (point != held.zero).any():
+        return False
+    low, high = RANGES[held.q.dtype]
+    every = np.arange(low, high + 1) - held.zero
+    with np.errstate(all="ignore"):
+        again = np.rint(every.astype(np.float32) * held.scale / held.scale)
+    return bool((again == every).all())
 
 
 def _once(

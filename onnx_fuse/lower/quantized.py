@@ -10,54 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
-from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.kernels.gemm_integer import BYTES
+from onnx_fuse.kernels import serves
+from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower.context import Context, emit
-from onnx_fuse.lower.quant import axis_of
+from onnx_fuse.lower.quant import codes
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problems import IntegerConv
+from onnx_fuse.program.problems import IntegerConv, Window
 
 LARGEST = 2**31 // (255 * 255)
 """The products that int32 always holds the sum of."""
-
-
-@dataclass(frozen=True)
-class Codes:
-    """What a DequantizeLinear reads: y = (q - zero) scale, both one number or one along `axis`."""
-
-    q: Tensor
-    scale: np.ndarray
-    zero: np.ndarray
-    axis: int | None
-
-
-def codes(ctx: Context, node: ir.Node, i: int) -> Codes | None:
-    """The 8-bit codes behind input `i`, whose scales and zero points nothing writes to; or None."""
-    value = node.inputs[i] if i < len(node.inputs) else None
-    source = value.producer() if value is not None else None
-    if source is None or source.op_type != "DequantizeLinear" or source.domain == FUSE:
-        return None
-    if any(v is not None and v not in ctx.slots for v in source.inputs):
-        return None  # of a graph around this one
-    q = ctx.view(source, 0)
-    if q.dtype not in BYTES or ctx.attr(source, "block_size", 0) or not q.size:
-        return None
-    held = [ctx.known(ctx.view(source, i)) for i in (1, 2) if ctx.has(source, i)]
-    if any(array is None for array in held):
-        return None
-    scale, *points = (np.asarray(array) for array in held)
-    point = points[0] if points else np.zeros(scale.shape, np.int8)
-    sizes = {scale.size, point.size}
-    axis = None if sizes == {1} else axis_of(ctx, source, q)
-    if len(sizes) > 1 or (axis is not None and q.shape[axis] != scale.size):
-        return None
-    return Codes(q, scale.astype(np.float32).reshape(-1), point.astype(np.int32).reshape(-1), axis)
+ONE_TAP = Window((1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -160,3 +129,31 @@ def convolution(
         value = code.step(cast_step(y.dtype), y.dtype, value)
     emit(ctx, code, node, value, y)
     return None
+
+
+def product(
+    ctx: Context,
+    node: ir.Node,
+    y: Tensor,
+    bias: Tensor | None = None,
+    act: tuple[str, float] = ("", 0.0),
+    turned: bool = False,
+) -> bool:
+    """Whether y [..., n] = act(x · w + bias) is computed of the codes of x [..., k] and w [k, n].
+
+    `turned`: w is [n, k]. Nothing is done where the answer is no.
+    """
+    weight = ctx.view(node, 1)
+    if len(weight.shape) != 2 or not y.size or len(y.shape) < 2 or ctx.hw.cc < 80:
+        return False
+    both = factors(ctx, node, () if turned else (1, 0))
+    if both is None or both.x.shape[-1] % LINE or both.x.shape[:-1] != y.shape[:-1]:
+        return False
+    k, n = both.x.shape[-1], y.shape[-1]
+    rows = (1, 1, prod(y.shape[:-1]))
+    problem = IntegerConv(1, 1, k, n, rows, rows, ONE_TAP, both.x.dtype, both.zero)
+    if both.weight.shape != (n, k) or not serves(problem.op, problem, ctx.hw, ctx.prefs):
+        return False
+    reads = {"x": ctx.contiguous(both.x), "weight": ctx.contiguous(both.weight)}
+    reads |= {"bias": bias} if bias is not None else {}
+    return convolution(ctx, node, problem, both, reads, y, act) is None
