@@ -193,9 +193,8 @@ class _Recurrent:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             some = op.Unsqueeze(some, op.constant([1]))
             dh, dc = (op.Where(some, g, self.zeros) for g in (dh, dc))
-        core = {"LSTM": self.lstm, "RNN": self.rnn}.get(self.node.op_type)
-        if core is None:
-            core = self.gru_linear if kind == "GRULinearSteps" else self.gru
+        cores = {"GRULinearSteps": self.gru_linear, "GRUSteps": self.gru}
+        core = cores.get(kind, self.one_sum)
         dz, dzh, dr, dh0, dc0 = core(kind, way, dy, dh, dc)
         width = self.gates * self.hidden
         flat = way.rows(dz, width)
@@ -227,21 +226,18 @@ class _Recurrent:
         flat = way.rows(dz, gates * self.hidden)
         return self.op.Gemm(flat, way.rows(states, self.hidden), transA=1)
 
-    def lstm(self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
-        op, bias = self.op, way.halves()[1:] or [None]
-        z = op.Add(way.of_inputs(), way.of_states(way.before, way.r, bias[0]))
+    def one_sum(
+        self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor
+    ) -> list[Tensor]:
+        """LSTM and RNN, all of whose gates take the one sum z = x + h Rᵀ + b."""
+        bias = way.halves()[1:] or [None]
+        z = self.op.Add(way.of_inputs(), way.of_states(way.before, way.r, bias[0]))
         steps, state = self.ends()
-        inputs = [z, way.r, way.c0, self.lengths, dy, dh, dc]
-        dz, dh0, dc0 = self.core(kind, way, inputs, [steps, state, state])
-        return [dz, dz, self.recurrent_weights(way, dz, way.before, 4), dh0, dc0]
-
-    def rnn(self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
-        op, bias = self.op, way.halves()[1:] or [None]
-        z = op.Add(way.of_inputs(), way.of_states(way.before, way.r, bias[0]))
-        steps, state = self.ends()
-        inputs = [z, way.r, self.lengths, dy, dh]
-        dz, dh0 = self.core(kind, way, inputs, [steps, state])
-        return [dz, dz, self.recurrent_weights(way, dz, way.before, 1), dh0, None]
+        cell = [way.c0] if kind == "LSTMSteps" else []
+        inputs = [z, way.r, *cell, self.lengths, dy, dh, *([dc] if cell else [])]
+        dz, dh0, *dc0 = self.core(kind, way, inputs, [steps, state, *([state] if cell else [])])
+        dr = self.recurrent_weights(way, dz, way.before, self.gates)
+        return [dz, dz, dr, dh0, dc0[0] if cell else None]
 
     def gru_linear(
         self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor

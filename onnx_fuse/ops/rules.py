@@ -298,6 +298,17 @@ def sole_consumer(value: ir.Value) -> ir.Node | None:
     return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
 
 
+def readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read the numbers of `value`: Shape nodes will do with any value like it."""
+    return [node for node in consumers(value) if node.op_type != "Shape"]
+
+
+def sole_reader(value: ir.Value) -> ir.Node | None:
+    """The single node that reads the numbers of `value`, if the graph does not return it."""
+    nodes = readers(value)
+    return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
+
+
 def combined_with(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
     """The Add or Mul that alone reads `value`, and its other operand."""
     node = sole_consumer(value)
@@ -576,15 +587,11 @@ def consumer_views(value: ir.Value) -> list[ir.Node]:
     Views only move elements, so elementwise operators may run before them.
     """
     views: list[ir.Node] = []
-    while not value.is_graph_output():
-        # a Shape node can read any value of that shape
-        readers = [n for n in consumers(value) if n.op_type != "Shape"]
-        if len(readers) != 1 or readers[0].domain or readers[0].op_type not in REARRANGES:
+    while (node := sole_reader(value)) is not None:
+        if node.domain or node.op_type not in REARRANGES or node.inputs[0] is not value:
             break
-        if readers[0].inputs[0] is not value:
-            break
-        views.append(readers[0])
-        value = readers[0].outputs[0]
+        views.append(node)
+        value = node.outputs[0]
     return views
 
 

@@ -162,6 +162,11 @@ def same_dim(a: Any, b: Any) -> bool:
     return a.value is not None and a.value == b.value
 
 
+def same_size(x: ir.Value, i: int, y: ir.Value, j: int) -> bool:
+    """Whether axis `i` of x and axis `j` of y have the same size for certain."""
+    return x.shape is not None and y.shape is not None and same_dim(x.shape[i], y.shape[j])
+
+
 def same_shape(a: ir.Value, b: ir.Value) -> bool:
     """Whether two values have the same shape for certain."""
     if a.shape is None or b.shape is None:

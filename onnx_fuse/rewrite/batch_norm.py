@@ -16,11 +16,11 @@ from onnx_fuse.ir.traits import REARRANGES
 from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
-    consumers,
     is_initializer,
     move_shape_readers,
     other_operand,
     producer,
+    readers,
     replay_views,
     row_axis,
     typed,
@@ -70,8 +70,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         return False
     nodes = [product, norm]
     chain = [product, *([add] if add is not None else []), *views]
-    alone = [[n for n in consumers(v.outputs[0]) if n.op_type != "Shape"] for v in chain]
-    if any(v.outputs[0].is_graph_output() for v in chain) or any(len(n) > 1 for n in alone):
+    between = [v.outputs[0] for v in chain]
+    if any(v.is_graph_output() or len(readers(v)) > 1 for v in between):
         return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read its input")
     x, w, *rest = product.inputs
     b = rest[0] if rest else None

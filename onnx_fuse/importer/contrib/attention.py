@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known_rank
 from onnx_fuse.ir.build import dim, given, rank
+from onnx_fuse.ops.shape_ops import same_size
 
 _LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.3895313892515355e38}
 
@@ -295,13 +296,7 @@ def _as_long(query: ir.Value, key: ir.Value | None) -> bool:
     """Whether there are as many new keys as queries, whatever the sizes turn out to be."""
     if key is None or key is query:
         return True
-    if rank(query) != 3 or rank(key) != 3 or query.shape is None or key.shape is None:
-        return False
-    one, other = query.shape[1], key.shape[1]
-    if isinstance(one, ir.SymbolicDim) or isinstance(other, ir.SymbolicDim):
-        names = [d.value for d in (one, other) if isinstance(d, ir.SymbolicDim)]
-        return len(names) == 2 and names[0] is not None and names[0] == names[1]
-    return one == other
+    return rank(query) == rank(key) == 3 and same_size(query, 1, key, 1)
 
 
 def _width(x: ir.Value | None, heads: int) -> int | None:

@@ -30,6 +30,7 @@ from onnx_fuse.ops.rules import (
     move_shape_readers,
     other_operand,
     producer,
+    readers,
     replay_views,
     sole_consumer,
     typed,
@@ -160,10 +161,7 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     if act is None and sum_of is None:
         return False
     nodes = [conv, *([sum_of[0]] if sum_of else []), *([act.node] if act else [])]
-    read_too = act is not None and (
-        len([n for n in consumers(total) if n.op_type != "Shape"]) > 1 or total.is_graph_output()
-    )
-    if act is not None and read_too:
+    if act is not None and (len(readers(total)) > 1 or total.is_graph_output()):
         if sum_of is None:
             return rw.refuse("Conv+activation", nodes, "its input has other readers")
         act = None  # the sum is wanted as it is

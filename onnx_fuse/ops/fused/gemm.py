@@ -41,6 +41,7 @@ from onnx_fuse.ops.rules import (
     label,
     move_shape_readers,
     replay_views,
+    sole_reader,
     through_row_views,
     typed,
 )
@@ -146,12 +147,6 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
     return replace(site, c=c, nodes=(*site.nodes, add))
 
 
-def _only_reader(value: ir.Value) -> ir.Node | None:
-    """The one node that reads the numbers of `value`: Shape nodes will do with any like it."""
-    readers = [n for n in consumers(value) if n.op_type != "Shape"]
-    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
-
-
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
     after = consumer_views(site.output)
@@ -164,7 +159,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
             reason = f"{unfused[0].op_type} is not one of the fused activations ({names})"
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
-    if _only_reader(z) is None:
+    if sole_reader(z) is None:
         reason = "its input has other readers"
         rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
         return site

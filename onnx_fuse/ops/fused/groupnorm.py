@@ -32,7 +32,7 @@ from onnx_fuse.ops.rules import (
     producer,
     sole_consumer,
 )
-from onnx_fuse.ops.shape_ops import Values
+from onnx_fuse.ops.shape_ops import Values, same_shape, same_size
 
 _BODY = """
   first = [0]
@@ -133,12 +133,12 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     x3, ones, zeros = node.inputs[:3]
     split, back = producer(x3, "Reshape"), sole_consumer(node.outputs[0])
     x, groups, channels = split.inputs[0] if split else None, dim(x3, 1), None
-    if x is None or split is None or not groups or node.domain:
+    if x is None or x3 is None or split is None or not groups or node.domain:
         return False
     channels = dim(x, 1)
     if rank(x3) != 3 or (rank(x) or 0) < 2 or channels is None or channels % groups:
         return False
-    if constant_ints(split.inputs[1]) != [0, groups, -1] and not _same(x, x3, 0):
+    if constant_ints(split.inputs[1]) != [0, groups, -1] and not same_size(x, 0, x3, 0):
         return False
     nodes = [node]
     unit = _holds(ones, 1) and _holds(zeros, 0)
@@ -213,25 +213,13 @@ def _holds(value: ir.Value | None, number: float) -> bool:
     return array is not None and bool(np.all(array == number))
 
 
-def _same(x: ir.Value, y: ir.Value | None, axis: int) -> bool:
-    """Whether both have the same known size there, by number or by symbol."""
-    if x.shape is None or y is None or y.shape is None or rank(y) is None:
-        return False
-    if axis >= min(len(x.shape), len(y.shape)):
-        return False
-    ours, theirs = (
-        d.value if isinstance(d, ir.SymbolicDim) else d for d in (x.shape[axis], y.shape[axis])
-    )
-    return ours is not None and ours == theirs
-
-
 def _restores(back: ir.Node, x: ir.Value) -> bool:
     """Whether a Reshape answers in the shape of `x`."""
     y = back.outputs[0]
     measured = producer(back.inputs[1], "Shape")
     if measured is not None and not measured.attributes and measured.inputs[0] is x:
         return True
-    return rank(y) == rank(x) and all(_same(x, y, i) for i in range(rank(x) or 0))
+    return same_shape(x, y)
 
 
 def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value] | None:

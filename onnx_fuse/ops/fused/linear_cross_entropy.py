@@ -27,10 +27,10 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
-    consumers,
     other_operand,
     producer,
     row_axis,
+    sole_reader,
     typed,
 )
 from onnx_fuse.ops.shape_ops import TensorBuilder, Values
@@ -139,7 +139,7 @@ def _product(node: ir.Node | None) -> _Product | None:
     if node.domain == "" and node.op_type == "Add":
         for x in node.inputs:
             product = _product(producer(x, "MatMul"))
-            if product is not None and x is not None and _read_once(x):
+            if product is not None and x is not None and sole_reader(x):
                 bias = other_operand(node, x)
                 return product._replace(bias=bias) if _fits(bias, product) else None
         return None
@@ -166,12 +166,6 @@ def _fits(bias: ir.Value | None, site: _Product) -> bool:
     """Whether a bias is one number, or one a class."""
     classes = dim(site.w, 1 if site.turned else 0)
     return bias is None or (rank(bias) or 0) == 0 or (rank(bias), dim(bias, 0)) == (1, classes)
-
-
-def _read_once(value: ir.Value) -> bool:
-    """Whether one node reads the numbers of a value; Shape nodes will do with any like it."""
-    readers = [n for n in consumers(value) if n.op_type != "Shape"]
-    return len(readers) == 1 and not value.is_graph_output()
 
 
 def _below(node: ir.Node, axis: int) -> int | None:
@@ -219,7 +213,7 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         and (loss.outputs[1].uses() or loss.outputs[1].is_graph_output())
     ):
         return rw.refuse(NAME, nodes, "the probabilities are read as well")
-    if not all(_read_once(v) for v in (value, *(view.outputs[0] for view in views))):
+    if not all(sole_reader(v) for v in (value, *(view.outputs[0] for view in views))):
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
     op, w = TensorBuilder(), site.w
     x = site.operand(op)

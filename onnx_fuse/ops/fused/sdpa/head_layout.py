@@ -14,8 +14,9 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank
-from onnx_fuse.ops.fused.sdpa.scores import Scores, same_size
+from onnx_fuse.ops.fused.sdpa.scores import Scores
 from onnx_fuse.ops.rules import attribute, producer, typed
+from onnx_fuse.ops.shape_ops import same_size
 
 
 @dataclass

@@ -14,8 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, dim, rank
-from onnx_fuse.ops.fused.sdpa.scores import MaskStep, same_size
+from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
+from onnx_fuse.ops.shape_ops import same_size
 
 CAUSAL = "causal"
 """Attribute for kernels, not used by bodies: the index, from 1, of the mask that provably hides the

@@ -19,7 +19,6 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     Scores,
     combine_steps,
     same_rows,
-    same_size,
     trace_scores,
     whole_rows,
 )
@@ -34,6 +33,7 @@ from onnx_fuse.ops.rules import (
     sole_consumer,
     typed,
 )
+from onnx_fuse.ops.shape_ops import same_shape, same_size
 
 SCALES = (2.0**-14, 2.0**14)
 """Of constants that are taken off q or k: beyond these, products might leave the range of float16
@@ -200,14 +200,9 @@ def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
     shape = producer(back.inputs[1], "Shape")
     y = back.outputs[0]
     restored = shape is not None and shape.inputs[0] is x and not shape.attributes
-    restored = restored or (x is not None and _same_shape(x, y))
+    restored = restored or (x is not None and same_shape(x, y))
     last = size is not None and attribute(flatten, "axis", 1) in (-1, size - 1)
     return (x, y) if restored and last else (z, p)
-
-
-def _same_shape(x: ir.Value, y: ir.Value) -> bool:
-    size = rank(x)
-    return size is not None and size == rank(y) and all(same_size(x, i, y, i) for i in range(size))
 
 
 def _ending(p: ir.Value) -> ProductTail | str:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.rules import is_float, producer, scalar, typed
+from onnx_fuse.ops.shape_ops import same_size
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
@@ -163,16 +164,6 @@ def same_rows(x: ir.Value | None, y: ir.Value | None) -> bool:
     if x is None or y is None or (rank(x) or 0) < 2 or (rank(y) or 0) < 2:
         return False
     return all(same_size(x, i, y, i) for i in (-1, -2))
-
-
-def same_size(x: ir.Value, i: int, y: ir.Value, j: int) -> bool:
-    """Whether two axes are known to be of one size, by number or by symbol."""
-    if x.shape is None or y.shape is None:
-        return False
-    m, n = x.shape[i], y.shape[j]
-    if isinstance(m, int) or isinstance(n, int):
-        return m == n
-    return m.value is not None and m.value == n.value
 
 
 def _cast(node: ir.Node, traced: Scores) -> Scores | str:
