@@ -21,7 +21,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Launches
+from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Launches, Prefs
 from onnx_fuse.program.spec import GRID, of_launch
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def candidates(op: str) -> Sequence[Kernel]:
     return (*added, *kernels[op]) if added else kernels[op]
 
 
-def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
+def forced(prefs: Prefs = None) -> dict[str, str]:
     """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
     entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
     asked = {op: name for op, _, name in entries}
@@ -111,12 +111,7 @@ def forced(prefs: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def select(
-    op: str,
-    problem: AnyProblem,
-    hw: Hardware,
-    prefs: Mapping[str, str] | None = None,
-    *,
-    records: bool = True,
+    op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs = None, *, records: bool = True
 ) -> Selection | None:
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
@@ -156,7 +151,7 @@ def same_choices() -> Iterator[None]:
 
 
 def _select(
-    op: str, problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None, records: bool
+    op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs, records: bool
 ) -> Selection | None:
     kernels = candidates(op)
     if not kernels or problem.empty:
@@ -191,9 +186,7 @@ def _select(
     return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"), hw)
 
 
-def serves(
-    op: str, problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None
-) -> bool:
+def serves(op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> bool:
     """Whether `select` finds a kernel; for open sizes without a comparison of costs.
 
     Raises UsageError as `select` does.
@@ -288,7 +281,7 @@ def _against_all(reasons: Iterable[str]) -> str:
     return first
 
 
-def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None) -> bool:
+def refused(problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> bool:
     """Whether the user asks for a kernel that does not serve `problem`."""
     name = forced(prefs).get(problem.op)
     return name is not None and name in refusals(problem.op, problem, hw)

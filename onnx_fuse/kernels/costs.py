@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
 from onnx_fuse.kernels import refused, select
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import AnyProblem, Hardware
+from onnx_fuse.program.problem import AnyProblem, Hardware, Prefs
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,7 @@ class Passes(AnyProblem):
 
 
 def seconds(
-    problem: AnyProblem,
-    hw: Hardware,
-    prefs: Mapping[str, str] | None = None,
-    *,
-    records: bool = True,
+    problem: AnyProblem, hw: Hardware, prefs: Prefs = None, *, records: bool = True
 ) -> float:
     """Seconds of the kernel that would be chosen, at the largest sizes of the class.
 
@@ -48,20 +44,13 @@ def seconds(
     return choice.seconds
 
 
-def total(
-    problems: Iterable[AnyProblem],
-    hw: Hardware,
-    prefs: Mapping[str, str] | None = None,
-) -> float:
+def total(problems: Iterable[AnyProblem], hw: Hardware, prefs: Prefs = None) -> float:
     """Seconds of all, one after another, by the models alone: ways to do the same are compared."""
     return sum(seconds(problem, hw, prefs, records=False) for problem in problems)
 
 
 def pays(
-    before: Iterable[AnyProblem],
-    after: Iterable[AnyProblem],
-    hw: Hardware,
-    prefs: Mapping[str, str] | None = None,
+    before: Iterable[AnyProblem], after: Iterable[AnyProblem], hw: Hardware, prefs: Prefs = None
 ) -> bool:
     """Whether the problems after a rewrite cost less than those before it, by the models alone."""
     return total(after, hw, prefs) < total(before, hw, prefs)

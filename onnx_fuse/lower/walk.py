@@ -46,7 +46,7 @@ from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
-from onnx_fuse.program.problem import ITEMSIZE, Hardware
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
 
 FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
           "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
@@ -69,7 +69,7 @@ def lower(
     hw: Hardware,
     *,
     math: str = "ieee",
-    prefs: Mapping[str, str] | None = None,
+    prefs: Prefs = None,
     state: Mapping[str, str] | None = None,
     values: Mapping[str, np.ndarray] | None = None,
 ) -> Program:
@@ -95,7 +95,7 @@ class Lowerer(Control):
         hw: Hardware,
         *,
         math: str = "ieee",
-        prefs: Mapping[str, str] | None = None,
+        prefs: Prefs = None,
         state: Mapping[str, str] | None = None,
         values: Mapping[str, np.ndarray] | None = None,
     ) -> None:

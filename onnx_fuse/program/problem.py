@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
@@ -630,5 +630,7 @@ def batch_strides(problem: GemmProblem, name: str, dense: int) -> tuple[int, ...
     return (0,) * (3 - len(strides)) + strides
 
 
+Prefs: TypeAlias = Mapping[str, str] | None
+"""Operator -> the candidate that the user asks for."""
 Launches: TypeAlias = tuple[Launch, ...]
 """What a kernel enqueues, in order."""

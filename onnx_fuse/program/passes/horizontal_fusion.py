@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 from onnx_fuse.cuda.pointwise import rows_of
@@ -16,7 +16,7 @@ from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
-from onnx_fuse.program.problem import ITEMSIZE, Hardware
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
 from onnx_fuse.program.problems import Fold
 from onnx_fuse.program.size import OpenSize, coarse
 
@@ -28,9 +28,7 @@ MAX_FOLDS = 256
 """Weights that one launch folds."""
 
 
-def batch(
-    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
-) -> list[Call]:
+def batch(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
     """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
 
     A call may wait for a later one of its kind if nothing in between reads what it writes or
@@ -157,7 +155,7 @@ def _small(call: Call) -> bool:
     return call.expression is not None or coarse(sum(t.nbytes for _, t in call.reads)) <= MAX_WAIT
 
 
-def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Selection | None:
+def _shared(call: Call, hw: Hardware, prefs: Prefs) -> Selection | None:
     """The kernel of calls of this kind, None where it has no room for several."""
     problem = call.problem if call.expression is None else pointwise(call)
     choice = None if problem is None else select(problem.op, problem, hw, prefs)

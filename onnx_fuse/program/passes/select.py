@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -11,7 +11,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import CALLS_EARLY, Selection, refusals, select
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.problem import Hardware, Prefs
 from onnx_fuse.program.size import upper_bound, wide_size_class
 from onnx_fuse.program.spec import GRID
 
@@ -39,9 +39,7 @@ def with_launches(call: Call, choice: Selection, hw: Hardware) -> Call:
     )
 
 
-def select_kernels(
-    calls: Sequence[Call], hw: Hardware, prefs: Mapping[str, str] | None = None
-) -> list[Call]:
+def select_kernels(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
     """The calls, each problem with the launches of the kernel chosen for it.
 
     Raises UsageError where one that the user asks for does not serve its problem, and ModelError
@@ -50,7 +48,7 @@ def select_kernels(
     return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
 
 
-def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
+def _selected(call: Call, hw: Hardware, prefs: Prefs) -> Call:
     assert call.problem is not None
     choice = select(call.problem.op, call.problem, hw, prefs)
     if choice is None:
