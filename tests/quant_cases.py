@@ -433,8 +433,26 @@ def block(kind: str, zero: int) -> Quantized:
     """
     feeds, outputs = {"pixels": integers((2, 6, 6, 16), kind)}, {"y": ("float32", (2, 6, 6, 16))}
     # a code that another rounding has moved moves those behind it
-    name = f"dequantized block {kind} {zero}"
+    name = f"block of codes {kind} {zero}"
     return quantized(name, nodes, feeds, outputs, weights, tolerance=0.014)
+
+
+def rows(kind: str, zero: int) -> Quantized:
+    """A product from codes to codes with what stands between as codes: a bias, a GELU."""
+    weights = {
+        "s": np.array(0.03, np.float32), "z": np.array(zero, kind),
+        "sw": scales((48,)) / np.float32(700), "zw": np.zeros(48, np.int8),
+        "w": integers((32, 48), "int8"), "b": np.linspace(-2, 2, 48, dtype=np.float32),
+    }  # fmt: skip
+    nodes = """
+        fx = DequantizeLinear (x, s, z) fw = DequantizeLinear <axis = 1> (w, sw, zw)
+        m = MatMul (fx, fw) q0 = QuantizeLinear (m, s, z) d0 = DequantizeLinear (q0, s, z)
+        a = Add (d0, b) q1 = QuantizeLinear (a, s, z) d1 = DequantizeLinear (q1, s, z)
+        g = Gelu (d1) y = QuantizeLinear (g, s, z)
+    """
+    feeds, outputs = {"x": integers((2, 5, 32), kind)}, {"y": (kind, (2, 5, 48))}
+    name = f"rows of codes {kind} {zero}"
+    return quantized(name, nodes, feeds, outputs, weights, steps=2)
 
 
 def pool(kind: str, scale: float, again: float, **attrs: Any) -> Quantized:
@@ -474,6 +492,8 @@ DEQUANTIZED = [
     pool("uint8", 0.3, 0.3, ceil_mode=1, strides=[2, 2]),
     pool("int8", 0.3, 0.2, dilations=[2, 2], pads=[2, 2, 2, 2]),
     pool("uint8", -0.3, -0.3),
+    rows("int8", -7),
+    rows("uint8", 128),
     block("int8", -128),
     block("uint8", 100),
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 0, plain=True),

@@ -63,6 +63,14 @@ def test_codes_become_codes_in_one_call_a_convolution() -> None:
         assert second.tail.reads == (first.dtype,)
 
 
+def test_a_bias_and_an_activation_behind_codes_are_part_of_a_product() -> None:
+    for case in (c for c in DEQUANTIZED if "rows" in c.name):
+        (product,) = (call.problem for call in case.program().calls)
+        assert (product.op, product.tail.reads, product.tail.rows) == (
+            "IntegerConv", ("float32",), (0,)
+        )  # fmt: skip
+
+
 def test_convolutions_of_codes_copy_no_windows() -> None:
     for case in DEQUANTIZED:
         ops = [call.problem.op for call in case.program().calls]

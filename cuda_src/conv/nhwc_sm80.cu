@@ -11,7 +11,7 @@
 // Outputs  : y T [n, od, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
 // Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, SPLIT_BF16, geometry.cuh's, SPLIT,
 //            DEEP (three axes), VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's, INTEGER,
-//            and E1, E2, E3, the types of its suffix's operands.
+//            and E1, E2, E3, the types of its suffix's operands, of which those of bits of ROWS_OF_E are rows.
 // Launch   : pixel tiles * filter tiles * groups x 1 x splits blocks of 32 BM BN / (WM WN) threads.
 // Numerics : f32 accumulate, one rounding.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
@@ -202,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < VEC; j++)
             v[j] = __fadd_rn(__fmul_rn((float)(sums[r * OUT + n + j] + more.at[j]), by.at[j]), plus.at[j]);
-        const Vec<E1, VEC> a = load<VEC>(OPERANDS > 0 ? e1 + to : (const E1*)x);
-        const Vec<E2, VEC> b = load<VEC>(OPERANDS > 1 ? e2 + to : (const E2*)x);
-        const Vec<E3, VEC> c = load<VEC>(OPERANDS > 2 ? e3 + to : (const E3*)x);
+        const Vec<E1, VEC> a = load<VEC>(OPERANDS > 0 ? e1 + (ROWS_OF_E & 1 ? f : to) : (const E1*)x);
+        const Vec<E2, VEC> b = load<VEC>(OPERANDS > 1 ? e2 + (ROWS_OF_E & 2 ? f : to) : (const E2*)x);
+        const Vec<E3, VEC> c = load<VEC>(OPERANDS > 2 ? e3 + (ROWS_OF_E & 4 ? f : to) : (const E3*)x);
         Vec<TY, VEC> out;
 #pragma unroll
         for (int j = 0; j < VEC; j++)

@@ -139,6 +139,7 @@ class MmaInt8Nhwc(Mma):
             "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages, "SPLIT": False,
             "SPLIT_BF16": False, "DEEP": is_deep(problem), "TY": "float",
             "VEC": 8 if problem.filters % 8 == 0 else 1,
+            "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
             **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
         }  # fmt: skip
         macros |= {**window_macros(problem.window), **tail_macros(tail)}

@@ -61,13 +61,15 @@ class Tail:
 
     Load `own` of the expression is that element; the others, in order, are the elements at the same
     place of the call's "e1", "e2" and "e3". What is stored is of `dtype`. `reads` are the types of
-    the others where they are not that element's.
+    the others where they are not that element's, and `rows` says which of them (from 0) are one
+    number for each element of the last axis.
     """
 
     expression: Expression
     own: int
     dtype: str
     reads: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.expression.name

@@ -173,11 +173,14 @@ def _conv(p: problems.Conv) -> Needs:
 def _integer_conv(p: problems.IntegerConv) -> Needs:
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
     x = 0 if p.x_strides else p.batch * p.groups * p.channels * prod(p.inner)
-    reads = p.tail.reads if p.tail else ()
+    reads, rows = (p.tail.reads, p.tail.rows) if p.tail else ((), ())
     return {
         "x": (p.dtype, x), "weight": ("int8", filters * p.depth), "shift": ("int32", filters),
         **dict.fromkeys(("scale", "bias"), ("float32", filters)),
-        **{f"e{i}": (kind, pixels * filters) for i, kind in enumerate(reads, 1)},
+        **{
+            f"e{i + 1}": (kind, filters * (1 if i in rows else pixels))
+            for i, kind in enumerate(reads)
+        },
         "y": (p.tail.dtype if p.tail else "float32", pixels * filters),
     }  # fmt: skip
 

@@ -28,11 +28,11 @@ def with_tail(tail: Tail | None, of: Operands, name: str, values: np.ndarray) ->
     """What a tail makes of the values that go to `name`, in their shape."""
     if tail is None:
         return values
-    others = iter([e for e in ("e1", "e2", "e3") if e in of])
     loads = [
-        values if i == tail.own else of.raw(next(others)).reshape(values.shape)
-        for i in range(tail.expression.loads)
+        of.raw(e).reshape(values.shape[-1:] if i in tail.rows else values.shape)
+        for i, e in enumerate(e for e in ("e1", "e2", "e3") if e in of)
     ]
+    loads.insert(tail.own, values)
     target = replace(of.writes[name], shape=values.shape, strides=(0,) * values.ndim)
     (result,) = evaluate(tail.expression, loads, [target])
     return result

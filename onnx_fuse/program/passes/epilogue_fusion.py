@@ -24,7 +24,7 @@ from onnx_fuse.program.passes.callgraph import (
     whole,
 )
 from onnx_fuse.program.passes.pointwise_fusion import join, pointwise, without_stores
-from onnx_fuse.program.problem import ITEMSIZE, Contraction, GemmProblem, Value
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Value
 from onnx_fuse.program.problems import IntegerConv, Norm, SlopeProduct
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
@@ -95,7 +95,7 @@ def add(calls: Calls, i: int, call: Call) -> None:
             kind, name = "row_bias", "row0"
             r = replace(r, shape=(problem.m,), strides=(1,))
         elif bias:  # the row itself, once
-            r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
+            r = _last(r)
         fused = replace(
             product,
             problem=problem.with_epilogue(**{kind: True}),
@@ -128,7 +128,7 @@ def scale(calls: Calls, i: int, call: Call) -> None:
             continue
         if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
             continue
-        g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
+        g = _last(g)
         reads = (*product.reads, ("col0", g))
         fused = replace(product, problem=problem.with_epilogue(layer_scale=True), reads=reads)
         if calls.fuse(at, i, replace(fused, writes=(("y", y),))):
@@ -395,9 +395,11 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         if before.problem is None or not name or not calls.may_write(at, i, y):
             continue
         others = [t for t in tensors if t is not v]
-        if dict(before.writes)[name].buffer != v.buffer or not whole(v.size, y, *tensors):
-            continue
         mixed = isinstance(before.problem, IntegerConv)
+        rows = [n for n, t in enumerate(others) if _row_of(before.problem, t)]
+        each = [t for n, t in enumerate(others) if n not in rows]
+        if dict(before.writes)[name].buffer != v.buffer or not whole(v.size, y, v, *each):
+            continue
         kinds = {y.dtype, *(t.dtype for t in tensors)}
         if len(tensors) > 4 or (mixed and not kinds <= TAIL_TYPES):
             continue
@@ -408,12 +410,17 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
         assert chain.expression is not None
         types = tuple(t.dtype for t in others) if mixed else ()
-        problem = before.problem.with_tail(Tail(chain.expression, tensors.index(v), y.dtype, types))
+        problem = before.problem.with_tail(
+            Tail(chain.expression, tensors.index(v), y.dtype, types, tuple(rows))
+        )
         fused = replace(
             before,
             kernel=f"{before.kernel}+{chain.expression.name}",
             problem=problem,
-            reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
+            reads=(
+                *before.reads,
+                *((f"e{n + 1}", _last(t) if n in rows else t) for n, t in enumerate(others)),
+            ),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
             inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
@@ -426,6 +433,18 @@ def tail(calls: Calls, i: int, call: Call) -> None:
             return
 
 
+def _row_of(problem: AnyProblem, tensor: Tensor) -> bool:
+    """Whether it is one number for each filter of an IntegerConv, whose address is aligned."""
+    if not isinstance(problem, IntegerConv) or not _row(tensor) or tensor.offset % 16:
+        return False
+    return bool(tensor.shape[-1] == problem.groups * problem.filters)
+
+
+def _last(tensor: Tensor) -> Tensor:
+    """A row that is broadcast, once."""
+    return replace(tensor, shape=tensor.shape[-1:], strides=tensor.strides[-1:])
+
+
 def _without_tail(before: Call, call: Call, v: Tensor) -> tuple[Call, Call, Tensor]:
     """An IntegerConv that has a tail as one without, the steps of its tail and of the call behind
     it as one, and what lies between; all three as they are for any other call.
@@ -435,7 +454,8 @@ def _without_tail(before: Call, call: Call, v: Tensor) -> tuple[Call, Call, Tens
         return before, call, v
     (_, y), expression = before.writes[0], problem.tail.expression
     sums = Tensor(-1, "float32", y.shape, dense_strides(y.shape))
-    others = [t for name, t in before.reads if name in ("e1", "e2", "e3")]
+    named = [t for name, t in before.reads if name in ("e1", "e2", "e3")]
+    others = [t.expand(y.shape) for t in named]
     reads = [*others[: problem.tail.own], sums, *others[problem.tail.own :]]
     steps = replace(
         call,
@@ -450,7 +470,7 @@ def _without_tail(before: Call, call: Call, v: Tensor) -> tuple[Call, Call, Tens
         before,
         kernel=before.kernel.partition("+")[0],
         problem=replace(problem, tail=None),
-        reads=tuple((name, t) for name, t in before.reads if t not in others),
+        reads=tuple((name, t) for name, t in before.reads if t not in named),
         writes=(("y", sums),),
     )
     both = without_stores(both, lambda buffer: buffer == y.buffer)
