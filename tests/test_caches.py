@@ -366,11 +366,14 @@ class Fixed:
     kind: str = "float"
     rotated: bool = False
     places: int = 15
+    told: str = "mask"  # lengths, causal: how Attention learns which keys there are
 
     def model(self) -> onnx_ir.Model:
         kind, each = self.kind, self.form in ("scatter", "each")
         inputs = [f"{kind}[B,4,S,16] q", *(f"{kind}[B,S,32] {x}" for x in "kv")]
-        inputs += [f"{kind}[B,2,P,16] {x}" for x in ("past_k", "past_v")] + [f"{kind}[B,1,S,P] m"]
+        masked = self.told == "mask"
+        inputs += [f"{kind}[B,2,P,16] {x}" for x in ("past_k", "past_v")]
+        inputs += [f"{kind}[B,1,S,P] m" if masked else "int64[B] m"]
         starts = self.form in ("linear", "circular")
         inputs += [f"int64[{'B,S' if each else 'B' if starts else 'S'}] at"]
         inputs += [f"{kind}[1,1,S,16] {x}" for x in ("cos", "sin")] if self.rotated else []
@@ -433,7 +436,8 @@ class Fixed:
         text = (
             f'<ir_version: 11, opset_import: ["" : 24]> fixed ({", ".join(inputs)})'
             f" => ({kind}[B,4,S,16] y, {kind}[B,2,P,16] present_k, {kind}[B,2,P,16] present_v)"
-            f" {{ {body} y = Attention <scale = 0.25> ({new['q']}, present_k, present_v, m) }}"
+            f" {{ {body} y = Attention <scale = 0.25, is_causal = {int(self.told == 'causal')}>"
+            f" ({new['q']}, present_k, present_v, {'m' if masked else ', , , m'}) }}"
         )
         return text_model(text)
 
@@ -448,8 +452,10 @@ class Fixed:
         for value in self.model().graph.inputs:
             dims = [d if isinstance(d, int) else sizes[str(d.value)] for d in value.shape or ()]
             feeds[value.name or ""] = rng.standard_normal(dims).astype(dtype)
-        feeds["m"] = np.where(np.arange(room) <= at[:, :, None], 0, -np.inf).astype(dtype)[:, None]
-        feeds["m"] = np.broadcast_to(feeds["m"], (batch, 1, new, room)).copy()
+        low = np.where(np.arange(room) <= at[:, :, None], 0, -np.inf).astype(dtype)[:, None]
+        feeds["m"] = np.broadcast_to(low, (batch, 1, new, room)).copy()
+        if self.told != "mask":
+            feeds["m"] = np.broadcast_to(at[:, -1] + 1, batch).copy()
         if self.form == "circular":
             feeds["at"] = before + room - 2  # round the end
         elif self.form == "linear":
@@ -483,6 +489,8 @@ FIXED = [
     Fixed("other heads", "swapped"),
     Fixed("TensorScatter", "linear", rotated=True),
     Fixed("TensorScatter, circular float16", "circular", "float16"),
+    Fixed("TensorScatter and lengths", "linear", told="lengths"),
+    Fixed("TensorScatter and lengths, causal float16", "linear", "float16", told="causal"),
 ]
 
 
@@ -504,9 +512,10 @@ def test_a_cache_of_a_fixed_size_is_one_launch(row: Fixed) -> None:
         programs += [lower(model, shapes, CHIPS["H200"])] if batch == 2 else []
         wanted = theirs.run(None, feeds)
         for program in programs:
-            calls = [c.problem.op for c in program.calls if c.problem is not None]
-            assert (calls[-2:] == ["CacheAppend", "Sdpa"]) == (row.form != "swapped")
-            assert row.form == "swapped" or len(program.calls[-2].inplace) == 2
+            calls = [(c.problem.op, len(c.inplace)) for c in program.calls if c.problem is not None]
+            assert calls[-1] == ("Sdpa", 0)
+            assert calls.count(("CacheAppend", 2)) == (row.form != "swapped")
+            assert not program.fallbacks
             got = interpret(program, feeds, weights)
             for end, want in zip(theirs.get_outputs(), wanted, strict=True):
                 np.testing.assert_allclose(
