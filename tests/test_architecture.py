@@ -46,12 +46,12 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4412, "autodiff": 1750, "cli": 3427, "cuda": 1798, "cuda_src": 15075, "distributed": 950,
+    "": 4412, "autodiff": 1750, "cli": 3410, "cuda": 1798, "cuda_src": 15075, "distributed": 950,
     "importer": 5515, "ir": 2375, "kernels": 10065, "lower": 9150, "nn": 4865, "ops": 12081,
     "program": 10290, "report": 2125, "rewrite": 3493, "runtime": 8512, "torch": 3971,
-    "training": 6881, "validation": 4715,
-    "generation": 1490,
-    "quantization": 721,
+    "training": 6884, "validation": 4715,
+    "generation": 1495,
+    "quantization": 727,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

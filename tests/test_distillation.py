@@ -18,6 +18,7 @@ STUDENT = """g ({kind}[N,4] x) => (float[N,3] y, float[N,4] h) {{
 TEACHER = """g ({kind}[N,4] x, float[N,4] more) => (float[N,2] z, float[N,3] y, float[N,4] h) {{
   a = Cast <to = 1> (x) n = BatchNormalization (a, gamma, beta, mean, var) h = Add (n, more)
   t = MatMul (h, w) y = Mul (t, t) z = MatMul (h, u) }}"""
+NARROW = "g ({kind}[N,4] x) => (float[N,2] y) {{ y, z = Split <axis = 1, num_outputs = 2> (x) }}"
 RNG = np.random.default_rng(0)
 X, MORE = (RNG.standard_normal((6, 4)).astype(np.float32) for _ in range(2))
 LABELS = RNG.standard_normal((6, 3)).astype(np.float32)
@@ -103,7 +104,15 @@ def test_a_student_learns_what_the_teacher_knows(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     for options, message in (
         ({"temperature": 0.0}, "must be above 0"),
+        ({"temperature": "2"}, "the temperature is '2': it must be above 0, or None"),
         ({"distill": {}}, "distill names no output"),
+        ({"distill": ["y"]}, r"distill is \['y'\]: give {output: weight}"),
+        ({"distill": {"y": np.nan}}, "distill gives 'y' the weight nan: it must be a number"),
+        ({"distill": {"y": "a"}}, "distill gives 'y' the weight 'a': it must be a number"),
+        (
+            {"teacher": net(NARROW)},
+            r"'y' has the shape \[N,2\] in the teacher and \[N,3\] in the model",
+        ),
         ({"distill": {"z": 1.0}}, "no output of floats 'z' in common: they have y, h"),
         ({"teacher": text_model("g (float[4] x) => (float[4] k) { k = Exp (x) }")}, "no output of"),
     ):

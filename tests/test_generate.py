@@ -277,6 +277,16 @@ REFUSED = {
     "prompts in a prompt": (
         lambda: of.generate(growing(), [[[1], [2, 3]]]), "prompt 0 is not a sequence of integers",
     ),
+    "an encoder": (
+        lambda: of.generate(
+            text_model("g (int64[N,S] input_ids) => (float[N,S] last_hidden_state)"
+                       "{ last_hidden_state = Cast<to = 1>(input_ids) }"), [1]
+        ),
+        "needs one output 'logits' .*: none",
+    ),
+    "positions without a row": (
+        lambda: of.generate(growing(), [1] * 65), "holds 64 tokens of a sequence, and token 65",
+    ),
     "no decoder": (
         lambda: of.generate(text_model("g (float[N] x) => (float[N] y) { y = Relu(x) }"), [1]),
         r"the model: input 'x' \(float, rank 1\) is none that generate can fill",

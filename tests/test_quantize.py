@@ -13,6 +13,7 @@ from onnx_fuse import Trainer, load, optim, quantize
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import add_initializer, text_model
+from onnx_fuse.quantization import calibration
 from onnx_fuse.validation.quantized import Steps
 
 IMAGES = """<ir_version: 9, opset_import: ["" : 17]>
@@ -218,9 +219,12 @@ WRONG = {
     "method": ({"method": "mean"}, UsageError, "unknown calibration method 'mean'"),
     "layer": ({"skip": ["conv"]}, UsageError, "unknown layer 'conv'"),
     "limit": ({"max_error": 0.0}, UsageError, "must be above 0"),
-    "no layer": ({"to": "int4-weights"}, ModelError, "no layer can be quantized to int4-weights"),
+    "no layer": (
+        {"to": "int4-weights"}, ModelError,
+        r"quantized to int4-weights: weights of 4 bits are matrices .* after it \(--ends\)$",
+    ),
     "data of another model": ({"calibrate": DATA["text"]}, ModelError, "no array for input 'x'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -257,6 +261,40 @@ def test_data_that_tells_no_range_is_refused(to: str) -> None:
             quantize(net("images"), to=to, calibrate=spoilt(number), ends=True)
     with pytest.raises(UsageError, match="the calibration data has no rows"):
         quantize(net("images"), to=to, calibrate={"x": DATA["images"]["x"][:0]})
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4-weights", "mixed"])
+def test_a_weight_that_is_no_number_is_refused(to: str) -> None:
+    model = net("text")
+    weight = model.graph.initializers["w1"]
+    array = weight.const_value.numpy().copy()
+    array[3, 4] = np.nan
+    weight.const_value = ir.tensor(array, name="w1")
+    with pytest.raises(ModelError, match=r"the weight 'w1' of 'MatMul_u' is not finite: .* \(skip"):
+        quantize(model, to=to, calibrate=DATA["text"])
+    result = quantize(model, to="int4-weights", calibrate=DATA["text"], skip=["MatMul_u"])
+    assert chosen(result) == ["MatMul_q", "MatMul_k", "MatMul_o"]
+
+
+def sized(batch: int) -> ir.Model:
+    model = net("images")
+    model.graph.inputs[0].shape = ir.Shape([batch, 3, 8, 8])
+    model.graph.outputs[0].shape = ir.Shape([batch, 5])
+    return model
+
+
+def test_a_fixed_batch_is_measured_on_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], calibration.ranges
+    monkeypatch.setattr(
+        calibration, "ranges", lambda model, feeds, *more: seen.append(feeds)
+        or original(model, feeds, *more),
+    )  # fmt: skip
+    quantize(sized(1))
+    [batches] = seen
+    assert len({feeds["x"].tobytes() for feeds in batches}) == len(batches) == 16
+    for data in (None, DATA["images"]):
+        with pytest.raises(ModelError, match="input 'x' takes no row, so that no error can be"):
+            quantize(sized(0), calibrate=data)
 
 
 def test_errors_are_of_what_is_finite() -> None:

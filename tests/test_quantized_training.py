@@ -8,6 +8,7 @@ from lowering import interpreted, with_values
 from support import answers, stock
 
 from onnx_fuse import Trainer, optim
+from onnx_fuse.errors import CheckFailed
 from onnx_fuse.ir.build import add_initializer, text_model
 
 NET = """g (float[N,4] x) => (float[N,3] y) <float xs = {0.05}, int8 xz = {3}, int8[3] wz = {0,0,0},
@@ -104,6 +105,13 @@ def test_weights_stored_as_integers_train(name: str, tmp_path) -> None:
     found = answers(stock(saved), {"x": X})["y"]
     expected = trainer.evaluate(FEEDS).outputs["y"]
     np.testing.assert_allclose(found, expected, atol=1e-3)  # the bias is rounded at the end
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_loss_that_is_infinite_is_traced_through_stored_weights(name: str) -> None:
+    trainer = Trainer(stored_net(name), loss="mse", frozen=["w"])
+    with pytest.raises(CheckFailed, match=r"the loss is inf; '.*', which the \w+ node .* is the"):
+        trainer.step(FEEDS | {"labels": np.full_like(FEEDS["labels"], 1e38)})
 
 
 def test_what_does_not_train_keeps_its_integers(tmp_path) -> None:

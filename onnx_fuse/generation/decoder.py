@@ -11,6 +11,7 @@ import numpy as np
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import all_nodes
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.session import InputSpec
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
              if (size := _size(end.shape[cache.axis]))}  # fmt: skip
     fixed = bool(sizes)
     tables = [n.inputs[7] for n in attentions if len(n.inputs) > 7 and n.inputs[7] is not None]
+    if "positions" in roles:
+        tables += _tables_of(next(v for v in graph.inputs if v.name == roles["positions"].name))
     sizes |= {rows for t in tables if t.shape is not None and (rows := _size(t.shape[0]))}
     if not caches and (width := _size(roles["ids"].shape[1])):
         sizes.add(width)
@@ -165,8 +168,22 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
     )  # fmt: skip
 
 
+def _tables_of(positions: onnx_ir.Value) -> list[onnx_ir.Value]:
+    """The tables of which positions choose rows."""
+    tables, values = [], [positions]
+    for value in values:
+        for node, place in value.uses():
+            table = node.inputs[0]
+            if node.op_type == "Gather" and place == 1 and not node.attributes.get_int("axis", 0):
+                tables += [] if table is None else [table]
+            elif node.op_type in VIEWS | {"Cast"} and place == 0:
+                values.append(node.outputs[0])
+    return tables
+
+
 def _logits(ends: Sequence[InputSpec]) -> InputSpec:
     floats = [v for v in ends if v.dtype.kind not in "iub" and len(v.shape or ()) in (2, 3)]
+    floats = [v for v in floats if not re.search("hidden|embed|pool", v.name)]  # an encoder's
     logits = [v for v in floats if "logits" in v.name] or floats
     if len(logits) != 1:
         names = ", ".join(v.name for v in logits) or "none"

@@ -7,7 +7,9 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,29 +74,32 @@ def _open_batch(model: ir.Model) -> ir.Model:
 
 
 def made_up(model: ir.Model) -> list[Feeds]:
-    """Random inputs within what the graph takes, of several sizes where sizes are open."""
-    session = ort.session(model, as_written=True)
+    """Random inputs within what the graph takes, of several sizes where sizes are open.
+
+    They have 16 rows or more together.
+    """
+    session, batches = ort.session(model, as_written=True), list[Feeds]()
     try:
-        return [feeds for feeds, _ in generate(model, lambda feeds: ort.run(session, feeds))]
+        while sum(map(_rows, batches)) < _ROWS:
+            pairs = generate(model, lambda feeds: ort.run(session, feeds), seed=len(batches))
+            batches += [feeds for feeds, _ in pairs]
+        return batches
     except ModelError as error:
         reason = str(error).partition(": give inputs")[0]
         raise ModelError(f"{reason}: give calibration data (--calibrate DATA.npz)") from error
 
 
+def _rows(feeds: Feeds) -> int:
+    return max((len(array) for array in feeds.values() if np.ndim(array)), default=1) or 1
+
+
 def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequence[str]) -> Any:
     """onnxruntime's TensorsData: the range of each tensor that these operators read or make."""
-    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
+    from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator
 
     if method not in METHODS:
         raise UsageError(unknown("calibration method", method, METHODS))
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self, feeds: Sequence[Feeds]) -> None:
-            self.rest = iter(feeds)
-
-        def get_next(self) -> Feeds | None:
-            return next(self.rest, None)
 
     printed = redirect_stdout(io.StringIO())  # histograms tell how far they are
     with tempfile.TemporaryDirectory(prefix="onnx_fuse.") as folder, printed:
@@ -109,5 +114,6 @@ def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequ
         )
         with ort.faults("the model on the calibration data"):
             for batch in feeds:  # those of one call must be of one size
-                calibrator.collect_data(Reader([batch]))
+                reader = SimpleNamespace(get_next=partial(next, iter([batch]), None))
+                calibrator.collect_data(reader)
         return calibrator.compute_data()

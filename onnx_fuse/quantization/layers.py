@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import const_array
 
 Values: TypeAlias = "Sequence[ir.Value | None]"
@@ -42,6 +44,8 @@ def layers(graph: ir.Graph, to: str, *, ends: bool, skip: Collection[str]) -> li
         to: int8, fp8 or int4-weights.
         ends: Whether the first and the last layers are quantized as well.
         skip: Names of nodes that stay float.
+
+    Raises ModelError for a weight that is not finite, of a layer that is quantized.
     """
     nodes = [node for node in graph if node.op_type in PRODUCTS and not node.domain]
     first = _outermost(graph, lambda node: node.inputs, lambda node: node.outputs)
@@ -55,17 +59,16 @@ def layers(graph: ir.Graph, to: str, *, ends: bool, skip: Collection[str]) -> li
             why = "a first layer: no other one comes before it (--ends)"
         if not why and not ends and node in last:
             why = "a last layer: no other one comes after it (--ends)"
-        weight = node.inputs[1] if const_array(node.inputs[1]) is not None else None
-        label = "" if weight is None else str(weight.name)
-        found.append(
-            Layer(
-                str(node.name),
-                node.op_type,
-                label,
-                "float" if why else to,
-                why or "its weight is constant",
-            )
-        )
+        weight, label = const_array(node.inputs[1]), ""
+        if weight is not None and node.inputs[1] is not None:
+            label = str(node.inputs[1].name)
+            if not why and not np.isfinite(np.float32(weight)).all():
+                raise ModelError(
+                    f"the weight '{label}' of '{node.name}' is not finite: repair the file, or "
+                    "leave the layer float (skip)"
+                )
+        result, reason = ("float", why) if why else (to, "its weight is constant")
+        found.append(Layer(str(node.name), node.op_type, label, result, reason))
     return found
 
 

@@ -17,6 +17,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError, unknown
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import at_opset, inline, weight_bytes
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
@@ -161,7 +162,7 @@ class _Work:
         if not self.chosen:
             reasons = dict.fromkeys(layer.why for layer in self.layers)
             why = "; ".join(reasons) or "it has no convolution, Gemm or MatMul"
-            raise ModelError(f"no layer can be quantized to {to}: {why} (--ends for all layers)")
+            raise ModelError(f"no layer can be quantized to {to}: {why}")
 
     def _written(self, graph: ir.Model, opset: int) -> tuple[ir.Model, str]:
         """The model in the oldest opset that will do, and the type of its activations in int8.
@@ -182,6 +183,12 @@ class _Work:
 
     def calibrated(self, data: Any, method: str) -> None:
         """Take the data, find the ranges, and run the float model."""
+        for end in required(self.float):
+            if end.shape and end.shape[0] == 0:
+                raise ModelError(
+                    f"the input '{end.name}' takes no row, so that no error can be measured: give "
+                    "a file with a larger batch, or a dynamic one"
+                )
         if data is None:
             self.feeds = calibration.made_up(self.float)
             if self.to != "int4-weights":
@@ -238,27 +245,24 @@ class _Work:
 
         What a layer costs is the error of the outputs where it alone is quantized.
         """
-        costs = {
-            name: max(self.errors(self.placed([name]), 1).values(), default=0.0)
-            for name in self.chosen
-        }
+        costs = {name: self._error([name], batches=1) for name in self.chosen}
         order = sorted(costs, key=lambda name: costs[name])
         low, high = 0, len(order)  # with so many quantized the error holds, and with so many not
-        if self._within(order, limit):
+        if self._error(order) <= limit:
             low = high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._within(order[:middle], limit) else (low, middle)
+            holds = self._error(order[:middle]) <= limit
+            low, high = (middle, high) if holds else (low, middle)
         rest = set(order[low:])
-        self.layers = [replace(layer, cost=costs.get(layer.name)) for layer in self.layers]
         why = f"one of the {len(rest)} that cost most, for an error of at most {limit:g}"
-        self.layers = [
-            replace(layer, to="float", why=why) if layer.name in rest else layer
-            for layer in self.layers
-        ]
+        for i, layer in enumerate(self.layers):
+            layer = replace(layer, cost=costs.get(layer.name))
+            self.layers[i] = replace(layer, to="float", why=why) if layer.name in rest else layer
 
-    def _within(self, names: Sequence[str], limit: float) -> bool:
-        return max(self.errors(self.placed(names)).values(), default=0.0) <= limit
+    def _error(self, names: Sequence[str], batches: int = _MEASURED) -> float:
+        """The largest error of an output where these layers are quantized."""
+        return max(self.errors(self.placed(names), batches).values(), default=0.0)
 
     def result(self, given: Model, limit: float | None) -> Quantized:
         """The quantized model, with the error of each layer in it."""
@@ -293,11 +297,9 @@ def _distances(expected: list[list[Any]], found: list[list[Any]]) -> dict[int, f
     for i, first in enumerate(expected[0] if expected else ()):
         if not isinstance(first, np.ndarray) or first.dtype.kind != "f":
             continue
-        pairs = [
-            [y[i].astype(np.float64) for y in pair] for pair in zip(expected, found, strict=True)
-        ]
         error = norm = 0.0
-        for a, b in pairs:
+        for pair in zip(expected, found, strict=True):
+            a, b = (y[i].astype(np.float64) for y in pair)
             # what is infinite, or no number, in one of them alone counts in full
             same = (a == b) | (np.isnan(a) & np.isnan(b))
             with np.errstate(invalid="ignore"):

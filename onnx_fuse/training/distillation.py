@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf, isfinite
+from numbers import Real
 
 import onnx_ir as ir
 
@@ -36,8 +38,10 @@ def distilled(
     one it is the mean of the squared differences. `level` is that of the teacher's fusions. Raises
     UsageError where outputs or numbers do not fit.
     """
-    if temperature is not None and not temperature > 0:
-        raise UsageError(f"the temperature is {temperature}: it must be above 0, or None")
+    if temperature is not None and not (isinstance(temperature, Real) and 0 < temperature < inf):
+        raise UsageError(f"the temperature is {temperature!r}: it must be above 0, or None")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise UsageError(f"distill is {weights!r}: give {{output: weight}}")
     part = load(teacher)
     rewrite.optimize(part, level=level)
     graph, op = part.graph, Emitter(part)
@@ -53,12 +57,20 @@ def distilled(
             f"the model and the teacher have no output of floats '{name}' in common: they have "
             f"{', '.join(both)}"
         )
+    for name, weight in chosen.items():
+        if not (isinstance(weight, Real) and isfinite(weight)):
+            raise UsageError(f"distill gives '{name}' the weight {weight!r}: it must be a number")
     _adopt_types(op, graph, {str(v.name): v for v in model.graph.inputs})
     terms = []
     for name, weight in chosen.items():
         b, like = both[name], ours[name]
         if like.shape is None:
             raise UsageError(f"the rank of the output '{name}' is not known")
+        if b.shape is not None and not _same_sizes(b.shape, like.shape):
+            raise UsageError(
+                f"the output '{name}' has the shape {b.shape} in the teacher and {like.shape} in "
+                "the model: they must be equal"
+            )
         b.name = op.fresh(f"teacher/{name}")
         a = ir.Value(name=name, type=like.type, shape=like.shape)
         graph.inputs.append(a)
@@ -72,6 +84,14 @@ def distilled(
     graph.outputs.clear()
     graph.outputs.append(total)
     return Term(part)
+
+
+def _same_sizes(a: ir.Shape, b: ir.Shape) -> bool:
+    """Whether two shapes can be equal where their dynamic dimensions are."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(
+        x == y or not (isinstance(x, int) and isinstance(y, int)) for x, y in pairs
+    )
 
 
 def _adopt_types(op: Emitter, graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ops.rules import is_float
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.step import Spec
 
@@ -49,7 +50,9 @@ def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
     graph = model.graph
     makers = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
     graph.outputs.clear()
-    graph.outputs.extend(v for n in makers.values() for v in n.outputs if v.name in makers)
+    # of floats alone: Python gets no tensor of 4 bits from onnxruntime
+    results = (v for n in makers.values() for v in n.outputs if v.name in makers)
+    graph.outputs.extend(v for v in results if v.dtype is None or is_float(v))
     names = [str(v.name) for v in graph.outputs]
     reads = {v.name for v in graph.inputs}
     run = ort.session(model, as_written=True)
