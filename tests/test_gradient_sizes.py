@@ -308,3 +308,19 @@ def test_a_stale_shape_in_the_file_changes_no_gradient(name):
         results.append(stock(autodiff.gradient(load(model), wrt=["x", "w"])).run(None, feeds))
     for stale, right in zip(*results, strict=True):
         np.testing.assert_array_equal(stale, right)
+
+
+@pytest.mark.parametrize("declared", ["float[N,3] y", "float[1,3] y"])
+@pytest.mark.parametrize("rows", [(4, 1), (1, 4), (1, 1)])
+def test_an_output_declared_as_an_operand_has_the_size_of_its_broadcast(declared, rows):
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[N,3] x, float[M,3] z) => '
+        f"({declared}) {{ n = Neg (x) y = Mul (n, z) }}"
+    )
+    x, z = (within(-1, 1, n, 3).astype(F32) for n in rows)
+    dy = within(-1, 1, max(rows), 3).astype(F32)
+    session = stock(autodiff.gradient(model, wrt=["x", "z"]))
+    grads = session.run(["x.grad", "z.grad"], {"x": x, "z": z, "y.grad": dy})
+    for array, grad, each in zip((x, z), grads, (-dy * z, -dy * x), strict=True):
+        right = each if len(array) == max(rows) else each.sum(0, keepdims=True)
+        np.testing.assert_allclose(grad, right, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.autodiff.walk import backward, without_gradient
+from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import rank, rename_shadowing_values
@@ -157,6 +157,7 @@ def append_gradients(
     if any(rank(v) is None for node in graph for v in node.outputs if may_be_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
         infer_shapes(model)
+    open_sizes_not_shown(graph)
     holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
     for v in trainable(model):
         for part in parts(v)[1]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,14 +24,9 @@ from onnx_fuse.ops.recurrent import GATES, steps_kind
 from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.leaf_norm import without_rows
 
-# The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
-# back; all other rules answer in the shape of the input.
-ELEMENTWISE = frozenset(
-    (
-        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean"),
-        *("Where", "PRelu", "Expand"),
-    )
-)
+# Rules that answer in a broadcast shape (elementwise: the output's), which the walker sums back.
+_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean")
+ELEMENTWISE = frozenset((*_ARITHMETIC, "Where", "PRelu", "Expand"))
 MATRIX = frozenset(("MatMul", "Gemm", "Einsum"))
 # Integers that these make have a gradient, of a float type, on their way to the others alone.
 _MAKE_CODES = frozenset(("QuantizeLinear", "DynamicQuantizeLinear"))
@@ -59,9 +56,22 @@ def backward(
     """
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
+    open_sizes_not_shown(model.graph)
     op = Emitter(model, fused=fused, whole=whole)
     grads = _walk(op, model.graph, dys, wrt, stopped)
     return without_rows(Emitter(model), model.graph, grads) if fused else grads
+
+
+def open_sizes_not_shown(graph: ir.Graph) -> None:
+    """Leave sizes of broadcast results open where an operand has another symbol of the inputs."""
+    names = {d for v in graph.inputs for d in v.shape or () if not isinstance(d, int) and d.value}
+    for node in graph:
+        y, shapes = node.outputs[0], [v.shape for v in node.inputs if v is not None]
+        if node.op_type in ELEMENTWISE - {"Expand"} and y.shape is not None and None not in shapes:
+            columns = zip_longest(*(tuple(s)[::-1] for s in shapes if s is not None), fillvalue=1)
+            pairs = zip(y.shape[::-1], columns, strict=False)
+            dims = [None if (d == 1 or d in names) and names & {*s} - {d} else d for d, s in pairs]
+            y.shape = ir.Shape(dims[::-1])
 
 
 def without_gradient(
@@ -270,19 +280,13 @@ _THROUGH = {"If": through_if, "Loop": through_loop, "Scan": through_loop}
 
 
 def _shaped(g: ir.Value, like: ir.Value) -> ir.Value:
-    # the shape of a rule may be more precise than the inferred one
-    if like.shape is not None and g.producer() is not None:
+    if like.shape is not None and g.producer() is not None:  # it may say more than inference
         g.shape = like.shape
     return g
 
 
 def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
-    if not terms:
-        return None
-    total = terms[0]
-    for term in terms[1:]:
-        total = op.Add(total, term)
-    return total
+    return reduce(op.Add, terms) if terms else None
 
 
 def _ends(x: ir.Value, graph: ir.Graph, stops: Mapping[ir.Node, str]) -> list[ir.Node]:
