@@ -359,7 +359,8 @@ class Mma(Chosen):
         steps = -(-self._steps(problem, tile) // split)
         share = TILES[tile] * (0.6 if problem.dtype == "float32" else 1.0)
         per_sm = problem.rate(hw) / hw.sm_count * share
-        each = max(2 * bm * bn * bk * steps / per_sm, steps * bk * 1e-8) + 1.5e-6
+        latency = min(ITEMSIZE[problem.dtype], 2) * bk * 0.5e-8  # of a step
+        each = max(2 * bm * bn * bk * steps / per_sm, steps * latency) + 1.5e-6
         size = rows * problem.groups * problem.filters
         parts = 4 * size * (split + 1) / hw.bandwidth + 3e-6 if split > 1 else 0.0
         waves = ceil(blocks / hw.sm_count)

@@ -142,15 +142,12 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     shape = (a.shape[0], b.shape[1])
     y = ctx.output(node, 0, shape, a.dtype)
     alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)
-    row = bias_row(ctx, node, 2, shape[1]) if ctx.has(node, 2) and beta != 0 else None
-    plain = alpha == 1 and (beta == 0 or (beta == 1 and row is not None) or not ctx.has(node, 2))
-    turned = bool(ctx.attr(node, "transB", 0))
-    if (
-        plain
-        and not ctx.attr(node, "transA", 0)
-        and quantized.product(ctx, node, y, row, turned=turned)
-    ):
-        return None
+    if ctx.codes and alpha == 1 and beta in (0, 1) and not ctx.attr(node, "transA", 0):
+        biased = ctx.has(node, 2) and beta == 1
+        row = bias_row(ctx, node, 2, shape[1]) if biased else None
+        turned = bool(ctx.attr(node, "transB", 0))
+        if biased == (row is not None) and quantized.product(ctx, node, y, row, turned=turned):
+            return None
     attrs: dict[str, object] = {"alpha": alpha} if alpha != 1 else {}
     extra = {}
     if ctx.has(node, 2) and beta != 0:
