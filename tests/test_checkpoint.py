@@ -107,15 +107,8 @@ def arrays() -> dict[str, Array]:
 
 
 def run(trainer: Trainer, folder: Path | str) -> History:
-    return fit.fit(
-        trainer,
-        arrays(),
-        epochs=EPOCHS,
-        batch_size=BATCH,
-        validation=arrays(),
-        folder=folder,
-        every=EVERY,
-    )
+    data = {"batch_size": BATCH, "validation": arrays()}
+    return fit.fit(trainer, arrays(), epochs=EPOCHS, folder=folder, every=EVERY, **data)
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +190,8 @@ def test_only_the_runs_own_steps_are_counted_and_deleted(tmp_path: Path) -> None
     for _ in range(4):
         started.step(feeds)
         started.checkpoint(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {
-        *others,
-        "step-00000007",
-        "step-00000006",
-        "step-99999999",
-        "step-00000003",
-        "step-00000004",
-    }
+    steps = {f"step-{number:08}" for number in (3, 4, 6, 7, 99999999)}
+    assert {p.name for p in tmp_path.iterdir()} == {*others, *steps}
     with pytest.warns(UserWarning, match="step-99999999 is damaged and skipped: No such file"):
         assert Trainer.resume(tmp_path, model()).calls == 4
 

@@ -41,13 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for tensor in proto.graph.initializer:  # only raw data goes into another file
         array = onnx.numpy_helper.to_array(tensor)
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    onnx.save(
-        proto,
-        tmp_path / "big.onnx",
-        save_as_external_data=True,
-        location="big.onnx.data",
-        size_threshold=0,
-    )
+    apart = {"save_as_external_data": True, "location": "big.onnx.data", "size_threshold": 0}
+    onnx.save(proto, tmp_path / "big.onnx", **apart)
     x = rng.normal(size=(20, 2, 3)).astype(np.float32)
     np.savez(tmp_path / "d.npz", x=x, labels=rng.integers(0, 4, 20))
     np.savez(tmp_path / "x.npz", x=x[:4])
@@ -137,16 +132,12 @@ def test_every_path_of_every_command_is_declared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_devices_are_written_to(folder: Path, cli: Cli) -> None:
-    assert (
-        cli("optimize", "m.onnx", "--no-check", "-o", "/dev/null", "--json", "/dev/null").code == 0
-    )
+    options = ("--no-check", "-o", "/dev/null", "--json", "/dev/null")
+    assert cli("optimize", "m.onnx", *options).code == 0
     assert Path("/dev/null").is_char_device()
     assert not list(Path("/dev").glob(".null*"))
-    result = cli("inspect", "m.onnx", "--json", "/dev/full")
-    assert (result.code, result.err) == (
-        1,
-        "onnx-fuse: /dev/full: cannot be written: No space left on device\n",
-    )
+    err = cli.fails(1, "inspect", "m.onnx", "--json", "/dev/full")
+    assert err == "onnx-fuse: /dev/full: cannot be written: No space left on device\n"
 
 
 def test_a_pipe_is_written_to_where_somebody_reads(folder: Path, cli: Cli) -> None:
@@ -396,13 +387,8 @@ STRIKES = {
 @pytest.mark.parametrize("strike", STRIKES)
 def test_signals_end_in_one_line_and_leave_nothing(strike: str, tmp_path: Path) -> None:
     text, code, word = STRIKES[strike]
-    done = subprocess.run(
-        [sys.executable, "-c", BUSY.format(strike=text)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-c", BUSY.format(strike=text)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (code, f"onnx-fuse: {word}\n")
     assert done.stdout == "ready\n"
     assert not list(tmp_path.iterdir())
@@ -415,13 +401,9 @@ def test_nothing_is_imported_before_signals_are_seen_to() -> None:
         "from onnx_fuse.cli import main\n"
         "print(sorted({'typing', 'typer', 'rich', 'numpy', 'onnx'} & set(sys.modules) - before))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])},
-    )
+    command = [sys.executable, "-S", "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert done.stdout == "[]\n"
 
 
@@ -476,11 +458,8 @@ def test_one_training_a_folder_and_its_end(
 ) -> None:
     first = training()
     second = cli(*TRAIN.split(), "--checkpoint", "run", "--resume")
-    assert (second.code, second.out) == (2, "")
-    assert second.err == (
-        "onnx-fuse: run: another training writes its checkpoints there: wait for it, or give "
-        "another folder\n"
-    )
+    told = "another training writes its checkpoints there: wait for it, or give another folder"
+    assert (second.code, second.out, second.err) == (2, "", f"onnx-fuse: run: {told}\n")
     first.send_signal(number)
     _, err = first.communicate(timeout=60)
     if number == signal.SIGTERM:

@@ -212,12 +212,8 @@ def test_metrics_are_their_formulas() -> None:
     counted = np.arange(50) % 7 > 0
     data["labels"] = np.where(counted, data["labels"], -100)
     run = trainer(loss_options={"label_smoothing": 0.1})  # perplexity is of the labels all the same
-    found = fitting.evaluate(
-        run,
-        data,
-        batch_size=16,
-        metrics=["accuracy", "top2", "perplexity", "f1", metrics.Mean(spread)],
-    )
+    asked = ["accuracy", "top2", "perplexity", "f1", metrics.Mean(spread)]
+    found = fitting.evaluate(run, data, batch_size=16, metrics=asked)
     y, labels = logits_of(run, data)[counted], data["labels"][counted]
     log_p = y - np.log(np.exp(y).sum(1, keepdims=True))
     micro = metrics.F1("micro")
@@ -293,14 +289,8 @@ for event in ("on_start", "on_step", "on_evaluation", "on_epoch", "on_end"):
 def test_the_order_of_events() -> None:
     recorded = Recorded()
     trainer().fit(arrays(), batch_size=16, validation=arrays(), callbacks=[recorded])
-    assert recorded.seen == [
-        ("on_start", 0),
-        ("on_step", 1),
-        ("on_step", 2),
-        ("on_evaluation", 2),
-        ("on_epoch", 2),
-        ("on_end", 2),
-    ]
+    ends = [("on_evaluation", 2), ("on_epoch", 2), ("on_end", 2)]
+    assert recorded.seen == [("on_start", 0), ("on_step", 1), ("on_step", 2), *ends]
     recorded = Recorded()
     broken = {**arrays(), "x": np.full((ROWS, 3), np.nan, np.float32)}
     with pytest.raises(CheckFailed):
@@ -340,13 +330,9 @@ def test_early_stopping_with_the_best_weights(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "best"):
         run = trainer()
         best = callbacks.BestWeights(folder=folder)
-        history = run.fit(
-            arrays(),
-            epochs=30,
-            batch_size=BATCH,
-            validation=worse_and_worse(),
-            callbacks=[callbacks.EarlyStopping(patience=2), best],
-        )
+        called = [callbacks.EarlyStopping(patience=2), best]
+        data = {"batch_size": BATCH, "validation": worse_and_worse()}
+        history = run.fit(arrays(), epochs=30, callbacks=called, **data)
         values = [r["validation_loss"] for r in history.metrics]
         assert len(values) == int(np.argmin(values)) + 3 < 30
         kept = fitting.evaluate(run, worse_and_worse())["validation_loss"]

@@ -182,18 +182,22 @@ def test_ends_and_metadata_are_the_original_ones() -> None:
     assert ours.get_providers() == ["CPUExecutionProvider"]
 
 
-@pytest.mark.parametrize("kind", ["path", "str", "bytes", "proto", "ir"])
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "path": lambda path: path,
+    "str": str,
+    "bytes": Path.read_bytes,
+    "proto": onnx.load,
+    "ir": onnx_ir.load,
+}
+RESULTS = {"bytes": bytes, "ir": onnx_ir.Model}
+"""What is given back for a source; a ModelProto for the others."""
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 def test_a_model_may_come_as(kind: str) -> None:
-    source = {
-        "path": ENCODER,
-        "str": str(ENCODER),
-        "bytes": ENCODER.read_bytes(),
-        "proto": onnx.load(ENCODER),
-        "ir": onnx_ir.load(ENCODER),
-    }[kind]
+    source = SOURCES[kind](ENCODER)
     fused = of.optimize(source)
-    kinds = {"bytes": bytes, "ir": onnx_ir.Model}
-    assert isinstance(fused, kinds.get(kind, onnx.ModelProto))
+    assert isinstance(fused, RESULTS.get(kind, onnx.ModelProto))
     ids = np.ones((2, 5), np.int64)
     feeds = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ids)
     expected = ort.InferenceSession(ENCODER).run(None, feeds)
@@ -213,15 +217,8 @@ def test_each_kind_of_model_is_given_back_with_its_bodies(
 ) -> None:
     path = tmp_path / "fused.onnx"
     path.write_bytes(of.optimize(ENCODER.read_bytes()))
-    source = {
-        "path": path,
-        "bytes": path.read_bytes(),
-        "proto": onnx.load(path),
-        "ir": onnx_ir.load(path),
-    }[kind]
-    found = getattr(of, function)(source)
-    kinds = {"bytes": bytes, "ir": onnx_ir.Model}
-    assert isinstance(found, kinds.get(kind, onnx.ModelProto))
+    found = getattr(of, function)(SOURCES[kind](path))
+    assert isinstance(found, RESULTS.get(kind, onnx.ModelProto))
     if isinstance(found, onnx_ir.Model):
         found = onnx_ir.serde.serialize_model(found)
     proto = onnx.ModelProto.FromString(found) if isinstance(found, bytes) else found
