@@ -152,15 +152,9 @@ def test_products_within_the_weights_train_as_those_beside_them(
     """W + A·B is worked out once a step, in whatever form fusion left W; nothing else differs."""
     found = []
     for merged in (False, True):
-        trainer = Trainer(
-            text_model(text),
-            loss="mse",
-            optimizer=optim.SGD(lr=0.3),
-            lora=Lora(2, 3.0, weights, merged),
-            level=level,
-            ema=0.5,
-            clip_norm=1.0,
-        )
+        options = {"lora": Lora(2, 3.0, weights, merged), "ema": 0.5, "clip_norm": 1.0}
+        sgd = optim.SGD(lr=0.3)
+        trainer = Trainer(text_model(text), loss="mse", optimizer=sgd, level=level, **options)
         feeds = [batch("three" if "batch, 2" in text else "", i) for i in range(4)]
         losses = [float(trainer.step(each)) for each in feeds]
         kept = [trainer.weights(ema=ema) for ema in (False, True)]

@@ -40,12 +40,8 @@ import mlp
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+NUMBERS = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in NUMBERS.items()}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
 
 
@@ -438,11 +434,8 @@ def test_the_command_gives_the_curve_of_one_process_and_resumes_on_more(small: P
     )  # fmt: skip
     assert len(two["losses"]) == 6
     np.testing.assert_allclose(three["losses"], one["losses"], rtol=1e-4)
-    np.testing.assert_allclose(
-        [m["validation_loss"] for m in three["metrics"]],
-        [m["validation_loss"] for m in one["metrics"]],
-        rtol=1e-4,
-    )
+    losses = [[m["validation_loss"] for m in run["metrics"]] for run in (three, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
     assert len(list((small / "run").glob("step-*"))) == 2
 
 

@@ -23,18 +23,8 @@ from onnx_fuse.program.problem import CHIPS
 INTEGERS = ("Bitwise", "Shift")
 LOGICAL = ("And", "Not", "Or", "Xor")
 EXACT = (
-    "Abs",
-    "Add",
-    "ClipMax",
-    "ClipMin",
-    "Div",
-    "FMod",
-    "Max",
-    "Min",
-    "Mod",
-    "Mul",
-    "Neg",
-    "Sub",
+    *("Abs", "Add", "ClipMax", "ClipMin", "Div", "FMod"),
+    *("Max", "Min", "Mod", "Mul", "Neg", "Sub"),
 )
 """Steps that integers have as well."""
 # CUDA's own sine and cosine keep a table of digits of pi in local memory, for large arguments.
@@ -185,12 +175,8 @@ def test_a_slope_of_columns_is_none_of_filters(slope: str, calls: int) -> None:
         "(float[2,8,8,8] y) { y = onnx_fuse.ConvPRelu<kernel_shape=[3,3], strides=[1,1], "
         "pads=[1,1,1,1], dilations=[1,1], group=1>(x, w, c, a) }"
     )
-    sizes = {
-        "x": (2, 3, 8, 8),
-        "w": (8, 3, 3, 3),
-        "c": (8,),
-        "a": tuple(map(int, slope.split(","))),
-    }
+    sizes = {"x": (2, 3, 8, 8), "w": (8, 3, 3, 3), "c": (8,)}
+    sizes["a"] = tuple(map(int, slope.split(",")))
     shapes = {name: (size, "float32") for name, size in sizes.items()}
     assert len(lower(text_model(text), shapes, CHIPS["H200"]).calls) == calls
 

@@ -113,13 +113,9 @@ START = np.arange(1.0, 7.0).reshape(3, 2), np.array([0.5, -0.5])
 @pytest.mark.parametrize("rows", [(8, 8), (8, 5)])
 def test_step_is_the_formula(clip: float | None, accumulate: int, rows: tuple[int, ...]) -> None:
     """SGD over batches of different sizes, with clipping and accumulation, in float64 beside it."""
-    trainer = Trainer(
-        text_model(LINEAR),
-        loss="mse",
-        optimizer=optim.SGD(lr=optim.step(0.1, every=2, gamma=0.5)),
-        clip_norm=clip,
-        accumulate=accumulate,
-    )
+    sgd = optim.SGD(lr=optim.step(0.1, every=2, gamma=0.5))
+    options = {"optimizer": sgd, "clip_norm": clip, "accumulate": accumulate}
+    trainer = Trainer(text_model(LINEAR), loss="mse", **options)
     w, b = START
     for update in range(4):
         total_w, total_b = np.zeros_like(w), np.zeros_like(b)
@@ -179,12 +175,8 @@ def sentences(seed: int) -> dict[str, Array]:
     ids = rng.integers(0, 256, (4, 12))
     mask = (np.arange(12) < rng.integers(5, 13, (4, 1))).astype(np.int64)
     labels = rng.normal(size=(4, 12, 32)).astype(np.float32)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "token_type_ids": np.zeros_like(ids),
-        "labels": labels,
-    }
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return feeds | {"labels": labels}
 
 
 MODELS = {
@@ -633,17 +625,10 @@ def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_p
         trainer = Trainer(text_model(LINEAR), loss="mse")
         seen: list[int] = []
         folder = tmp_path / device.__name__
-        histories.append(
-            fit.fit(
-                trainer,
-                arrays,
-                epochs=2,
-                batch_size=8,
-                folder=folder,
-                every=2,
-                callbacks=[Watch(lambda h, seen=seen: seen.append(len(h.losses)))],
-            )
-        )
+        watch = Watch(lambda h, seen=seen: seen.append(len(h.losses)))
+        stored = {"folder": folder, "every": 2}
+        history = fit.fit(trainer, arrays, epochs=2, batch_size=8, callbacks=[watch], **stored)
+        histories.append(history)
         assert sorted(set(seen)) == list(range(1, 11))
         assert Trainer.resume(folder, text_model(LINEAR)).calls == 10
     assert histories[0] == histories[1]
@@ -672,12 +657,8 @@ def test_curve_is_pytorchs(name: str, level: int) -> None:
     """50 losses, step by step, within 1e-4; the batches change in size."""
     model, optimizer = name.split()
     kind, options = pytorch_curves.OPTIMIZERS[optimizer]
-    trainer = Trainer(
-        pytorch_curves.MODELS[model](),
-        loss=pytorch_curves.LOSSES[model],
-        optimizer=getattr(optim, kind)(**options),
-        level=level,
-    )
+    built, loss = pytorch_curves.MODELS[model](), pytorch_curves.LOSSES[model]
+    trainer = Trainer(built, loss=loss, optimizer=getattr(optim, kind)(**options), level=level)
     losses = [
         trainer.step(pytorch_curves.batch(model, step)) for step in range(pytorch_curves.STEPS)
     ]
