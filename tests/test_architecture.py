@@ -44,7 +44,7 @@ LAYERS = (
     ("__main__",),
 )
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
-# go down, except by a commit that adds a capability and says so.
+# go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 4412, "autodiff": 1750, "cli": 3410, "cuda": 1798, "cuda_src": 15075, "distributed": 950,
     "importer": 5515, "ir": 2375, "kernels": 10065, "lower": 9150, "nn": 4865, "ops": 12081,
@@ -52,6 +52,7 @@ BUDGETS = {
     "training": 6884, "validation": 4715,
     "generation": 1495,
     "quantization": 727,
+    "tests": 50090, "tools": 11590,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -183,6 +184,9 @@ def test_no_folder_is_larger_than_its_budget() -> None:
         lines[folder if inside else ""] += len(path.read_text().splitlines())
     for path in (PACKAGE.parent / "cuda_src").rglob("*.cu*"):
         lines["cuda_src"] += len(path.read_text().splitlines())
+    for folder in ("tests", "tools"):
+        for path in (PACKAGE.parent / folder).rglob("*.py"):
+            lines[folder] += len(path.read_text().splitlines())
     over = {name: count for name, count in lines.items() if count > BUDGETS[name]}
     assert not over, f"more lines than BUDGETS allows: {over}"
 
