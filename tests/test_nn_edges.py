@@ -24,6 +24,7 @@ DOT = np.float32(1.5)
 BOOL = np.array([[True, False], [True, True]])
 INF = np.array([-np.inf, np.nan, np.inf], np.float32)
 NAN = np.float32(np.nan)
+LEAST = -(2**63)
 ERRORS = (OnnxFuseError, IndexError, TypeError, ValueError, ZeroDivisionError)
 BAD = "an error"
 
@@ -43,6 +44,13 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("all", lambda: t(NONE).all(), True),
     ("all", lambda: t(BOOL).all(), False),
     ("all", lambda: t(INTS[:1]).all(), True),
+    *((name, lambda name=name: getattr(t(INF), name)(), NAN)
+      for name in ("amax", "amin", "max", "min")),
+    *((name, lambda name=name: getattr(t(INF[None]), name)(1), (INF[1:2], np.array([1])))
+      for name in ("max", "min")),
+    *((name, lambda name=name, x=x: getattr(t(x), name)(0), np.int64(place))
+      for name in ("argmax", "argmin") for x, place in ((INF, 1), (DOT, 0))),
+    ("max", lambda: t(DOT).max(-1), (DOT, np.int64(0))),
     ("sum", lambda: t(NONE).sum(), np.float32(0)),
     ("sum", lambda: t(NONE).sum(0), np.zeros(3, np.float32)),
     ("sum", lambda: t(BOOL).sum(1), np.array([1, 2])),
@@ -120,6 +128,12 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
      np.float64([6, -6, 0.7, 3e17]) // 0.1),
     ("__floordiv__", lambda: t(V) // 0.0, np.array([-np.inf] * 4, np.float32)),
     ("__floordiv__", lambda: t(INTS) // -2, INTS // -2),
+    ("__floordiv__", lambda: t([LEAST] * 3) // np.array([-1, 3, -3]),
+     np.array([LEAST, LEAST // 3, LEAST // -3])),
+    *(("__floordiv__", lambda a=a, b=b: t(a) // b, a // b)
+      for a, b in ((np.int8([-128, 127]), np.int8([3, -3])),
+                   (np.uint8([255, 9]), np.uint8([255, 2])),
+                   (np.array([2**64 - 1], np.uint64), np.array([7], np.uint64)))),
     ("__truediv__", lambda: t(INTS) / 2, (INTS / 2).astype(np.float32)),
     ("__truediv__", lambda: t(V) / 0, np.array([-np.inf] * 4, np.float32)),
     ("__add__", lambda: t(BOOL) + 1, BOOL + 1),
@@ -145,6 +159,7 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("clamp", lambda: t(INF).clamp(min=0), np.array([0, np.nan, np.inf], np.float32)),
     ("clamp", lambda: t(INF).clamp(max=0), np.array([-np.inf, np.nan, 0], np.float32)),
     ("clamp", lambda: t(INTS).clamp(0.5), np.maximum(INTS, 0.5).astype(np.float32)),
+    ("clamp", lambda: t(V).clamp(float("nan")), np.full(4, NAN)),
     ("clip", lambda: t(INTS).clip(0, 2), INTS.clip(0, 2)),
     ("masked_fill", lambda: t(INTS).masked_fill(t(INTS > 0), 0.5), BAD),
     ("masked_fill", lambda: t(INTS).masked_fill(t(INTS > 0), 9), np.where(INTS > 0, 9, INTS)),
@@ -171,6 +186,8 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("reshape", lambda: t(NONE).reshape(3, 0), NONE.reshape(3, 0)),
     ("reshape", lambda: t(A).reshape(5), BAD),
     ("reshape", lambda: t(A).reshape(-1, -1), BAD),
+    ("reshape", lambda: t(A).reshape(-2, 6), BAD),
+    ("reshape", lambda: t(A).reshape(2.9, 6), BAD),
     ("view", lambda: t(DOT).view(1, 1), DOT.reshape(1, 1)),
     ("flatten", lambda: t(DOT).flatten(), DOT.reshape(1)),
     ("flatten", lambda: t(HOLLOW).flatten(1), HOLLOW.reshape(2, 0)),
@@ -216,7 +233,9 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     # ---- indices
     *(("__getitem__", lambda key=key: t(A)[key], A[key]) for key in (
         slice(None, None, -1), slice(-7, None, -2), slice(-6, -6, -1), slice(3, 0, -2),
-        slice(None, -9, -1), slice(9, None, -1), slice(2, 0), slice(-9, 2), [], [0, 2], [[0], [1]],
+        slice(None, -9, -1), slice(9, None, -1),
+        slice(-(10**30), 10**30), slice(10**30, None, -1),
+        slice(2, 0), slice(-9, 2), [], [0, 2], [[0], [1]],
         [-1], [True, False, True], (slice(None), -1), (..., 0, None), (0, [1, 0]), ([0, 1], [1, 0]),
         np.int64(1), np.array([1, 0], np.uint8), (None, 0, ...), np.zeros(0, np.int64), A > 0)),
     *(("__getitem__", lambda key=key: t(A)[key], BAD) for key in (
@@ -264,6 +283,8 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("pad", lambda: F.pad(t(A), (-1, 0)), A[:, 1:]),
     ("cat", lambda: F.cat([t(NONE), t(A[:, :3])]), A[:, :3]),
     ("cat", lambda: F.cat([t(A), t(A)], 2), BAD),
+    ("cat", lambda: F.cat([t(NONE), t(A)], 1), BAD),
+    ("cat", lambda: F.cat([]), BAD),
     ("stack", lambda: F.stack([t(V), t(V)], -1), np.stack([V, V], -1)),
     ("stack", lambda: F.stack([t(V), t(V)], 2), BAD),
     ("einsum", lambda: F.einsum("ij,jk->ik", t(A), t(A)), BAD),
@@ -271,6 +292,8 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("linear", lambda: F.linear(t(A), t(A.T.copy())), BAD),
     ("layer_norm", lambda: F.layer_norm(t(A), 3), BAD),
     ("layer_norm", lambda: F.layer_norm(t(A[:0]), 4), A[:0]),
+    ("layer_norm", lambda: F.layer_norm(t(A), 4, t(V[:1])), BAD),
+    ("layer_norm", lambda: F.layer_norm(t(A), 4, t(V), t(A)), BAD),
     ("rms_norm", lambda: F.rms_norm(t(A[:0]), t(V)), A[:0]),
     ("dropout", lambda: F.dropout(t(A), 1.5), BAD),
     ("dropout", lambda: F.dropout(t(A), 1.0), A * 0),
@@ -289,9 +312,22 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
       for name in ("cross_entropy", "nll_loss")),
     ("nll_loss", lambda: F.nll_loss(t(A), t([0, 1, -1]), ignore_index=-1),
      -(A[0, 0] + A[1, 1]) / 2),
+    *((name, lambda name=name: getattr(F, name)(t(A), t([0, 1])), BAD)
+      for name in ("cross_entropy", "nll_loss")),
+    *((name, lambda name=name, how=how, wanted=wanted:
+       getattr(F, name)(t(A[:0]), t(np.zeros(0, np.int64)), reduction=how), wanted)
+      for name in ("cross_entropy", "nll_loss")
+      for how, wanted in (("mean", NAN), ("sum", np.float32(0)))),
+    *(("cross_entropy", lambda s=s: F.cross_entropy(t(A), t([0, 1, 2]), label_smoothing=s), BAD)
+      for s in (-0.5, 1.5)),
+    *(("huber_loss", lambda d=d: F.huber_loss(t(A), t(A), d), BAD) for d in (0.0, -1.0)),
+    ("binary_cross_entropy_with_logits",
+     lambda: F.binary_cross_entropy_with_logits(t(A), t(A[:1])), BAD),
     ("mse_loss", lambda: F.mse_loss(t(A), t(A), "none"), BAD),
     ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None, :, :3]), stride=0), BAD),
     ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None]), dilation=2), BAD),
+    ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None, :, :0])), BAD),
+    ("max_pool2d", lambda: F.max_pool2d(t(A[None, None]), 0), BAD),
     ("max_pool2d", lambda: F.max_pool2d(t(A[None, None]), 2, 1), A[None, None, 1:, 1:]),
     ("batch_norm", lambda: F.batch_norm(t(A), *(t(V * 0 + k) for k in (0, 1, 1)), t(V), eps=0),
      A + V),

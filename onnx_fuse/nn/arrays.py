@@ -88,7 +88,7 @@ def ints(numbers: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Integers that are given one by one or as one list."""
     if len(numbers) == 1 and isinstance(numbers[0], list | tuple | np.ndarray):
         numbers = list(numbers[0])
-    return np.array([int(i) for i in numbers], np.int64)
+    return np.array([index(i) for i in numbers], np.int64)
 
 
 def as_array(data: Any) -> Array:

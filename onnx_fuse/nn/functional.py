@@ -16,7 +16,7 @@ from onnx_fuse.nn import operators, random
 from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
 from onnx_fuse.nn.dispatch import op_call, operation
 from onnx_fuse.nn.tensor import Tensor, where
-from onnx_fuse.ops.loss import LOSSES
+from onnx_fuse.ops.loss import LOSSES, class_axis
 
 __all__ = [
     "batch_norm",
@@ -150,6 +150,8 @@ def layer_norm(
     count = len(sizes)
     if not count or x._data.shape[-count:] != sizes:
         raise UsageError(f"the last axes of x, {[*x._data.shape]}, are not {[*sizes]}")
+    if any(w is not None and w._data.shape != sizes for w in (weight, bias)):
+        raise UsageError(f"weight and bias of layer_norm are of shape {[*sizes]}")
     return _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
 
 
@@ -173,7 +175,9 @@ def _two(value: int | Sequence[int]) -> list[int]:
 def _fits(
     x: Tensor, kernel: Sequence[int], padding: int | Sequence[int], dilation: Sequence[int] = (1, 1)
 ) -> None:
-    """Refuse a window that is larger than the image, as PyTorch does."""
+    """Refuse a window of no elements, or larger than the image, as PyTorch does."""
+    if any(width < 1 for width in (*kernel, *dilation)):
+        raise UsageError(f"a window and its dilation are from 1 on, not {[*kernel, *dilation]}")
     sides = zip(x._data.shape[2:], kernel, _two(padding), dilation, strict=False)
     if any(size + 2 * pad < step * (width - 1) + 1 for size, width, pad, step in sides):
         raise UsageError(f"the window {[*kernel]} is larger than the image {[*x._data.shape[2:]]}")
@@ -365,10 +369,19 @@ def _loss_of(
         raise UsageError(f"unknown reduction '{options['reduction']}': choose mean or sum")
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
+    if not 0 <= options.get("label_smoothing", 0) <= 1:
+        raise UsageError(f"label_smoothing is from 0 to 1, not {options['label_smoothing']}")
+    if options.get("delta", 1) <= 0:
+        raise UsageError(f"delta is a number above 0, not {options['delta']}")
+    sizes = x._data.shape
     if LOSSES[kind].classes:
+        axis = class_axis(len(sizes), {})
+        sizes = sizes[:axis] + sizes[axis + 1 :]
         within(target, besides=options["ignore_index"])
-    if options["reduction"] == "mean" and 0 in x._data.shape and not LOSSES[kind].classes:
-        return _loss_of(kind, x, target, {**options, "reduction": "sum"}, pos_weight=pos_weight) / 0
+    if (LOSSES[kind].classes or kind == "bce_with_logits") and target._data.shape != sizes:
+        raise UsageError(f"the target of this loss is of shape {[*sizes]}, as x says")
+    if 0 in sizes:
+        return x.sum() / 0.0 if options["reduction"] == "mean" else x.sum()
     return _loss(x, target, weight, pos_weight, kind=kind, **options)
 
 
@@ -444,6 +457,10 @@ def binary_cross_entropy_with_logits(
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` one after the other along axis `dim`."""
+    axis = axis_of(dim, tensors[0].ndim) if tensors else 0
+    shapes = [t._data.shape for t in tensors]
+    if len({(len(s), *s[:axis], *s[axis + 1 :]) for s in shapes}) > 1:
+        raise UsageError(f"cat along axis {axis} needs sizes that are equal elsewhere: {shapes}")
     return op_call("Concat", list(tensors), {"axis": dim})
 
 

@@ -64,6 +64,10 @@ def _data(part: Any) -> Any:
     return part if isinstance(part, np.ndarray) else part._data
 
 
+def _within_int64(place: Any) -> int | None:
+    return None if place is None else max(_FROM, min(index(place), _TO))
+
+
 def _is_index(part: Any) -> bool:
     return isinstance(part, np.ndarray) or hasattr(part, "_data")
 
@@ -91,6 +95,7 @@ def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
                 step = 1 if part.step is None else index(part.step)
                 if not step:
                     raise ValueError("the step of a slice is 0")
+                part = slice(_within_int64(part.start), _within_int64(part.stop))
                 first, last = (_FROM, _TO) if step > 0 else (_TO, _FROM)
                 start = first if part.start is None else index(part.start)
                 if step < 0 and part.start is not None and start < -x._data.shape[source]:

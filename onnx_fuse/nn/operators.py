@@ -33,7 +33,15 @@ def divide(op: Any, a: Any, b: Any) -> Any:
 @operation
 def floor_divide(op: Any, a: Any, b: Any) -> Any:
     if not a.dtype.is_floating_point():
-        return op.Div(op.Sub(a, op.Mod(a, b)), b)  # Mod has the divisor's sign: this is exact
+        zero = op.CastLike(0, a)
+        signed = a.dtype.name.startswith("INT")
+        minus = op.Equal(b, op.CastLike(-1, b)) if signed else None
+        # the least integer by -1 does not fit its type, which ends the process
+        by = b if minus is None else op.Where(minus, op.CastLike(1, b), b)
+        other = op.Xor(op.Less(a, zero), op.Less(by, zero))
+        rounded = op.And(other, op.Not(op.Equal(op.Mod(a, by), zero)))
+        quotient = op.Sub(op.Div(a, by), op.CastLike(rounded, a))
+        return quotient if minus is None else op.Where(minus, op.Sub(zero, a), quotient)
     rest, other = _rest(op, a, b)
     quotient = op.Sub(op.Div(op.Sub(a, rest), b), op.CastLike(other, a))
     low = op.Floor(quotient)  # which the quotient's rounding may have made one too small
@@ -79,6 +87,30 @@ def reduce(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim:
     return op.node(
         kind, [x, None if axes is None else op.constant(list(axes))], keepdims=int(keepdim)
     )
+
+
+@operation
+def extreme(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+    """The largest or smallest element; NaN where there is one, which ONNX may leave out."""
+    over, keep = None if axes is None else op.constant(list(axes)), int(keepdim)
+    y = op.node(kind, [x, over], keepdims=keep)
+    if not x.dtype.is_floating_point():
+        return y
+    return op.Where(_any_nan(op, x, over, keep), op.CastLike(np.nan, x), y)
+
+
+@operation
+def place(op: Any, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
+    """The index of the largest or smallest element, or of the first NaN."""
+    y = op.node(kind, [x], axis=axis, keepdims=int(keepdim))
+    if not x.dtype.is_floating_point():
+        return y
+    first = op.ArgMax(op.Cast(op.IsNaN(x), to=6), axis=axis, keepdims=int(keepdim))
+    return op.Where(_any_nan(op, x, op.constant([axis]), int(keepdim)), first, y)
+
+
+def _any_nan(op: Any, x: Any, axes: Any, keep: int) -> Any:
+    return op.Cast(op.ReduceMax(op.Cast(op.IsNaN(x), to=6), axes, keepdims=keep), to=9)
 
 
 @operation

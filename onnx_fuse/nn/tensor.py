@@ -374,10 +374,11 @@ class Tensor:
         dtype = self._data.dtype
         if not is_float(dtype) and any(isinstance(b, float) for b in (min, max)):
             return self.float().clamp(min, max)
+        if any(b is not None and b != b for b in (min, max)):
+            return self * np.nan
         # of a missing bound onnxruntime makes the largest finite number
-        limits: list[Any] = [-np.inf if min is None else min, np.inf if max is None else max]
-        if not is_float(dtype):
-            limits = [min, max]
+        open_ends = [-np.inf if min is None else min, np.inf if max is None else max]
+        limits = open_ends if is_float(dtype) else [min, max]
         bounds = [None if b is None else np.array(b, dtype) for b in limits]
         return operators.clip(self, *bounds)
 
@@ -414,7 +415,7 @@ class Tensor:
         axes = axes_of(dim, self.ndim)
         if any(self._data.shape[a] == 0 for a in axes or range(self.ndim)):
             raise UsageError("no element is the largest or smallest of none: the axis is empty")
-        return operators.reduce(self, kind=kind, axes=axes, keepdim=keepdim)
+        return operators.extreme(self, kind=kind, axes=axes, keepdim=keepdim)
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
@@ -459,11 +460,11 @@ class Tensor:
         return self.var(dim, keepdim, correction).sqrt()
 
     def _arg(self, kind: str, dim: int | None, keepdim: bool) -> Tensor:
-        x = self.reshape(-1) if dim is None else self
-        attributes = {"axis": axis_of(dim or 0, x.ndim), "keepdims": int(keepdim)}
-        if x.ndim and x._data.shape[attributes["axis"]] == 0:
+        x = self.reshape(-1) if dim is None or not self.ndim else self
+        axis = axis_of(dim or 0, self.ndim if dim is not None else 1)
+        if x._data.shape[axis] == 0:
             raise UsageError("no element is the largest or smallest of none: the axis is empty")
-        return op_call(kind, [x], attributes)
+        return operators.place(x, kind=kind, axis=axis, keepdim=keepdim and x is self)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """The index (int64) of the first largest element along `dim`, or of all (`keepdim`)."""
@@ -511,7 +512,10 @@ class Tensor:
 
     def reshape(self, *shape: Any) -> Tensor:
         """The elements in another shape, in which one size may be -1; a view."""
-        return op_call("Reshape", [self, ints(shape)], {"allowzero": 1})
+        sizes = ints(shape)
+        if (sizes < -1).any():
+            raise UsageError(f"a size of reshape is from -1 on, not {sizes.min()}")
+        return op_call("Reshape", [self, sizes], {"allowzero": 1})
 
     view = reshape
 
