@@ -77,6 +77,10 @@ def test_convolutions_of_codes_copy_no_windows() -> None:
         other = any(text in case.name for text in ("'group': 6", "(0,", "MaxPool"))
         assert ("IntegerConv" in ops) != other, case.name
         assert "GemmInteger" not in ops
+    for case in (c for c in CASES if c.name.startswith("QLinearConv")):
+        ops = [call.problem.op for call in case.program().calls]
+        wider = " False " in case.name  # weights less their zero point are of 9 bits
+        assert ("GemmInteger" in ops) == wider, case.name
 
 
 def test_codes_whose_sums_int32_does_not_hold_stay_floats() -> None:

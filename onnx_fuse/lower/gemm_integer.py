@@ -12,14 +12,17 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.gemm_integer import BYTES, LINE
-from onnx_fuse.lower import linear
-from onnx_fuse.lower.context import Context, Lowering, copy, emit
-from onnx_fuse.lower.conv import window
+from onnx_fuse.lower import conv_nhwc, linear
+from onnx_fuse.lower.channels_last import follow
+from onnx_fuse.lower.context import Codes, Context, Lowering, copy, emit
+from onnx_fuse.lower.conv import triple, window
 from onnx_fuse.lower.quant import to_integer
+from onnx_fuse.lower.quantized import factors_of
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import IntegerProduct
+from onnx_fuse.program.problems import Conv
 
 
 def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
@@ -285,10 +288,54 @@ def conv_integer(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def _at_once(ctx: Context, node: ir.Node) -> bool:
+    """Whether a QLinearConv whose parameters nothing writes to is one call, without windows."""
+    x, w = ctx.view(node, 0), ctx.view(node, 3)
+    numbers = [ctx.known(ctx.view(node, i)) if ctx.has(node, i) else None for i in range(9)]
+    held = [n for n in numbers[1:3] + numbers[4:8] if n is not None]
+    types = ctx.infer(node)
+    if len(held) < 6 or x.dtype not in BYTES or types is None or types[0] is None:
+        return False
+    if ctx.hw.cc < 80 or not 1 <= len(x.shape) - 2 <= 3 or not prod(types[0][1]):
+        return False
+    sx, zx, sw, zw, sy, zy = (n.reshape(-1) for n in held)
+    (dtype, shape), groups = types[0], int(ctx.attr(node, "group", 1))
+    taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[2:])
+    problem = Conv(
+        shape[0], groups, x.shape[1] // groups, shape[1] // groups, triple(x.shape[2:]),
+        triple(shape[2:]), taps, "float32",
+    )  # fmt: skip
+    if min(taps.before) < 0 or not conv_nhwc.takes_integers(problem):
+        return False
+    left = Codes(x, x, sx, zx.astype(np.int32), None)
+    axis = 0 if max(sw.size, zw.size) > 1 else None
+    ones = np.ones(w.shape[0] if axis == 0 else 1, np.float32)
+    right = Codes(w, w, ones * sw, (ones * zw).astype(np.int32), axis)
+    both, bias = factors_of(ctx, left, right), numbers[8]
+    shift = None if both is None else ctx.known(both.shift)
+    if both is None or shift is None or (ctx.has(node, 8) and bias is None):
+        return False
+    filters = np.ones(shape[1], np.float32)
+    scale = filters * (sx * sw / sy)
+    more = shift if bias is None else (shift.astype(np.int64) + bias).astype(np.int32)
+    both = replace(both, shift=ctx.constant(more), scale=ctx.constant(scale))
+    sums = ctx.output(node, 0, shape, "float32")
+    if conv_nhwc.integers(ctx, node, problem, both, {}, sums):
+        return False
+    value = ctx.slots[node.outputs[0]].tensor
+    assert value is not None
+    y, code = follow(ctx, node, ctx.output(node, 0, shape, dtype), [value]), Code()
+    zero = code.scalar(zy[0], dtype)
+    emit(ctx, code, node, to_integer(code, code.load(value), dtype, zero), y)
+    return True
+
+
 def qlinear_conv(ctx: Context, node: ir.Node) -> str | None:
     """QLinearConv: x, sx, zx, w, sw, zw, sy, zy, bias (int32)."""
     if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
         return "scales of x and y are one number each"
+    if _at_once(ctx, node):
+        return None
     total = _convolution(ctx, node, (0, 3, 2, 5))
     if isinstance(total, str):
         return total

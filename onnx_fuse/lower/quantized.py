@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.kernels import serves
 from onnx_fuse.kernels.gemm_integer import LINE
-from onnx_fuse.lower.context import Context, emit
+from onnx_fuse.lower.context import Codes, Context, emit
 from onnx_fuse.lower.quant import codes
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Tensor
@@ -49,7 +49,12 @@ def factors(ctx: Context, node: ir.Node, order: tuple[int, ...] = ()) -> Factors
     `order` are the axes of the weight with those of filters first, for a product.
     """
     x, w = codes(ctx, node, 0), codes(ctx, node, 1)
-    if x is None or w is None or x.axis is not None:
+    return None if x is None or w is None else factors_of(ctx, x, w, order)
+
+
+def factors_of(ctx: Context, x: Codes, w: Codes, order: tuple[int, ...] = ()) -> Factors | None:
+    """The operands of a product of those codes, as of `factors`."""
+    if x.axis is not None:
         return None
     weight = w.q.permute(order) if order else w.q
     first = order[0] if order else 0
