@@ -21,7 +21,7 @@ from cases import real_cases
 from fake_gpu import FakeGpu
 
 import onnx_fuse
-from onnx_fuse import InferenceSession, files, session
+from onnx_fuse import InferenceSession, container, files, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
@@ -235,7 +235,8 @@ def test_the_collector_of_a_forked_child_is_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
+    "damage",
+    ["guards", "program", "length", "empty", "cut", "weights", "no weights", "other weights"],
 )
 def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
     made, program = stored(cache)
@@ -245,6 +246,8 @@ def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
         weights.write_bytes(weights.read_bytes()[:-1000])
     elif damage == "no weights":
         weights.unlink()
+    elif damage == "other weights":  # a whole file, of another kind
+        container.write(weights, {"arrays": 3}, {}, {})
     else:
         at = {"guards": 80, "program": -9, "length": 71, "empty": 0, "cut": 0}[damage]
         data[at] ^= 0xFF

@@ -206,11 +206,13 @@ class ProgramCache:
             if path not in self._containers:
                 try:
                     opened_private(path).close()
-                    self._containers[path] = Container(path)
-                except (OSError, ModelError):
+                    container = Container(path)
+                    dict(container.manifest["arrays"])  # which another kind of file has not
+                    self._containers[path] = container
+                except (OSError, ModelError, LookupError, TypeError, ValueError):
                     self._containers[path] = None
-            if (container := self._containers[path]) is not None:
-                yield container
+            if (opened := self._containers[path]) is not None:
+                yield opened
 
     def _weight(self, name: str) -> Array:
         """A made weight of the cache. Raises FileNotFoundError where nobody has it."""
