@@ -126,3 +126,12 @@ def test_a_file_cannot_name_what_is_in_memory(tmp_path: Path) -> None:
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match="external data"):
         load(path)
+
+
+def test_a_file_of_zeros_is_left_to_the_general_parser_at_its_first_field(tmp_path):
+    with pytest.raises(weights._Unusual):
+        next(weights._fields(bytes(4), 0, 4))
+    path = tmp_path / "zeros.onnx"
+    path.write_bytes(bytes(1 << 21))
+    with pytest.raises(ModelError, match=r"zeros.onnx: not an ONNX file"):
+        load(path)

@@ -146,7 +146,7 @@ def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int, int, 
             stop = at + _FIXED[kind]
         else:
             raise _Unusual
-        if stop > end:
+        if stop > end or number == 0:  # a file of zeros would be walked byte by byte
             raise _Unusual
         yield number, kind, start, at, stop
         at = stop
