@@ -236,6 +236,18 @@ def test_a_convolutions_bias_has_the_sum_over_images_and_pixels() -> None:
     assert not differ(interpreted(graph, feeds), want)
 
 
+def test_a_product_behind_a_norms_pointwise_steps_reads_what_they_make() -> None:
+    model = text_model(
+        "agraph (float[3,4] x, float[4] s, float[4,2] w) => (float[3,2] y) "
+        "{ n = LayerNormalization(x, s) m = Mul(n, n) y = MatMul(m, w) }"
+    )
+    feeds = arrays(x=(3, 4), s=(4,), w=(4, 2))
+    whole = with_values(model, feeds)
+    assert [str(call.problem.tail) for call in whole.calls] == ["Mul"]
+    (want,) = ort.session(model, as_written=True).run(None, feeds)
+    np.testing.assert_allclose(interpret(whole, feeds, {})["y"], want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("mask", ["float16", "float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])

@@ -59,8 +59,8 @@ def nudged(model: ModelProto, toward: float) -> bytes:
     """The model with each float among its constants moved so, except those that give sizes.
 
     What a Fourier transform sums to 0 is what is left of rounded sines in onnxruntime, and gates
-    are approximations that reach 1: some of that size is added to their results, so that a Sign or
-    Floor of them says nothing.
+    and Tanh are approximations that reach 1: some of that size is added to their results, so that a
+    Sign, a Floor or a TopK's indices say nothing of them.
     """
     result = ModelProto()
     result.CopyFrom(model)
@@ -71,11 +71,17 @@ def nudged(model: ModelProto, toward: float) -> bytes:
             array = onnx.numpy_helper.to_array(tensor)
             shifted = moved({tensor.name: array}, toward, coarse)[tensor.name]
             tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
-    for i, node in reversed([*enumerate(result.graph.node)]):
-        for k, name in enumerate(node.output) if node.op_type in NOISY else ():
-            for later in reversed(_noise(node, k, result.graph, coarse, toward) if name else ()):
-                result.graph.node.insert(i + 1, later)
+    _with_noise(result.graph, coarse, toward)
     return result.SerializeToString()
+
+
+def _with_noise(graph: onnx.GraphProto, coarse: str, toward: float) -> None:
+    for i, node in reversed([*enumerate(graph.node)]):
+        for attribute in node.attribute:
+            _with_noise(attribute.g, coarse, toward)
+        for k, name in enumerate(node.output) if node.op_type in NOISY else ():
+            for later in reversed(_noise(node, k, graph, coarse, toward) if name else ()):
+                graph.node.insert(i + 1, later)
 
 
 def _noise(
@@ -105,7 +111,7 @@ def _noise(
 
 
 SIZED = ("Resize", "Upsample", "Range")
-NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN")
+NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN", "Tanh")
 
 
 def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:

@@ -127,7 +127,9 @@ def softmax(g: Graph, operator: str) -> None:
 
 
 def reduction(g: Graph, operator: str) -> None:
-    x = g.value((*FLOATS, "int64", "int32") if operator != "ReduceLogSum" else FLOATS)
+    # onnxruntime multiplies integers in float64, and gives the type's ends where that is too large
+    of_floats = operator in ("ReduceLogSum", "ReduceProd")
+    x = g.value(FLOATS if of_floats else (*FLOATS, "int64", "int32"))
     if operator == "ReduceLogSum":
         x = g.fresh(g.dtype(x), g.shape(g.number(0, 4)))
         g.values[x] = np.abs(g.values[x]) + np.array(0.5, g.dtype(x))

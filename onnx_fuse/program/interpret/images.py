@@ -141,7 +141,7 @@ def conv(p: Conv, of: Operands) -> Results:
         x = np.moveaxis(of.dense("x", p.batch, p.groups * p.channels, *p.inner), 1, -1)
     names = [name for name in ("weight", "bias", "slope") if name in of]
     y = convolution(p, {name: of[name] for name in names}, np.ascontiguousarray(x))
-    y = with_tail(p.tail, of, "y", y if p.channels_last else np.moveaxis(y, -1, 1))
+    y = with_tail(p.tail, of, y if p.channels_last else np.moveaxis(y, -1, 1))
     moments = {"part": column_moments(y.astype(dtype_of(p.dtype)))} if p.column_moments else {}
     return {"y": y} | moments
 
@@ -157,7 +157,7 @@ def integer_conv(p: IntegerConv, of: Operands) -> Results:
     scale, bias = (of[name].reshape(-1).astype(np.float32) for name in ("scale", "bias"))
     with np.errstate(all="ignore"):
         y = total.astype(np.float32) * scale + bias
-    return {"y": with_tail(p.tail, of, "y", y)}
+    return {"y": with_tail(p.tail, of, y)}
 
 
 def pool(p: Pool, of: Operands) -> Results:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
@@ -24,8 +22,8 @@ from onnx_fuse.program.problems import (
 )
 
 
-def with_tail(tail: Tail | None, of: Operands, name: str, values: np.ndarray) -> np.ndarray:
-    """What a tail makes of the values that go to `name`, in their shape."""
+def with_tail(tail: Tail | None, of: Operands, values: np.ndarray) -> np.ndarray:
+    """What a tail makes of the values, in their shape."""
     if tail is None:
         return values
     loads = [
@@ -33,7 +31,7 @@ def with_tail(tail: Tail | None, of: Operands, name: str, values: np.ndarray) ->
         for i, e in enumerate(e for e in ("e1", "e2", "e3") if e in of)
     ]
     loads.insert(tail.own, values)
-    target = replace(of.writes[name], shape=values.shape, strides=(0,) * values.ndim)
+    target = Tensor(0, tail.dtype, values.shape, (0,) * values.ndim)
     (result,) = evaluate(tail.expression, loads, [target])
     return result
 
@@ -64,8 +62,8 @@ def norm(p: Norm, of: Operands) -> Results:
             channel = rows + np.arange(p.length) // p.inner
             y = y * of["scale"].reshape(-1)[channel] + of["bias"].reshape(-1)[channel]
     results = {"sum": s, "mean": mean, "rstd": rstd}
+    y = with_tail(p.tail, of, y)  # a product of few columns reads it where it is not written, too
     if "y" in of.writes:
-        y = with_tail(p.tail, of, "y", y)
         results["y"] = y
     if p.columns:
         shape = (p.columns, p.length) if p.turned else (p.length, p.columns)
@@ -89,7 +87,7 @@ def norm_grad(p: NormGrad, of: Operands) -> Results:
     dx = g - xh * (g * xh).mean(1, keepdims=True)
     dx = rstd * (dx if p.rms else dx - g.mean(1, keepdims=True))
     dx = dx + (of.shaped("ds", p.rows, p.length) if p.skip else 0)
-    results = {"dx": with_tail(p.tail, of, "dx", dx)} if p.dx else {}
+    results = {"dx": with_tail(p.tail, of, dx)} if p.dx else {}
     sums = [np.stack([(dy * xh)[i :: p.parts].sum(0), dy[i :: p.parts].sum(0)])
             for i in range(p.parts)]  # fmt: skip
     return results | {"part": np.stack(sums)}
@@ -130,7 +128,7 @@ def channel_norm(p: ChannelNorm, of: Operands) -> Results:
         at = channel[:, None]
     with np.errstate(all="ignore"):
         y = (x - mean[at]) / np.sqrt(variance[at] + p.epsilon) * scale + bias
-    return {"y": with_tail(p.tail, of, "y", y)}
+    return {"y": with_tail(p.tail, of, y)}
 
 
 def channel_grad(p: ChannelGrad, of: Operands) -> Results:
