@@ -230,7 +230,48 @@ def nbits(
     return quantized(name, node, feeds, outputs, weights, tolerance=PRODUCT[dtype])
 
 
+def gated_layer(m: int, zero: str, block: int, norm: str) -> Quantized:
+    """norm(x + r), a product of two halves with a gate, and a product to which the sum is added."""
+    k, hidden, dtype = 256, 128, "float16"
+    rng = np.random.default_rng(m + block)
+    feeds = {name: rng.standard_normal((m, k)).astype(dtype) for name in ("x", "r")}
+    weights = {"g": rng.uniform(0.5, 1.5, k).astype(dtype)}
+
+    def product(a: str, y: str, n: int, k: int) -> onnx.NodeProto:
+        blocks = k // block
+        weights[f"q{y}"] = rng.integers(0, 256, (n, blocks, block // 2)).astype(np.uint8)
+        weights[f"s{y}"] = (rng.uniform(0.5, 2, (n, blocks)) / 64).astype(dtype)
+        if zero:
+            weights[f"z{y}"] = rng.integers(0, 256, (n, -(-blocks // 2))).astype(np.uint8)
+        inputs = [a, f"q{y}", f"s{y}", *([f"z{y}"] if zero else [])]
+        return helper.make_node("MatMulNBits", inputs, [y], domain="com.microsoft",
+                                K=k, N=n, bits=4, block_size=block)  # fmt: skip
+
+    make, parameters = helper.make_node, ["g"] if norm == "RMS" else ["g", "b"]
+    weights |= {} if norm == "RMS" else {"b": rng.standard_normal(k).astype(dtype)}
+    nodes = [
+        make("Add", ["x", "r"], ["t"]),
+        make(f"{norm}Normalization", ["t", *parameters], ["n"], epsilon=1e-5),
+        product("n", "z", 2 * hidden, k),
+        make("Split", ["z"], ["a", "u"], axis=-1, num_outputs=2),
+        make("Gelu", ["a"], ["f"]), make("Mul", ["f", "u"], ["h"]), product("h", "d", k, hidden),
+        make("Add", ["d", "t"], ["y"]),
+        make(f"{norm}Normalization", ["y", *parameters], ["v"], epsilon=1e-5),
+        product("v", "w", 48, k),
+    ]  # fmt: skip
+    name = f"MatMulNBits gated {m} rows, blocks of {block}, {zero} {norm}"
+    outputs = {"y": (dtype, (m, k)), "w": (dtype, (m, 48))}
+    return Quantized(name, model_of(nodes, feeds, outputs, weights), feeds, 6e-3)
+
+
 NBITS = [
+    gated_layer(1, "", 32, "RMS"),
+    gated_layer(3, "packed", 32, "Layer"),
+    gated_layer(12, "", 128, "RMS"),
+    nbits(1, 40, 2048, 4, 32, "float16"),
+    nbits(9, 24, 1088, 4, 32, "float16", "packed", bias=True),
+    nbits(33, 48, 512, 4, 64, "float16", "packed"),
+    nbits(70, 40, 384, 4, 128, "float16", "packed", bias=True),
     nbits(1, 48, 256, 4, 32),
     nbits(3, 40, 200, 4, 16, zero="packed"),
     nbits(1, 33, 512, 4, 128, "float16", "packed", bias=True),

@@ -17,6 +17,7 @@
 // Bound by: reading q once; M rows at once cost SETS products.
 // Sums:     in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
 #include "sm80.cuh"
+#include "quant/nbits.cuh"
 
 constexpr int RUN = 128 / BITS, WORDS = 4, PER_WORD = 32 / BITS;   // weights in 16 bytes; 4-byte words; weights a word
 constexpr int HOLDS = BLOCK < RUN ? RUN / BLOCK : 1;             // blocks in a lane's run
@@ -38,37 +39,14 @@ DEVICE uint4 once(const uint4* p) {
                  : "l"(p));
     return v;
 }
-DEVICE u32 twice(u32 x) { return x | x << 16; }
-DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
-    u32 y;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
-    return y;
-}
-DEVICE u32 fma2(u32 x, u32 y, u32 z) {
-    u32 d;
-    if (F16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z));
-    else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z));
-    return d;
-}
-
-// The weights of a word, less their zero point: pairs as the mma wants them. 4 bits: (0, 4) (1, 5) (2, 6) (3, 7),
-// 8 bits: (0, 1) (2, 3). A number below 2^10 (2^7) in the mantissa of 1024 (128) is that number more.
+// The weights of a word, less their zero point: pairs as the mma wants them. 8 bits: (0, 1) (2, 3).
 DEVICE void unpack(u32 word, int zero, u32 (&pair)[PER_WORD / 2]) {
-    if (BITS == 4 && F16) {
-        const u32 low = twice(0xe400 + zero), high = twice(0xd400 + 16 * zero);  // -(1024 + zero), -(64 + zero)
-#pragma unroll
-        for (int i = 0; i < 2; i++, word >>= 8) {
-            pair[2 * i] = fma2(and_or(word, 0x000f000f, 0x64006400), 0x3c003c00, low);
-            pair[2 * i + 1] = fma2(and_or(word, 0x00f000f0, 0x64006400), 0x2c002c00, high);  // times 1/16
-        }
-    } else if (BITS == 4) {
-        const u32 low = twice(0xc300 + zero);  // -(128 + zero)
-#pragma unroll
-        for (int i = 0; i < 4; i++, word >>= 4) pair[i] = fma2(and_or(word, 0x000f000f, 0x43004300), 0x3f803f80, low);
+    if (BITS == 4) {
+        unpack_4<F16>(word, twice((F16 ? 0xe400 : 0xc300) + zero), twice(F16 ? 0xd400 + 16 * zero : 0xc300 + zero), pair);
     } else if (F16) {
         const u32 low = twice(0xe400 + zero);
-        pair[0] = fma2(__byte_perm(word, 0x64646464, 0x4140), 0x3c003c00, low);
-        pair[PER_WORD / 2 - 1] = fma2(__byte_perm(word, 0x64646464, 0x4342), 0x3c003c00, low);
+        pair[0] = fma2<F16>(__byte_perm(word, 0x64646464, 0x4140), 0x3c003c00, low);
+        pair[PER_WORD / 2 - 1] = fma2<F16>(__byte_perm(word, 0x64646464, 0x4342), 0x3c003c00, low);
     } else {
         float w[4];
 #pragma unroll

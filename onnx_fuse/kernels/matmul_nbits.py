@@ -7,10 +7,13 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
+from onnx_fuse.kernels.gemm_portable import activation_refusal
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel, Unconditional, WithoutWorkspace
+from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.contractions import PackedProduct
+from onnx_fuse.program.nbits_tiles import CHUNK
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -25,7 +28,7 @@ from onnx_fuse.program.problem import (
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
-"""The rows of a that one block multiplies. Blocks of further rows read the weights again."""
+"""The rows of a that one block of `FewRows` multiplies: further blocks read the weights again."""
 
 
 class FewRows(WithoutWorkspace, Unconditional):
@@ -37,6 +40,8 @@ class FewRows(WithoutWorkspace, Unconditional):
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         bits, block = problem.bits, problem.block
+        if problem.tiled or problem.norm or set(problem.epilogue.given) - {"bias"}:
+            return "it reads rows of weights, and adds a bias"
         if bits not in (4, 8):
             return f"4 or 8 bits, not {bits}"
         if problem.m > 8 * ROWS:
@@ -108,6 +113,118 @@ class FewRows(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
 
 
+class Tiles(WithoutWorkspace, Unconditional):
+    """Constant weights in an mma's order, all of a block's on their way at once
+    (quant/tiled_nbits.cu).
+    """
+
+    name = "tiles"
+    source = "quant/tiled_nbits.cu"
+    free_axes = "z"
+
+    def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
+        if not problem.tiled:
+            return "it reads tiles of weights"
+        if problem.m > 64:
+            return f"{problem.m} rows (at most 64): the weights would be read too often"
+        if other := set(problem.epilogue.given) - {"bias", "residual", "gate", "act", "act_alpha"}:
+            return f"its epilogue has no {', '.join(sorted(other))}"
+        if problem.epilogue.gate and (problem.n % 32 or problem.epilogue.residual):
+            return "halves of whole tiles, and no residual, stand behind a gate"
+        if reason := activation_refusal(problem):
+            return reason
+        return None if self.configs(problem, hw) else f"k={problem.k} is not in shared memory"
+
+    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[KernelConfig]:
+        """Numbers of warps that divide k among them, and of tiles a block."""
+        few = min(4, self._units(problem))
+        ways = [
+            KernelConfig.of(warps=warps, tiles=tiles)
+            for warps in sorted({few, 4, 8, 16, 32})
+            for tiles in ((2, 4, 8) if problem.epilogue.gate else (1, 2, 4))
+        ]
+        return [how for how in ways if self.fits(problem, how)]
+
+    def fits(self, problem: PackedProduct, config: KernelConfig) -> bool:
+        """Whether each warp has a share of k, and the block's weights and sums fit."""
+        warps = config.integer("warps")
+        few = problem.m <= 8
+        if warps * config.integer("tiles") * self._sets(problem) > (128 if few else 64):
+            return False
+        if warps == 32 and not few:
+            return False
+        team, steps = self._team(problem, warps)
+        normed = not problem.norm or (team and steps <= 8)
+        shares = self._units(problem) >= warps and self._chunks(problem, config) <= 16
+        return bool(normed) and shares and self._smem(problem, config) <= 220 << 10
+
+    def _team(self, problem: PackedProduct, warps: int) -> tuple[int, int]:
+        """The warps that normalise a row, all rows at once, and how often each takes 256."""
+        team = 1 << (warps // problem.m).bit_length() >> 1
+        return team, ceil(problem.k / 256 / team) if team else 0
+
+    def _sets(self, problem: PackedProduct) -> int:
+        """Columns of 8 rows of a, 1, 2 or 4: registers hold the sums of each."""
+        return 1 if problem.m <= 8 else 2 if problem.m <= 16 else 4
+
+    def _units(self, problem: PackedProduct) -> int:
+        """Runs of k that are a warp's: whole chunks and whole blocks."""
+        return problem.k // max(CHUNK, problem.block)
+
+    def _chunks(self, problem: PackedProduct, config: KernelConfig) -> int:
+        """The chunks of k that a warp has at most."""
+        units = ceil(self._units(problem) / config.integer("warps"))
+        return units * max(1, problem.block // CHUNK)
+
+    def _smem(self, problem: PackedProduct, config: KernelConfig) -> int:
+        warps, tiles = config.integer("warps"), config.integer("tiles")
+        chunks, rows = self._chunks(problem, config), 8 * self._sets(problem)
+        scales = ceil(chunks * CHUNK / problem.block) * (64 if problem.zero else 32)
+        weights = warps * tiles * (512 * chunks + scales)
+        normed = min(rows, problem.m) * (problem.k + 8) * ITEMSIZE[problem.dtype]
+        return max(weights + (normed if problem.norm else 0), 64 * warps * rows * tiles)
+
+    def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
+        """What follows the wait, the bytes of the weights or the instructions of their use.
+
+        Fitted to timings on an H200 (2026-11) of a decoder's products, launches overlapping.
+        """
+        warps, tiles = config.integer("warps"), config.integer("tiles")
+        passes = ceil(problem.m / (8 * self._sets(problem)))
+        blocks = ceil(problem.n / (16 * tiles)) * passes
+        resident = min(hw.smem_per_block // self._smem(problem, config), 48 // warps) or 1
+        waves = max(1.0, blocks / (hw.sm_count * resident))
+        sets, chunks = self._sets(problem), self._chunks(problem, config)
+        each = 1.75 + 0.6 * sets
+        issue = problem.n * problem.k * passes * each / (0.5 * hw.rate("float32"))
+        stream = problem.bytes * passes / (0.85 * hw.bandwidth)
+        chain = 1e-7 * chunks * sets + 5e-8 * chunks * tiles * sets
+        norm = 0.7e-6 + 0.3e-6 * problem.m if problem.norm else 0.0
+        again = 2.5e-6 * (waves - 1)  # blocks that come up behind others
+        return 1.1e-6 + norm + again + 2e-8 * warps + max(stream, issue) + 0.3 * chain
+
+    def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
+        warps, tiles = config.integer("warps"), config.integer("tiles")
+        sets, epilogue, kind = self._sets(problem), problem.epilogue, C_TYPES[problem.dtype]
+        team, steps = self._team(problem, warps) if problem.norm else (0, 0)
+        flags = {"EPI_BIAS": epilogue.bias, "EPI_RES": epilogue.residual, "GATE": epilogue.gate}
+        defines = as_defines({
+            "T": kind, "TO": kind, "BLOCK": problem.block, "SETS": sets,
+            "TILES": tiles, "WARPS": warps, "CHUNKS": self._chunks(problem, config),
+            "ZERO": bool(problem.zero), "NORM": ["", "rms", "layer"].index(problem.norm),
+            **({"TEAM": team, "STEPS": steps} if team else {}),
+            **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
+        })  # fmt: skip
+        args: tuple[Arg, ...] = (
+            *map(Ptr, ("a", "q", "scale", "bias", "c", "gamma", "beta", "y")),
+            *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
+            Num("f32", problem.epsilon), Num("f32", epilogue.act_alpha),
+        )  # fmt: skip
+        grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
+        smem = self._smem(problem, config)
+        return (Launch(self.source, "tiled_nbits", grid, (32 * warps, 1, 1), args, defines, smem),)
+
+
 class Unpacked(DelegatingKernel):
     """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
 
@@ -117,14 +234,16 @@ class Unpacked(DelegatingKernel):
 
     def _gemm(self, problem: PackedProduct) -> GemmProblem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}
-        bias = {"bias": True} if problem.epilogue.bias else {}
-        return GemmProblem.of(
-            "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
-        )
+        return GemmProblem(
+            "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math,
+            epilogue=problem.epilogue,
+        )  # fmt: skip
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
             return f"no weights in {problem.dtype}"
+        if problem.norm or problem.epilogue.gate:
+            return "a norm and a gate have launches of their own beside a Gemm"
         return self.inner.supports(self._gemm(problem), hw)
 
     def _own_bytes(self, problem: PackedProduct) -> int:
@@ -149,7 +268,7 @@ class Unpacked(DelegatingKernel):
             as_defines({
                 "T": C_TYPES[problem.dtype], "BITS": problem.bits, "ZERO": zero,
                 "BLOCK": problem.block, "GROUPS": problem.groups,
-                "WHOLE": problem.k % 8 == 0 and not problem.groups,
+                "WHOLE": problem.k % 8 == 0 and not problem.groups, "TILED": problem.tiled,
             }),
         )  # fmt: skip
         places = {
@@ -161,5 +280,5 @@ class Unpacked(DelegatingKernel):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "MatMulNBits": (FewRows(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
+    "MatMulNBits": (FewRows(), Tiles(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
 }

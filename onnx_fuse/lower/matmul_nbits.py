@@ -15,6 +15,7 @@ from onnx_fuse.lower.quant import four_bit_weights
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
+from onnx_fuse.program.nbits_tiles import CHUNK, tiled, tiled_scales
 
 
 def product(
@@ -31,14 +32,43 @@ def product(
 ) -> str | None:
     """y [..., n] = a [..., k] · wᵀ + bias; `packed`: q, scale, and zero, groups, bias if any."""
     k = a.shape[-1]
+    tiles = _tiles(ctx, a, packed, bits=bits, block=block, zero=zero)
+    packed = tiles or packed
     fixed = [packed[name] for name in ("q", "scale", "zero") if name in packed]
     problem = PackedProduct(
         m=prod(a.shape[:-1]), n=n, k=k, dtype=a.dtype, math=ctx.math, bits=bits, block=block,
-        blocks=ceil(k / block), zero=zero, groups="groups" in packed,
+        blocks=ceil(k / block), zero=zero, groups="groups" in packed, tiled=tiles is not None,
         static_b=all(ctx.known(t) is not None for t in fixed),
         epilogue=Epilogue(bias="bias" in packed),
     )  # fmt: skip
     return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
+
+
+def _tiles(
+    ctx: Context, a: Tensor, packed: dict[str, Tensor], *, bits: int, block: int, zero: str
+) -> dict[str, Tensor] | None:
+    """The operands with constant 4-bit weights in an mma's order; None where they cannot be."""
+    k, half = a.shape[-1], a.dtype in ("float16", "bfloat16")
+    whole = k % CHUNK == 0 and k % block == 0 and (block == 32 or block % CHUNK == 0)
+    if bits != 4 or not half or not whole or zero == "float" or "groups" in packed:
+        return None
+    points, how = None, "in tiles"
+    if zero:
+        tensor = packed["zero"]
+        raw = ctx.known(tensor)
+        if raw is None:
+            return None
+        halves = raw.reshape(-1, ceil(k / block / 2), 1) >> np.array([0, 4], np.uint8) & 15
+        points = halves.reshape(len(halves), -1)[:, : k // block]
+        how = f"{how} with {tensor.buffer} {tensor.offset}"
+    q = ctx.packed(packed["q"], "in tiles", lambda array: tiled(array.reshape(-1, k // 2)))
+    scale = ctx.packed(
+        packed["scale"], how, lambda array: tiled_scales(array.reshape(-1, k // block), points)
+    )
+    if q is None or scale is None:
+        return None
+    bias = {"bias": packed["bias"]} if "bias" in packed else {}
+    return {"q": q, "scale": scale, **bias}
 
 
 def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:

@@ -131,7 +131,9 @@ class PackedProduct(Contraction):
 
     w[n, k] = (q[n, k] - zero[n, k // block]) scale[n, k // block]. Types: a, scale, bias, y are of
     `dtype`; q [n, blocks, block * bits / 8] and packed zeros [n, ceil(blocks * bits / 8)] are
-    uint8, the low bits of a byte first. Pointers: a q scale zero groups bias y workspace.
+    uint8, the low bits of a byte first. Where `tiled`, they are as `program.nbits_tiles` has them,
+    and the epilogue may have an activation, a gate and a residual: y [m, n / 2] is act(column j)
+    times column j + n / 2. Pointers: a q scale zero groups bias c gamma beta y workspace.
     """
 
     op: str = "MatMulNBits"
@@ -148,6 +150,11 @@ class PackedProduct(Contraction):
     """int32 [k] says which block each k belongs to, instead of k // block."""
     static_b: bool = False
     """q, scale and zero are the same throughout a graph."""
+    tiled: bool = False
+    """q and scale, with the zero points in it, are constants in the order of an mma."""
+    norm: str = ""
+    """a's rows are normalised first: "rms" or "layer", by gamma and beta [k] and `epsilon`."""
+    epsilon: float = 0.0
 
     @property
     def row_bytes(self) -> int:
@@ -158,7 +165,8 @@ class PackedProduct(Contraction):
     def bytes(self) -> int:
         """a, the packed weights and their scales read, y written."""
         scales = self.n * self.blocks * ITEMSIZE[self.dtype]
-        rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
+        columns = self.n // 2 if self.epilogue.gate else self.n * (1 + bool(self.epilogue.residual))
+        rows = self.m * (self.k + columns) * ITEMSIZE[self.dtype]
         return self.n * self.row_bytes + scales + rows
 
 

@@ -114,9 +114,13 @@ def _norm_product(p: GemmProblem) -> Needs:
 
 
 def _packed(p: contractions.PackedProduct) -> Needs:
+    rows = -(-p.n // 16) * 16 if p.tiled else p.n
+    scales = p.blocks * (2 if p.tiled and p.zero else 1)
+    columns = p.n // 2 if p.epilogue.gate else p.n
     return {
-        "a": (p.dtype, p.m * p.k), "q": ("uint8", p.n * p.row_bytes), "y": (p.out, p.m * p.n),
-        "scale": (p.dtype, p.n * p.blocks), "bias": (p.dtype, p.n),
+        "a": (p.dtype, p.m * p.k), "q": ("uint8", rows * p.row_bytes), "y": (p.out, p.m * columns),
+        "scale": (p.dtype, rows * scales), "bias": (p.dtype, p.n), "c": (p.dtype, p.m * p.n),
+        "gamma": (p.dtype, p.k), "beta": (p.dtype, p.k),
         "groups": ("int32", p.k if p.groups else 0),
     }  # fmt: skip
 

@@ -7,13 +7,14 @@ from math import prod
 
 import numpy as np
 
+from onnx_fuse.program import nbits_tiles
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.norms import column_moments
-from onnx_fuse.program.interpret.steps import activated, derivative
+from onnx_fuse.program.interpret.steps import activated, activation, derivative
 from onnx_fuse.program.problem import GemmProblem, batch_strides, ld, ldc
 from onnx_fuse.program.problems import SlopeProduct
 
@@ -227,26 +228,55 @@ def _steps(strides: tuple[int, ...], batch: tuple[int, ...], dense: int) -> tupl
 
 
 def packed(p: PackedProduct, of: Operands) -> Results:
-    """a · wᵀ of weights of a few bits."""
+    """a · wᵀ of weights of a few bits, a's rows normalised first where the problem says so."""
+    a = of.dense("a", p.m, p.k)
+    if p.norm:
+        a = _normalised(p, of, a)
+    q, scale, zero = _tiled_weights(p, of) if p.tiled else _weights(p, of)
+    group = _row(of, "groups", p.k) if p.groups else np.arange(p.k) // p.block
+    y = a @ ((q - zero[:, group]) * scale[:, group]).T
+    epilogue = p.epilogue
+    assert set(epilogue.given) <= {"bias", "residual", "gate", "act", "act_alpha"}, p
+    if epilogue.bias:
+        y = y + _row(of, "bias", p.n)
+    if epilogue.gate:
+        return {"y": activation(epilogue.act, epilogue.act_alpha, y[:, : p.n // 2])
+                * y[:, p.n // 2 :]}  # fmt: skip
+    if epilogue.act:
+        y = activation(epilogue.act, epilogue.act_alpha, y)
+    return {"y": y + of.dense("c", p.m, p.n) if epilogue.residual else y}
+
+
+def _weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, scale and zero points of rows."""
 
     def unpacked(name: str) -> np.ndarray:
         each = of.raw(name).astype(np.uint8).reshape(p.n, -1, 1) >> np.arange(0, 8, p.bits)
         return (each & (2**p.bits - 1)).reshape(p.n, -1).astype(np.float64)
 
-    scale = of.shaped("scale", p.n, p.blocks)
     zero = np.full((p.n, p.blocks), 2.0 ** (p.bits - 1))
     if p.zero == "packed":
         zero = unpacked("zero")[:, : p.blocks]
     elif p.zero:
         zero = of.shaped("zero", p.n, p.blocks)
-    group = _row(of, "groups", p.k) if p.groups else np.arange(p.k) // p.block
-    w = (unpacked("q")[:, : p.k] - zero[:, group]) * scale[:, group]
-    return _behind_packed(p, of, of.dense("a", p.m, p.k) @ w.T)
+    return unpacked("q")[:, : p.k], of.shaped("scale", p.n, p.blocks), zero
 
 
-def _behind_packed(p: PackedProduct, of: Operands, y: np.ndarray) -> Results:
-    assert set(p.epilogue.given) <= {"bias"}, p
-    return {"y": y + _row(of, "bias", p.n) if p.epilogue.bias else y}
+def _tiled_weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    q = nbits_tiles.untiled(of.raw("q").reshape(-1, p.k // nbits_tiles.CHUNK, 32, 16), p.n)
+    words = of.raw("scale").reshape(-1, p.blocks, 8, 4 if p.zero else 2)
+    scale, zero = nbits_tiles.untiled_scales(words, p.n)
+    if zero is None:
+        zero = np.full((p.n, p.blocks), 8.0)
+    return q.astype(np.float64), scale.astype(np.float64), zero.astype(np.float64)
+
+
+def _normalised(p: PackedProduct, of: Operands, a: np.ndarray) -> np.ndarray:
+    mean = 0.0 if p.norm == "rms" else a.mean(1, keepdims=True)
+    with np.errstate(all="ignore"):
+        rows = (a - mean) / np.sqrt(np.square(a - mean).mean(1, keepdims=True) + p.epsilon)
+        rows = rows * _row(of, "gamma", p.k) + (_row(of, "beta", p.k) if "beta" in of else 0)
+    return rows.astype(dtype_of(p.dtype)).astype(np.float64)
 
 
 def slope_product(p: SlopeProduct, of: Operands) -> Results:

@@ -22,6 +22,7 @@ from onnx_fuse.program.passes.integer_tails import dequantize_where_read, quanti
 from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
+from onnx_fuse.program.passes.packed_products import RULES as PACKED_PRODUCTS
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
 from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.pointwise_sums import sum_results
@@ -46,6 +47,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("integer tails", quantize_in_tails),
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
+    *((f"packed products: {rule.__name__}", partial(_each, rule)) for rule in PACKED_PRODUCTS),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
     ("activations again", partial(_each, make_activation_again)),
     ("column sums", partial(_each, sum_columns)),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor, dense_strides
+from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.data_movement import ScatterND
 from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
@@ -67,7 +68,7 @@ def add(calls: Calls, i: int, call: Call) -> None:
     A bias is a row, or a column where y is one matrix and all its rows have numbers of their own.
     Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
     """
-    norm = call.kernel == "SkipLayerNorm"
+    norm = isinstance(call.problem, Norm) and call.problem.residual
     if not (norm or (steps_of(call) == ["Add"] and len(call.reads) == 2)):
         return
     if not all(t.dense or _row(t) or _column(t) for _, t in (*call.reads, *call.writes)):
@@ -84,8 +85,8 @@ def add(calls: Calls, i: int, call: Call) -> None:
             continue
         if bias and y.shape[-1] != problem.n:  # a view of the product in other rows
             continue
-        if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
-            continue
+        if isinstance(problem, PackedProduct) and not (bias or problem.tiled):
+            continue  # the kernel of weights in rows takes no residual
         if {y.dtype, r.dtype, total.dtype} != {problem.out}:
             continue
         if bias and (norm or problem.epilogue.bias or r.dtype not in FLOATS):
@@ -141,7 +142,7 @@ def _norm_of(call: Call, total: Tensor) -> Call:
     reads = {"x": total} | {n: t for n, t in call.reads if n not in ("x", "residual")}
     return replace(
         call,
-        kernel="LayerNormalization",
+        kernel="RMSNormalization" if call.problem.rms else "LayerNormalization",
         problem=replace(call.problem, residual=False),
         reads=tuple(reads.items()),
         writes=tuple((n, t) for n, t in call.writes if n != "sum"),
