@@ -7,11 +7,10 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
-from onnx_fuse.kernels.gemm_portable import activation_refusal
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel, Unconditional, WithoutWorkspace
-from onnx_fuse.ops.activations import activation_macros
+from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.nbits_tiles import CHUNK
 from onnx_fuse.program.problem import (
@@ -131,8 +130,8 @@ class Tiles(WithoutWorkspace, Unconditional):
             return f"its epilogue has no {', '.join(sorted(other))}"
         if problem.epilogue.gate and (problem.n % 32 or problem.epilogue.residual):
             return "halves of whole tiles, and no residual, stand behind a gate"
-        if reason := activation_refusal(problem):
-            return reason
+        if problem.epilogue.act and problem.epilogue.act not in BY_KEY:
+            return f"no activation {problem.epilogue.act!r}"
         return None if self.configs(problem, hw) else f"k={problem.k} is not in shared memory"
 
     def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[KernelConfig]:
@@ -233,10 +232,9 @@ class Unpacked(DelegatingKernel):
         self.name = f"unpack_{inner.name}"
 
     def _gemm(self, problem: PackedProduct) -> GemmProblem:
-        shape = {"m": problem.m, "n": problem.n, "k": problem.k}
         return GemmProblem(
-            "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math,
-            epilogue=problem.epilogue,
+            "Gemm", m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, trans_b=True,
+            math=problem.math, epilogue=problem.epilogue,
         )  # fmt: skip
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:

@@ -395,7 +395,7 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         name = before.problem.stored if before.problem is not None else ""
         if before.problem is None or not name or not calls.may_write(at, i, y):
             continue
-        others = [t for n, t in enumerate(tensors) if n != k]
+        others = [t for t in tensors if t is not v]
         mixed = isinstance(before.problem, IntegerConv)
         rows = [n for n, t in enumerate(others) if _row_of(before.problem, t)]
         each = [t for n, t in enumerate(others) if n not in rows]
