@@ -297,6 +297,7 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("rms_norm", lambda: F.rms_norm(t(A[:0]), t(V)), A[:0]),
     ("dropout", lambda: F.dropout(t(A), 1.5), BAD),
     ("dropout", lambda: F.dropout(t(A), 1.0), A * 0),
+    ("dropout", lambda: F.dropout(t(INTS), 0.3), BAD),
     ("leaky_relu", lambda: F.leaky_relu(t(INF), 0.5), np.array([-np.inf, np.nan, np.inf])),
     ("elu", lambda: F.elu(t(INF)), np.array([-1, np.nan, np.inf])),
     ("softplus", lambda: F.softplus(t(NONE)), NONE),

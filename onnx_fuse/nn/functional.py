@@ -277,6 +277,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise UsageError(f"dropout's probability is {p}: it must be from 0 to 1")
     if not training or p == 0:
         return x
+    if not is_float(x._data.dtype):  # which 1 / (1 - p) would be rounded for
+        raise UsageError(f"dropout of a Tensor of {x._data.dtype.name}: take x.float()")
     if p == 1:
         return x * 0.0
     return _dropout(x, random.draw(), p=float(p))
