@@ -326,6 +326,17 @@ def test_a_cache_that_others_may_write_to_is_not_read(
     assert all("chmod go-w" in text for text in said)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such users")
+def test_a_cache_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_REFUSED", set())
+    monkeypatch.setattr(nvrtc, "_compiler", lambda: "13.0")
+    cubin = nvrtc.cache_path("gemm/simt.cu", (), "sm_90a")
+    nvrtc.store_cubin(cubin, b"code")
+    monkeypatch.setattr(os, "geteuid", lambda: cubin.stat().st_uid + 1)
+    with pytest.warns(UserWarning, match="belongs to user"):
+        assert nvrtc.stored_cubin(cubin) is None
+
+
 def test_programs_depend_on_all_that_lowering_depends_on(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
