@@ -37,6 +37,8 @@ _OF_NUMBERS: dict[str, Callable[..., float]] = {
     **{"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv},
     **{"Neg": operator.neg, "Sqrt": math.sqrt},
 }
+_OF_ONE_TYPE = {*_OF_NUMBERS, "Pow"}
+"""Operators whose result has the type of their first operand."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,13 @@ class _Nodes:
             if isinstance(value, str) and value[:1] == "@":
                 settings[name] = self.attribute(value)
         domain, _, name = op_type.rpartition(".")
-        return self._op.node(name, values, outputs=outputs, domain=domain, attributes=settings)
+        result = self._op.node(name, values, outputs=outputs, domain=domain, attributes=settings)
+        if outputs == 1 and not domain and result.dtype is None:  # numbers beside it take its type
+            if name == "Cast":
+                result.dtype = ir.DataType(settings["to"])
+            elif name in _OF_ONE_TYPE and values[0].dtype is not None:
+                result.dtype = values[0].dtype
+        return result
 
 
 @lru_cache(256)
