@@ -134,3 +134,25 @@ def test_sequences_of_nothing_do_not_end_the_process(kind: str, operands: str, w
         assert y.shape == (steps, count, batch, 3)
         np.testing.assert_array_equal(h, np.zeros((count, batch, 3), np.float32), strict=True)
     assert_same(without_input, of_zeros, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("axis", "end"), [(0, 0), (1, 0), (-1, -1), (-2, 1)])
+def test_a_scan_of_no_steps_does_not_end_the_process(axis: int, end: int) -> None:
+    """Its states are the first ones, its results empty; with steps it is what it was."""
+    x, y = (("N,3" if each in (0, -2) else "3,N") for each in (axis, end))
+    model = text_model(f"""agraph (float s, float[3] a, float[{x}] x)
+        => (float t, float[3] b, float[{y}] y) {{ t, b, y = Scan <num_scan_inputs = 1,
+        scan_input_axes = [{axis}], scan_output_axes = [{end}], body = body (float p, float[3] q,
+        float[3] v) => (float o, float[3] c, float[3] d)
+        {{ o = Mul (p, p) c = Add (q, v) d = Mul (c, a) }}> (s, a, x) }}""")
+
+    def run() -> list[list[np.ndarray]]:
+        opened, first = ort.session(model), {"s": np.array(3, "f"), "a": np.arange(3, dtype="f")}
+        xs = [np.ones((n, 3) if axis in (0, -2) else (3, n), np.float32) for n in (0, 2)]
+        return [opened.run(None, first | {"x": each}) for each in xs]
+
+    (t, b, empty), (t2, b2, full) = in_child(run)
+    rows = np.array([[0, 2, 6], [0, 3, 8]], np.float32)
+    assert (float(t), float(t2), b.tolist(), b2.tolist()) == (3, 81, [0, 1, 2], [2, 3, 4])
+    assert empty.shape == ((0, 3) if end == 0 else (3, 0))
+    np.testing.assert_array_equal(full if end == 0 else full.T, rows)

@@ -1,11 +1,13 @@
-"""LSTM and GRU of nothing, for which onnxruntime (1.32) ends the process.
+"""LSTM, GRU and Scan of nothing, for which onnxruntime (1.32) ends the process or refuses to run.
 
-An LSTM of no sequence does, and a GRU of no sequence, step or feature. What onnxruntime gets has
-such a node behind an If: where x has no element, it runs on zeros with at least one of each, and
-its results are cut.
+An LSTM of no sequence ends it, a GRU of no sequence, step or feature, and a Scan along a later axis
+of no step. What onnxruntime gets has an LSTM or GRU behind an If: where x has no element, it runs
+on zeros with at least one of each, and its results are cut. A Scan takes a step on zeros at least.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -20,6 +22,9 @@ def survivable(model: ir.Model) -> ir.Model:
     for node in list(all_nodes(model.graph)):
         graph = node.graph
         if graph is None or not _may_be_empty(node):
+            continue
+        if node.op_type == "Scan":
+            _take_a_step(graph, node)
             continue
         outer, plain, labels = Builder(), Builder(), [v.name or "" for v in node.outputs]
         used = [i for i, name in enumerate(labels) if name]
@@ -36,18 +41,56 @@ def survivable(model: ir.Model) -> ir.Model:
         empty = outer.Equal(outer.Size(node.inputs[0]), outer.constant(0))
         ends = outer.node("If", [empty], outputs=len(used), name=node.name, attributes=branches)
         ends = ends if isinstance(ends, tuple) else (ends,)
-        for i, value in zip(used, ends, strict=True):
-            old = node.outputs[i]
-            value.name, value.type, value.shape, old.name = old.name, old.type, old.shape, None
-            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-        graph.insert_before(node, outer.nodes)
-        graph.remove(node, safe=True)
+        _replace(graph, node, outer, dict(zip(used, ends, strict=True)))
     return model
 
 
+def _replace(graph: ir.Graph, node: ir.Node, op: Builder, results: Mapping[int, ir.Value]) -> None:
+    """The nodes of `op` in place of a node; `results` are its outputs, by index."""
+    for i, value in results.items():
+        old = node.outputs[i]
+        value.name, value.type, value.shape, old.name = old.name, old.type, old.shape, None
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+    graph.insert_before(node, op.nodes)
+    graph.remove(node, safe=True)
+
+
 def _may_be_empty(node: ir.Node) -> bool:
+    if node.op_type == "Scan" and not node.domain and node.version != 8:
+        first, axes = _scanned(node)
+        return not all(dim(x, axis) for x, axis in zip(node.inputs[first:], axes, strict=True))
     recurrent = node.op_type in ("LSTM", "GRU") and not node.domain and len(node.inputs) > 2
     return recurrent and not all(dim(node.inputs[0], axis) for axis in range(3))
+
+
+def _scanned(node: ir.Node) -> tuple[int, list[int]]:
+    """The place of a Scan's first scanned input, and the axes along which they are."""
+    count = node.attributes["num_scan_inputs"].as_int()
+    return len(node.inputs) - count, list(node.attributes.get_ints("scan_input_axes", [0] * count))
+
+
+def _take_a_step(graph: ir.Graph, node: ir.Node) -> None:
+    """A Scan in place of another: without a step it takes one on zeros, and its results are cut."""
+    op, (first, axes) = Builder(), _scanned(node)
+    steps = op.Gather(op.Shape(node.inputs[first]), op.constant([axes[0]]))
+    none = op.Equal(op.Squeeze(steps), op.constant(0))
+    missing = op.Concat([0], op.Sub(op.constant([1]), op.Min(steps, op.constant([1]))), axis=0)
+    states, scanned = node.inputs[:first], node.inputs[first:]
+    padded = [op.Pad(x, missing, None, [axis]) for x, axis in zip(scanned, axes, strict=True)]
+    results = op.node("Scan", [*states, *padded], outputs=len(node.outputs),
+                      attributes=node.attributes)  # fmt: skip
+    results = list(results) if isinstance(results, tuple) else [results]
+    for i, state in enumerate(states):
+        ways = {}
+        for branch, value in (("then_branch", state), ("else_branch", results[i])):
+            way = Builder()
+            ways[branch] = ir.Graph([], [way.Identity(value)], nodes=way.nodes, name=branch)
+        results[i] = op.node("If", [none], attributes=ways)
+    outputs = node.attributes.get_ints("scan_output_axes", [0] * (len(results) - first))
+    for i, axis in enumerate(outputs, first):
+        results[i] = op.Slice(results[i], [0], steps, [axis])
+    _replace(graph, node, op, {i: value for i, value in enumerate(results)
+                               if node.outputs[i].name})  # fmt: skip
 
 
 def _of_zeros(node: ir.Node, used: list[int]) -> ir.Graph:
