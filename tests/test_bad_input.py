@@ -6,7 +6,9 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -590,3 +592,14 @@ MISFITS: dict[str, tuple[str, list[Any]]] = {
 def test_a_node_that_cannot_run_is_not_evaluated(name: str) -> None:
     operator, arrays = MISFITS[name]
     assert evaluate.exact(onnx_ir.Node("", operator, [None] * len(arrays)), arrays) is None
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, KeyError, AssertionError])
+def test_a_fault_of_a_rule_is_no_fault_of_the_file(error: type[Exception]) -> None:
+    """What ranks and sizes that do not fit raise is the file's: a sentence. All else is ours."""
+    node = onnx_ir.Node("", "Add", [None, None], name="sum")
+    for raised, told in ((error, error), (IndexError, ModelError), (ValueError, ModelError)):
+        rule = SimpleNamespace(name="Sum", apply=Mock(side_effect=raised("why")))
+        with pytest.raises(told) as caught:
+            rewrite._applied(rule, Mock(), node)  # type: ignore[arg-type]
+        assert isinstance(caught.value, ModelError) == (told is ModelError)
