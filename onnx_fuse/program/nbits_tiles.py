@@ -23,6 +23,11 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
 
 def tiled(q: np.ndarray) -> np.ndarray:
     """uint8 [n, k / 2], the low nibble first, as uint8 [tiles, k / 64, 32, 16]."""
+    step = ROWS * max(1, (1 << 19) // (ROWS * q.shape[1]))  # what a core's cache holds at a time
+    return np.concatenate([_some_tiles(q[i : i + step]) for i in range(0, len(q), step)])
+
+
+def _some_tiles(q: np.ndarray) -> np.ndarray:
     rows = _grouped(np.ascontiguousarray(q).view("<u4"))  # words of 8 k, bytes h p, nibbles e
     first, second = (part.reshape(len(rows), 8, -1, 2, 4) for part in (rows[:, 0], rows[:, 1]))
     even = first & 0x0F0F0F0F | (second & 0x0F0F0F0F) << 4
