@@ -331,6 +331,10 @@ def test_host_arithmetic() -> None:
     assert host.evaluate(ir.node("Equal", []), [target, np.array([2, 12, -1, 8])]).all()
     assert {"(12+-2*t) == 0", "(2+-1*b) == 0"} == set(trace.guards)
     assert host.evaluate(ir.node("TopK", []), [target]) is None
+    for noop, size in ((1, 4), (0, 1)):  # axes that are there, and none
+        node = ir.node("ReduceMax", [ir.Value(), ir.Value()], {"noop_with_empty_axes": noop})
+        assert host.evaluate(node, [target, np.zeros(0, np.int64)]).shape == (size,)
+        assert host.evaluate(node, [target, None]) is None
 
 
 # ---- whole models -------------------------------------------------------------------------------

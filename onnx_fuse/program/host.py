@@ -92,11 +92,11 @@ def _reduce(one: Callable[[Sequence[Any]], Any]) -> Any:
         data, attributes = arrays[0], node.attributes
         if data is None or data.ndim > 1:
             return None
-        if (
-            len(arrays) > 1
-            and arrays[1] is None
-            and attributes.get_int("noop_with_empty_axes", False)
-        ):
+        axes = arrays[1] if len(arrays) > 1 else None
+        if axes is None and len(node.inputs) > 1 and node.inputs[1] is not None:
+            return None  # they are not known
+        named = "axes" in attributes or (axes is not None and axes.size)
+        if not named and attributes.get_int("noop_with_empty_axes", False):
             return data
         reduced = np.empty(1, object)
         reduced[0] = one(list(data.reshape(-1)))
