@@ -35,6 +35,7 @@ from onnx_fuse.lower.context import (
 )
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED, is_flat_grid
+from onnx_fuse.lower.folds import fold_weights
 from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
@@ -226,18 +227,9 @@ class Lowerer(Control):
         value = initializer.const_value if initializer is not None else self.constants[w.buffer]
         # a clone that was given other weights still has this one's
         if name not in cache or cache[name][0] is not value:
-            wide = weights.astype(np.float32)
-            with np.errstate(over="ignore"):
-                wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
-            rounded = wq.astype(np.float32)
-            if not np.isfinite(rounded).all():
+            parts = fold_weights(g, b[0] if b else None, weights, row, trans)
+            if parts is None:
                 return None  # a product beyond float16: it stays in the operand path
-            cv = row.astype(np.float64)
-            if b:
-                cv = cv + b[0].astype(np.float64) @ wide
-            cs = rounded.sum(0, dtype=np.float64)
-            parts = {"wq": np.ascontiguousarray(wq.T if trans else wq),
-                     "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
             cache[name] = value, parts
         tensors = {}
         for key, array in cache[name][1].items():

@@ -7,6 +7,8 @@ the word. Its nibble 4 e + 2 p + r is of row g + 8 r. A tile has 16 rows, a chun
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,9 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
 def tiled(q: np.ndarray) -> np.ndarray:
     """uint8 [n, k / 2], the low nibble first, as uint8 [tiles, k / 64, 32, 16]."""
     step = ROWS * max(1, (1 << 19) // (ROWS * q.shape[1]))  # what a core's cache holds at a time
-    return np.concatenate([_some_tiles(q[i : i + step]) for i in range(0, len(q), step)])
+    parts = [q[i : i + step] for i in range(0, len(q), step)]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        return np.concatenate(list(threads.map(_some_tiles, parts)))
 
 
 def _some_tiles(q: np.ndarray) -> np.ndarray:
