@@ -164,7 +164,21 @@ class InferenceSession:
 
         entry = self._entry(onnxruntime=onnxruntime.__version__) if self.device == "cpu" else None
         self._cached = entry.portable() if entry else None
-        session = ort.session(self._cached or self.model, self._options, providers=self._providers)
+        opened = partial(ort.session, options=self._options, providers=self._providers)
+        try:
+            session = opened(self._cached or self.model)
+        except Exception as error:
+            if self._level is None or not ort.is_fault(error):
+                raise
+            # its inference contradicts what is folded, as of pools with SAME and dilations
+            try:
+                session, entry = opened(load(self._source)), None
+            except Exception as again:
+                if not ort.is_fault(again):
+                    raise
+                raise error from None
+            text = "onnxruntime refuses the fused graph, and the file runs as it is"
+            warnings.warn(f"{text}: {ort.plain(error)}", stacklevel=3)
         if entry and self._cached is None:
             entry.store(self.model, portable=True)
         if isinstance(session, ort.Widened):

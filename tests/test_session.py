@@ -456,3 +456,19 @@ def test_where_names_clash_onnxruntimes_optimizations_are_left_out(monkeypatch) 
         found = runtime.session(model)
     [y] = runtime.run(found, {"x": np.array([-1, 2], np.float32)})
     np.testing.assert_array_equal(y, [0, 2])
+
+
+def test_where_onnxruntime_refuses_the_fused_graph_the_file_runs_as_it_is() -> None:
+    """Its inference counts dilations where SAME does not, and meets a size that is folded."""
+    model = text_model("""g (float[N,5,N,3] x) => (float[A,B,C,D] y, int64[E,F,G,H] z)
+        <int64 one = {1}, int64 none = {0}> {
+          y, places = MaxPool <auto_pad = "SAME_LOWER", dilations = [2,2], kernel_shape = [3,3],
+                               strides = [3,2]> (x)
+          s = Shape (x)  n = Gather (s, one)  h = Range (none, n, one)  z = Add (h, places)
+        }""")
+    x = np.arange(135, dtype=np.float32).reshape(3, 5, 3, 3)
+    with pytest.warns(UserWarning, match="runs as it is"):
+        session = of.InferenceSession(model)
+    want = ort.InferenceSession(onnx_ir.serde.serialize_model(model).SerializeToString())
+    for got, expected in zip(session.run(None, {"x": x}), want.run(None, {"x": x}), strict=True):
+        np.testing.assert_array_equal(got, expected)
