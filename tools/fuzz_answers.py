@@ -58,9 +58,9 @@ def moved(feeds: Feeds, toward: float, coarse: str = "") -> Feeds:
 def nudged(model: ModelProto, toward: float) -> bytes:
     """The model with each float among its constants moved so, except those that give sizes.
 
-    What a Fourier transform sums to 0 is what is left of rounded sines in onnxruntime, and gates
-    and Tanh are approximations that reach 1: some of that size is added to their results, so that a
-    Sign, a Floor or a TopK's indices say nothing of them.
+    What a Fourier transform sums to 0 is what is left of rounded sines in onnxruntime, and gates,
+    Tanh and inverse functions are approximations: some of that size is added to their results, so
+    that a Sign, a Floor, a TopK's indices or rounded numbers say nothing of them.
     """
     result = ModelProto()
     result.CopyFrom(model)
@@ -111,7 +111,7 @@ def _noise(
 
 
 SIZED = ("Resize", "Upsample", "Range")
-NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN", "Tanh")
+NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN", "Tanh", "Asin", "Acos", "Atan")
 
 
 def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:
