@@ -112,7 +112,7 @@ class FewRows(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
 
 
-class Tiles(WithoutWorkspace, Unconditional):
+class TiledRows(WithoutWorkspace, Unconditional):
     """Constant weights in an mma's order, all of a block's on their way at once
     (quant/tiled_nbits.cu).
     """
@@ -278,5 +278,5 @@ class Unpacked(DelegatingKernel):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "MatMulNBits": (FewRows(), Tiles(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
+    "MatMulNBits": (FewRows(), TiledRows(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
 }

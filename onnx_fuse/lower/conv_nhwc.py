@@ -97,7 +97,7 @@ def integers(
     ctx: Context,
     node: ir.Node,
     shape: Conv,
-    both: quantized.Factors,
+    both: quantized.IntegerOperands,
     reads: dict[str, Tensor],
     y: Tensor,
 ) -> str | None:

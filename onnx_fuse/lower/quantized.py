@@ -30,7 +30,7 @@ ONE_TAP = Window((1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0))
 
 
 @dataclass(frozen=True)
-class Factors:
+class IntegerOperands:
     """Both operands of a product in integers: x of one scale, filters of one each or one for all.
 
     "weight" is int8 [filters, ...] less its zero points, "shift" and "scale" are rows of filters.
@@ -43,7 +43,7 @@ class Factors:
     scale: Tensor
 
 
-def factors(ctx: Context, node: ir.Node, order: tuple[int, ...] = ()) -> Factors | None:
+def factors(ctx: Context, node: ir.Node, order: tuple[int, ...] = ()) -> IntegerOperands | None:
     """The operands of a Conv or of a product, if both are dequantized and int32 holds the sums.
 
     `order` are the axes of the weight with those of filters first, for a product.
@@ -52,7 +52,9 @@ def factors(ctx: Context, node: ir.Node, order: tuple[int, ...] = ()) -> Factors
     return None if x is None or w is None else factors_of(ctx, x, w, order)
 
 
-def factors_of(ctx: Context, x: Codes, w: Codes, order: tuple[int, ...] = ()) -> Factors | None:
+def factors_of(
+    ctx: Context, x: Codes, w: Codes, order: tuple[int, ...] = ()
+) -> IntegerOperands | None:
     """The operands of a product of those codes, as of `factors`."""
     if x.axis is not None:
         return None
@@ -88,14 +90,14 @@ def factors_of(ctx: Context, x: Codes, w: Codes, order: tuple[int, ...] = ()) ->
     assert less is not None
     assert shift is not None
     row = ctx.constant(np.ascontiguousarray(np.broadcast_to(scale, (filters,))))
-    return Factors(x.q, int(x.zero[0]), less, shift, row)
+    return IntegerOperands(x.q, int(x.zero[0]), less, shift, row)
 
 
 def convolution(
     ctx: Context,
     node: ir.Node,
     problem: IntegerConv,
-    both: Factors,
+    both: IntegerOperands,
     reads: Mapping[str, Tensor],
     y: Tensor,
     act: tuple[str, float] = ("", 0.0),
