@@ -53,10 +53,9 @@ class Table:
             helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape)
             for name, x in self.feeds.items()
         ]
+        types = {"i": TensorProto.INT64, "h": TensorProto.FLOAT16, "y": TensorProto.FLOAT}
         outputs = [
-            helper.make_tensor_value_info(
-                name, TensorProto.INT64 if name[0] == "i" else TensorProto.FLOAT, None
-            )
+            helper.make_tensor_value_info(name, types[name[0]], None)
             for node in self.nodes
             for name in node.output
         ]
@@ -115,6 +114,18 @@ def sampled_pools(opset: int) -> Table:
         except (errors.Fail, errors.InvalidArgument, errors.RuntimeException):
             table.feeds.pop(name)
             table.nodes.pop()
+    return table
+
+
+def pools_of_padding(opset: int) -> Table:
+    """The largest of windows of which some lie in the padding alone, in float16."""
+    table = Table(opset)
+    window = {"kernel_shape": [3, 2], "dilations": [1, 2], "strides": [1, 3]}
+    for size in (1, 2, 5):
+        table.add("Cast", (1, 2, size, size), to=TensorProto.FLOAT16)
+        half = table.nodes[-1].output[0] = f"h{size}"
+        pool = helper.make_node("MaxPool", [half], [f"h{size}y"], auto_pad="SAME_LOWER", **window)
+        table.nodes.append(pool)
     return table
 
 
@@ -230,6 +241,7 @@ TABLES = {
     **{f"sampled pools of opset {v}": (sampled_pools, v) for v in (11, 18, 19, 22)},
     **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},
     "transposed convolutions": (turned, 11),
+    "pools of padding": (pools_of_padding, 22),
     "slopes": (slopes, 16),
 }
 

@@ -7,7 +7,7 @@
 //            and the index `nowhere` from the plane's first element on.
 // Macros   : T ACC VEC CHANNELS_LAST MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
 //            (padding before), ED EH EW (padding after; a mean leaves out what a negative one cuts off);
-//            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (T's lowest finite number).
+//            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (`program.call.LOWEST`).
 // Numerics : max propagates NaN, with indices or in double that of the first element; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"

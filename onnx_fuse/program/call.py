@@ -33,11 +33,12 @@ feeds that such an operand comes from are then made part of the shape key."""
 
 
 LOWEST = {
-    "float16": -65504.0, "bfloat16": float.fromhex("-0x1.fep127"),
+    "float16": float.fromhex("-0x1.fffffep127"), "bfloat16": float.fromhex("-0x1.fep127"),
     "float32": float.fromhex("-0x1.fffffep127"), "float64": -sys.float_info.max,
     "int8": -128, "uint8": 0,
 }  # fmt: skip
-"""The lowest finite numbers of the types that a pool takes."""
+"""What MaxPool gives where a window has no element: the lowest finite number of each type. For
+float16 onnxruntime rounds float32's, to -inf."""
 
 
 @cache
