@@ -8,6 +8,7 @@ from lowering import interpreted, with_values
 from support import answers, stock
 
 from onnx_fuse import Trainer, optim
+from onnx_fuse.cli import run_command
 from onnx_fuse.errors import CheckFailed
 from onnx_fuse.ir.build import add_initializer, text_model
 
@@ -161,3 +162,16 @@ def test_a_step_is_a_program_of_kernels(name: str) -> None:
     program = interpreted(step, feeds)
     for key, array in answers(stock(step), feeds).items():
         np.testing.assert_allclose(program[key], array, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
+def test_the_file_that_train_writes_is_compared_as_it_is_written(tmp_path) -> None:
+    """onnxruntime makes MatMulNBits of 8-bit weights, which rounds what they multiply."""
+    model = text_model("""g (float[N,8] x) => (float[N,4] y) <float s = {0.1}, int8 z = {0}> {
+      q = QuantizeLinear (w, s, z) d = DequantizeLinear (q, s, z) y = MatMul (x, d) }""")
+    fill(model, {"w": 3 * RNG.standard_normal((8, 4)).astype(np.float32)})
+    paths = [str(tmp_path / name) for name in ("model.onnx", "data.npz", "tuned.onnx")]
+    ir.save(model, paths[0])
+    x = RNG.standard_normal((32, 8)).astype(np.float32)
+    np.savez(paths[1], x=x, labels=x[:, :4])
+    command = ["train", paths[0], "--data", paths[1], "--loss", "mse", "-o", paths[2]]
+    assert run_command(command) == 0

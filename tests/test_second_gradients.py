@@ -35,14 +35,15 @@ def graph(body: str) -> onnx.ModelProto:
     return model
 
 
-def second(model: onnx.ModelProto, names: list[str]) -> dict[str, Any]:
+def second(model: onnx.ModelProto, names: list[str], **sizes: int) -> dict[str, Any]:
     """The gradients of all outputs of a model's gradient, each weighted by fixed numbers."""
     twice = onnx_fuse.gradient(onnx_fuse.gradient(model, names), names)
     session = ort.InferenceSession(twice.SerializeToString())
     feeds = {}
     for value in session.get_inputs():
         seed = sum(value.name.encode())
-        feeds[value.name] = np.random.default_rng(seed).standard_normal(value.shape).astype("f")
+        shape = [sizes.get(dim, dim) for dim in value.shape]
+        feeds[value.name] = np.random.default_rng(seed).standard_normal(shape).astype("f")
     wanted = [v.name for v in session.get_outputs()]
     return dict(zip(wanted, session.run(wanted, feeds), strict=True))
 
@@ -73,3 +74,23 @@ def test_a_gradient_knows_the_sizes_that_an_exporter_wrote() -> None:
     model.graph.value_info.append(info)
     twice = onnx_fuse.gradient(onnx_fuse.gradient(model, ["x"]), ["x"])
     assert ort.InferenceSession(twice.SerializeToString())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("relu", ["", "y = Relu (z)"])
+def test_second_gradients_of_convolutions_know_no_sizes(stride: int, relu: str) -> None:
+    """A weight's gradient is a Conv whose kernel is dy, of a size that only a run tells."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 20]>
+      f (float[2,4,7,6] x, float[6,2,3,2] w, float[6] c) => (float[2,6,p,q] {"y" if relu else "z"})
+      {{ z = Conv <strides = [{stride}, {stride}], pads = [1, 0, 1, 1], group = 2> (x, w, c)
+         {relu} }}""")
+    sizes = model.graph.input[0].type.tensor_type.shape.dim
+    names = ["x", "w", "c"]
+    expected = second(model, names)
+    for size, symbol in zip((sizes[0], *sizes[2:]), "nhv", strict=True):
+        size.dim_param = symbol
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    for dynamic in (model, onnx_fuse.optimize(model)):
+        got = second(dynamic, names, n=2, h=7, v=6, p=8 // stride - stride % 2, q=6 // stride)
+        for key, value in expected.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=1e-4, err_msg=key)

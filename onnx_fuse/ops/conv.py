@@ -33,7 +33,10 @@ from onnx_fuse.ops.shape_ops import (
 
 
 class _Window(NamedTuple):
-    """A node's filter or window along the spatial axes; `extent` is its size with dilations."""
+    """A node's filter or window along the spatial axes; `extent` is its size with dilations.
+
+    Both are empty where the size is known at run time only.
+    """
 
     kernel: list[int]
     strides: list[int]
@@ -47,7 +50,7 @@ def _window(node: ir.Node, weight: ir.Value | None, n: int) -> _Window:
     kernel = _kernel(node, weight, n)
     strides = ints_attribute(node, "strides", [1] * n) or []
     dilations = ints_attribute(node, "dilations", [1] * n) or []
-    extent = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    extent = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=False)]
     return _Window(kernel, strides, dilations, extent, node.attributes.get_int("group", 1))
 
 
@@ -56,9 +59,13 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
     if kernel is not None:
         return kernel
     sizes = [dim(weight, 2 + a) for a in range(n)] if weight is not None else [None]
-    if None in sizes:
+    fixed = [s for s in sizes if s is not None]
+    if len(fixed) == len(sizes):
+        return fixed
+    same = text(node, "auto_pad", "NOTSET").startswith("SAME")
+    if weight is None or same or "output_shape" in node.attributes:
         raise fail(node, "the size of its kernel is not known")
-    return [s for s in sizes if s is not None]
+    return []
 
 
 def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
@@ -99,7 +106,7 @@ def image_grad(
     """d loss / d image of Conv: ConvTranspose(dy, weight), of the image's own size."""
     _, strides, dilations, extent, group = window
     n = len(strides)
-    sizes = [dim(x, 2 + a) for a in range(n)]
+    sizes = [dim(x, 2 + a) for a in range(n)] if extent else [None] * n
     # A stride skips the last few rows of some images: how many, output_padding says. Where sizes
     # are dynamic, take the most there can be and cut.
     if None in sizes and any(s > 1 for s in strides):
@@ -141,7 +148,7 @@ def weight_grad(
     # as tf32; of other float32 products the body is what stands below
     single = weight.dtype == ir.DataType.FLOAT and group == 1 and not pointwise
     flat = half or depthwise or single
-    if op.fused and (flat if n < 3 else n == 3 and volume and not pointwise):
+    if op.fused and kernel and (flat if n < 3 else n == 3 and volume and not pointwise):
         how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
         swap = [1, 0, *spatial]
         (dw,) = op.emit("ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
@@ -163,9 +170,13 @@ def weight_grad(
     taps = op.Transpose(dy, perm=[1, 0, *spatial])
     # strides and dilations change places
     dw = op.Conv(images, taps, strides=dilations, dilations=strides, pads=pads, group=group)
+    # inference says nothing of a Conv whose kernel, here dy, has no static size
+    dw.shape = ir.Shape([dim(weight, 1), dim(weight, 0), *[None] * n])
     if any(s > 1 for s in strides):
         # rows that the stride skipped make a few taps too many
-        dw = op.Slice(dw, op.constant([0] * n), op.constant(kernel), op.constant(spatial))
+        sizes = op.constant(kernel) if kernel else op.shape_of(weight, spatial)
+        dw = op.Slice(dw, op.constant([0] * n), sizes, op.constant(spatial))
+        dw.shape = ir.Shape([dim(weight, 1), dim(weight, 0), *(dim(weight, a) for a in spatial)])
     return op.Transpose(dw, perm=[1, 0, *spatial])
 
 
