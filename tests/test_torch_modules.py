@@ -23,7 +23,7 @@ import onnx_fuse as of  # noqa: E402
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
 from onnx_fuse.ir.build import text_model  # noqa: E402
-from onnx_fuse.torch import eager  # noqa: E402
+from onnx_fuse.torch import eager, formulas  # noqa: E402
 
 CURVE = 1e-4
 """Between two float32 trainings of 50 steps that sum in other orders."""
@@ -170,6 +170,32 @@ class NewGelu(nn.Module):
     def forward(self, x: Any) -> Any:
         inner = (2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))
         return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+class Written(nn.Module):
+    """An activation as a formula of its input."""
+
+    def __init__(self, formula: Any) -> None:
+        super().__init__()
+        self.formula = formula
+
+    def forward(self, x: Any) -> Any:
+        return self.formula(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.ReLU(inplace=True), "relu"), (nn.ReLU6(), "clipped_relu"), (nn.SELU(), "selu"),
+        (nn.Hardswish(), "hard_swish"), (nn.LeakyReLU(), "leaky_relu"), (nn.LeakyReLU(0.2), None),
+        (nn.ELU(2.0), None), (nn.Dropout(0.5), None), (nn.Identity(), None),
+        (Written(lambda x: x * torch.sigmoid(1.702 * x)), "quick_gelu"),
+        (Written(lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41421))), None),
+        (Written(lambda x: F.silu(x.float())), None), (Written(lambda x: F.relu(x) + 1), None),
+    ],
+)  # fmt: skip
+def test_an_activation_is_known_by_its_formula(module: Any, name: str | None) -> None:
+    assert formulas.activation(module) == name
 
 
 class Gpt2Attention(nn.Module):

@@ -136,7 +136,7 @@ class _Kinds:
 
     def activation(self, module: nn.Module) -> str | None:
         """The name, among ours, of what a module computes; None where it is no activation."""
-        name: str | None = self._once(_activation_of, module)
+        name: str | None = self._once(formulas.activation, module)
         return name
 
     def is_whole(self, module: nn.Module) -> bool:
@@ -149,24 +149,6 @@ class _Kinds:
         if key not in self._answers:
             self._answers[key] = ask(module)
         return self._answers[key]
-
-
-def _activation_of(module: nn.Module) -> str | None:
-    """Its name among ours; None for another module, or other attributes."""
-    kind = type(module)
-    plain = {
-        nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
-        nn.Mish: "mish", nn.SELU: "selu", nn.Hardswish: "hard_swish", nn.ReLU6: "clipped_relu",
-    }  # fmt: skip
-    if kind in plain:
-        return plain[kind]
-    if isinstance(module, nn.GELU) and kind is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return "leaky_relu" if module.negative_slope == 0.01 else None
-    if isinstance(module, nn.ELU) and kind is nn.ELU:
-        return "elu" if module.alpha == 1.0 else None
-    return formulas.activation(module)
 
 
 # ---- finding them ----------------------------------------------------------------------------
@@ -322,7 +304,7 @@ def _swap(kind: str, modules: Sequence[Any]) -> None:
         first.__class__ = _NORMS.get(type(first), Passed)
     elif kind == "activation":
         (linear,) = linears
-        linear.__class__, linear.activation = _fused(linear), _activation_of(first)
+        linear.__class__, linear.activation = _fused(linear), formulas.activation(first)
         first.__class__ = Passed
     else:
         (linear,) = linears

@@ -217,7 +217,8 @@ _TABLE["InverseRoot"] = {
 }
 _TABLE["OverRoot"] = {"x / Root (v)": None, "x * InverseRoot (v)": None}
 _EXACT = Spellings(_TABLE)
-_LOOSE = Spellings(_TABLE, ("Cast", "Identity"), fixed_rank=False)
+LOOSE = Spellings(_TABLE, ("Cast", "Identity"), fixed_rank=False)
+"""Norms with casts between, and constants of more axes."""
 _CENTRED = "(x - Average (x))"
 _NORMS = [  # exporters leave out an epsilon of next to nothing
     (name, f"OverRoot ({d}, Average (Square ({d})){epsilon})")
@@ -231,13 +232,13 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
     """Recognize sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
     if node.domain or (node.op_type == "Pow" and abs(scalar(node.inputs[1]) or 0) != 0.5):
         return False
-    for spellings, (name, text) in product((_EXACT, _LOOSE), _NORMS):
+    for spellings, (name, text) in product((_EXACT, LOOSE), _NORMS):
         for n in tops(node.outputs[0], "Mul", "Div", "Reciprocal", *spellings.views):
             values = spellings.find(text, n)
             epsilon = scalar(values["epsilon"]) if values and "epsilon" in values else 0.0
             if values is None or epsilon is None:
                 continue
-            if spellings is _LOOSE:
+            if spellings is LOOSE:
                 return rw.refuse(name, [node], _NEAR)
             return _build(rw, node, name, n, values["x"], epsilon)
     return False
