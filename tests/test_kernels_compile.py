@@ -24,7 +24,7 @@ from onnx_fuse.kernels.gemm_fp8 import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
-from onnx_fuse.kernels.norm_launches import fold, fold_many
+from onnx_fuse.kernels.norm_launches import fold_columns
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.data_movement import CacheAppend
@@ -297,7 +297,7 @@ def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> N
 @pytest.mark.parametrize("hw", [A100, H200], ids=lambda hw: hw.arch)
 def test_folds_of_a_program_compile_without_spills(hw: Hardware, master: bool) -> None:
     for k, n, align in ((768, 3072, 16), (4096, 4096, 16), (768, 77, 2)):
-        call = fold_many([fold(k, n, "bfloat16", False, hw, align=align)] * 3, master)
+        call = fold_columns([(k, n)] * 3, "bfloat16", hw, align=align, master=master)
         found = nvrtc.resources(call.source, call.defines, hw.arch)
         assert found["fold_columns"].clean
 

@@ -82,64 +82,60 @@ def fold_seconds(k: int, n: int, dtype: str, hw: Hardware) -> float:
 
 def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int = 16) -> Launch:
     """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv."""
-    vec = 8 if (k if trans_b else n) % 8 == 0 and align % 16 == 0 else 1
-    reads = (Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"))
-    writes = (Ptr("wq"), Ptr("cs"), Ptr("cv"))
-    source, types = "norm/fold.cu", {"T": C_TYPES[dtype], "VEC": vec}
-    if trans_b:
-        args = (*reads, Num("i32", k), Num("i32", n), *writes)
-        return Launch(
-            source, "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1), args, as_defines(types)
-        )
-    # a few rows a thread: they all come at once; without clusters narrower columns, taller blocks
-    cols, warps, most = (64, 4, 8) if k <= 1024 else (128, 8, 8)
-    if hw.cc < 90:
-        cols, warps, most = 32, 16, 1
-    cols = min(cols, 32 * vec)
-    parts = next(p for p in (8, 4, 2, 1) if p == 1 or (p <= most and k >= 16 * p))
-    rows = ceil(ceil(k / parts) / (32 * warps * vec // cols))  # a thread's
-    held = rows if rows <= 6 else 4
-    shape = {"COLS": cols, "WARPS": warps, "PARTS": parts, "HELD": held, "ROWS": 1}
-    table = Table((*reads, Ptr("low"), *writes, k, n, 0))
+    if not trans_b:
+        return fold_columns([(k, n)], dtype, hw, align=align)
     return Launch(
-        source, "fold_columns", (parts * ceil(n / cols), 1, 1), (32 * warps, 1, 1),
-        (table, Num("i32", 1)), as_defines(types, shape, {"W": types["T"]}), cluster=parts,
+        "norm/fold.cu", "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1),
+        (*map(Ptr, ("w", "gamma", "beta", "c")), Num("i32", k), Num("i32", n),
+         *map(Ptr, ("wq", "cs", "cv"))),
+        as_defines({"T": C_TYPES[dtype], "VEC": 8 if k % 8 == 0 and align % 16 == 0 else 1}),
     )  # fmt: skip
 
 
-def fold_kind(k: int, n: int, dtype: str, hw: Hardware) -> tuple[object, ...]:
-    """What `fold`s that are one launch have in common."""
-    defines = fold(k, n, dtype, False, hw).defines
-    return tuple(pair for pair in defines if pair[0] not in ("PARTS", "HELD"))
+def fold_kind(k: int, n: int, hw: Hardware, align: int = 16) -> tuple[int, int, int]:
+    """Elements of an access, columns and warps of a block: folds with the same are one launch."""
+    vec = 8 if n % 8 == 0 and align % 16 == 0 else 1
+    if hw.cc < 90:  # without clusters narrower columns, taller blocks
+        return vec, 32, 16
+    return vec, min(64 if k <= 1024 else 128, 32 * vec), 4 if k <= 1024 else 8
 
 
-def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
-    """`fold`s of one kind as one launch, whose pointers are "name.i".
+def fold_columns(
+    shapes: Sequence[tuple[int, int]],
+    dtype: str,
+    hw: Hardware,
+    *,
+    align: int = 16,
+    master: bool = False,
+) -> Launch:
+    """`fold`s of weights [k, n] of one kind and one dtype, as one launch.
 
-    `master`: w is float32, and its rounded copy is written to "low".
+    Pointers of several are "name.i". `master`: w is float32, its rounded copy is written to "low",
+    and one alone has "name.0", too.
     """
+    vec, cols, warps = fold_kind(*shapes[0], hw, align)
     words: list[Ptr | int] = []
-    strips = 0
-    for i, each in enumerate(folds):
-        (row,) = (arg.words for arg in each.args if isinstance(arg, Table))
-        words += [Ptr(f"{x.name}.{i}", x.offset) if isinstance(x, Ptr) else x for x in row[:-1]]
-        words.append(strips)
-        strips += each.grid[0] // each.cluster
-    rows = 1 << (len(folds) - 1).bit_length()  # few distinct sources for many counts
-    words += [0] * (len(words) // len(folds) * (rows - len(folds)))
-    how: dict[str, object] = dict(folds[0].defines)
-    held = max(int(dict(each.defines)["HELD"]) for each in folds)
-    parts = min(each.cluster for each in folds)
-    how |= {"ROWS": rows, "HELD": held, "PARTS": parts}
+    strips, fewest, held = 0, 8 if hw.cc >= 90 else 1, 0
+    for i, (k, n) in enumerate(shapes):
+        suffix = f".{i}" if master or len(shapes) > 1 else ""
+        names = ("w", "gamma", "beta", "c", "low", "wq", "cs", "cv")
+        words += [*[Ptr(f"{name}{suffix}") for name in names], k, n, strips]
+        strips += ceil(n / cols)
+        parts = next(p for p in (8, 4, 2, 1) if p == 1 or (hw.cc >= 90 and k >= 16 * p))
+        rows = ceil(ceil(k / parts) / (32 * warps * vec // cols))  # a thread's
+        # a few rows a thread: they all come at once
+        fewest, held = min(fewest, parts), max(held, rows if rows <= 6 else 4)
+    room = 1 << (len(shapes) - 1).bit_length()  # few distinct sources for many counts
+    words += [0] * (len(words) // len(shapes) * (room - len(shapes)))
+    how: dict[str, object] = {"T": C_TYPES[dtype], "W": C_TYPES[dtype], "VEC": vec, "HELD": held}
     if master:  # 16 bytes an access
-        how |= {"W": "float", "VEC": min(4, int(str(how["VEC"]))), "HELD": 4}
-    return replace(
-        folds[0],
-        grid=(strips * parts, 1, 1),
-        args=(Table(tuple(words)), Num("i32", len(folds))),
-        defines=as_defines(how),
-        cluster=parts,
-    )
+        how |= {"W": "float", "VEC": min(4, vec), "HELD": 4}
+    return Launch(
+        "norm/fold.cu", "fold_columns", (fewest * strips, 1, 1), (32 * warps, 1, 1),
+        (Table(tuple(words)), Num("i32", len(shapes))),
+        as_defines(how, {"COLS": cols, "WARPS": warps, "PARTS": fewest, "ROWS": room}),
+        cluster=fewest,
+    )  # fmt: skip
 
 
 def fold_planes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.norm_launches import act_grad, fold, fold_many, sum_parts
+from onnx_fuse.kernels.norm_launches import act_grad, fold_columns, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
@@ -72,10 +72,7 @@ class Columns(HeuristicKernel):
 
     def launch(self, problem: Fold, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch for all of them."""
-        folds = [fold(k, n, problem.dtype, False, hw) for k, n in problem.shapes]
-        if len(folds) == 1 and not problem.master:
-            return (folds[0],)
-        return (fold_many(folds, problem.master),)
+        return (fold_columns(problem.shapes, problem.dtype, hw, master=problem.master),)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

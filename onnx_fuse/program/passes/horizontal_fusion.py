@@ -270,7 +270,7 @@ def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) ->
         ((k, n),) = call.problem.shapes
         w = dict(call.reads)["w"].buffer
         for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
-            kind = fold_kind(k, n, call.problem.dtype, hw)
+            kind = call.problem.dtype, *fold_kind(k, n, hw)
             group = groups[kind, cast is None, buckets[i]]
             first = group[0][0] if group else i
             wait = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
