@@ -20,7 +20,6 @@ from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
-from onnx_fuse.lower.views import reshaped
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
@@ -87,8 +86,8 @@ def product(
     dims, sa, sb = _batches(batch, left, right)
     if len(dims) > MAX_BATCH:
         whole = (prod(batch), m, k), (prod(batch), k, n)
-        left = matrix(ctx, reshaped(ctx, ctx.contiguous(a), whole[0]))
-        right = matrix(ctx, reshaped(ctx, ctx.contiguous(b), whole[1]))
+        left = matrix(ctx, ctx.contiguous(a).view(whole[0]))
+        right = matrix(ctx, ctx.contiguous(b).view(whole[1]))
         dims, sa, sb = _batches((prod(batch),), left, right)
     problem = GemmProblem.of(
         "Gemm",
