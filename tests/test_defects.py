@@ -20,6 +20,7 @@ from onnx_fuse.importer.save import inline, to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.functions import MAX_NODES
 from onnx_fuse.validation.check import validate
+from onnx_fuse.validation.gradients import check_gradients
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 
@@ -235,6 +236,10 @@ def test_a_default_can_be_trained_and_differentiated() -> None:
     assert {"s.grad", "loss"} <= {v.name for v in graph.graph.output}
     found = run(graph.SerializeToString(), {"x": x, "labels": target})
     assert len(found) == len(graph.graph.output)
+    for feeds in ({"x": x}, {"x": x, "s": np.full(8, 2, np.float32)}):
+        check = check_gradients(proto, feeds=feeds)
+        assert check.ok
+        assert [error.tensor for error in check.errors] == ["s"]
     session = InferenceSession(proto.SerializeToString())
     assert [v.name for v in session.get_inputs()] == ["x"]
     assert [v.name for v in session.get_overridable_initializers()] == ["s"]

@@ -205,11 +205,12 @@ def defaults(model: ir.Model) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
 
 
-def bind_defaults(model: ir.Model) -> None:
-    """Make inputs that have a default initializers, which training may change."""
+def bind_defaults(model: ir.Model, feeds: Mapping[str, np.ndarray] | None = None) -> None:
+    """Make inputs that have a default initializers, of what is fed for them where anything is."""
     graph = model.graph
     for value in [v for v in graph.inputs if DEFAULT in v.meta]:
-        value.const_value = value.meta.pop(DEFAULT)
+        default, fed = value.meta.pop(DEFAULT), (feeds or {}).get(value.name or "")
+        value.const_value = default if fed is None else ir.tensor(fed, name=value.name)
         graph.inputs.remove(value)
         graph.register_initializer(value)
 

@@ -15,7 +15,7 @@ from onnx_ir import DataType, Value
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import const_array, feeds_of, remove_unused_nodes
+from onnx_fuse.ir.build import bind_defaults, const_array, defaults, feeds_of, remove_unused_nodes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array, is_added
@@ -171,6 +171,7 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     with ort.faults("the original"):
         session = ort.session(plain)
     inputs, outputs = request.pairs(plain, partial(ort.run, session), check.notes)[0]
+    bind_defaults(plain, inputs)
     hostile = _hostile(plain, inputs, outputs)
     rng = np.random.default_rng(request.seed)
     names = [v.name or "" for v in plain.graph.outputs]
@@ -286,6 +287,7 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
                 inputs[f"{y}{_SEED}"] = _where_finite(seed, array)
     else:
         inputs = _generated(backward, request, check.notes)
+    inputs = defaults(backward) | inputs
     seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
