@@ -59,9 +59,9 @@ MODES = ("kernel", "end2end")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same feeds through both models; `ratio` is the median of fused / original by round.
+    """The same feeds through both models, in the same rounds; `ratio` is of the two medians.
 
-    `noise` is the lowest and the highest of that median among the pairs of sessions.
+    `noise` is the lowest and the highest of that ratio among the pairs of sessions and all rounds.
     """
 
     original: Timing
@@ -80,6 +80,7 @@ class Comparison:
 
 
 PAIRS = 5  # sessions made anew: where one's buffers fall in memory moves a small model by 5 %
+_RUNS, _ENOUGH = 11, 1.0  # what `run` times at most; no further run begins after these seconds
 _BLOCK = 2e-3  # seconds of runs at a stretch, so that a small model finds its caches warm
 
 
@@ -142,12 +143,12 @@ def compare(
         groups.append(_rounds(clocks, len(part)))
         memory = [getattr(clock, "memory", None) for clock in clocks]
     times = np.concatenate(groups)
-    medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
+    ratios = [float(np.divide(*np.median(t, 0)[::-1])) for t in (times, *groups)]
     return Comparison(
         timing(times[:, 0]),
         timing(times[:, 1]),
-        float(np.median(times[:, 1] / times[:, 0])),
-        (min(medians), max(medians)),
+        ratios[0],
+        (min(ratios), max(ratios)),
         {name: list(array.shape) for name, array in feeds.items()},
         [(1e3 * float(a), 1e3 * float(b)) for a, b in times],
         (memory[0], memory[1]),
@@ -304,7 +305,7 @@ def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
 
 @dataclass
 class RunResult:
-    """The outputs and the time of one run and, where a profile was asked for, its parts."""
+    """The outputs of one run, the median time of `runs`, and, where asked for, a profile."""
 
     feeds: Feeds
     outputs: dict[str, Array]
@@ -312,6 +313,7 @@ class RunResult:
     profile: Profile | None = None
     program: Program | None = None
     hardware: Hardware | None = None
+    runs: int = 1
 
     @property
     def operators(self) -> dict[str, tuple[int, float]]:
@@ -343,11 +345,7 @@ def run_once(
         return _run_on(gpus, compiled or graph, feeds, device, precision)
     session = InferenceSession(compiled or graph, device=device, precision=precision)
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
-    started = time.perf_counter()
-    outputs = session.run(None, feeds)
-    milliseconds = (time.perf_counter() - started) * 1e3
-    names = [v.name for v in session.get_outputs()]
-    result = RunResult(feeds, dict(zip(names, outputs, strict=True)), milliseconds)
+    result = _timed(session, feeds)
     if device == "cuda":
         result.program, result.hardware = session.program(feeds)
     if profile:
@@ -366,12 +364,19 @@ def _run_on(
         raise UsageError("--gpus splits a batch: give it by --inputs FILE.npz")
     devices = [device if device == "cpu" else f"{device}:{i}" for i in range(gpus)]
     with Replicas(model, devices, precision=precision) as replicas:
-        replicas.run(None, feeds)
+        return _timed(replicas, feeds)
+
+
+def _timed(session: InferenceSession | Replicas, feeds: Feeds) -> RunResult:
+    """The outputs of a first run, and the median time of those that follow it."""
+    names, outputs = [v.name for v in session.get_outputs()], session.run(None, feeds)
+    times: list[float] = []
+    while len(times) < _RUNS and sum(times) < _ENOUGH:
         started = time.perf_counter()
-        outputs = replicas.run(None, feeds)
-        milliseconds = (time.perf_counter() - started) * 1e3
-        names = [v.name for v in replicas.get_outputs()]
-    return RunResult(dict(feeds), dict(zip(names, outputs, strict=True)), milliseconds)
+        session.run(None, feeds)
+        times.append(time.perf_counter() - started)
+    median, results = 1e3 * float(np.median(times)), dict(zip(names, outputs, strict=True))
+    return RunResult(dict(feeds), results, median, runs=len(times))
 
 
 def program(

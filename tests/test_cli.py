@@ -77,6 +77,9 @@ def test_optimize_writes_a_checked_file_and_a_table(cli: Cli, tmp_path: Path) ->
     assert report["nodes"]["before"] > report["nodes"]["after"]
     assert report["check"]["ok"] is True
     assert report["check"]["max_abs"] < 2e-5
+    merged = report["fusions"].pop("MergedGemm")  # products that a LayerNormGemm became
+    assert merged
+    assert f"{sum(report['fusions'].values())} fused operators" in (tmp_path / "r.html").read_text()
     assert report["check"]["where"].startswith(("last_hidden_state[", "pooler_output["))
     assert any(name.startswith("LayerNormGemm") for name in report["fusions"])
     assert all(set(r) == {"nodes", "reason"} for r in report["not_fused"])
@@ -329,6 +332,8 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
     assert "fused / original:" in cli.last.out
     low, high = report["noise"]
     assert 0 < low <= report["ratio"] <= high
+    quotient = report["fused"]["median"] / report["original"]["median"]
+    assert report["ratio"] == pytest.approx(quotient)
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
 
 

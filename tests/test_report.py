@@ -388,13 +388,36 @@ def test_compare_says_what_two_trainings_came_to() -> None:
 
 def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
-    a.write_text(json.dumps({"ratio": 1.0, "same": 3, "noise": [1, 2], "losses": [2.0, 1.0]}))
-    b.write_text(json.dumps({"ratio": 0.5, "same": 3, "noise": [1, 2], "losses": [2.0, 0.5]}))
-    assert compare.rows(compare.read(a), compare.read(b))[0] == ["ratio", "1", "0.5", "-50.0%"]
+    one = {"ratio": 1.0, "same": 3, "noise": [0.9, 1.1], "losses": [2.0, 1.0]}
+    other = {"ratio": 0.5, "same": 3, "noise": [0.4, 0.6], "losses": [2.0, 0.5]}
+    a.write_text(json.dumps(one))
+    b.write_text(json.dumps(other))
+    change = "-50.0%, beyond the noise"
+    assert compare.rows(compare.read(a), compare.read(b))[0] == ["ratio", "1", "0.5", change]
+    change = compare.rows(one, other | {"noise": [0.4, 0.9]})[0][-1]
+    assert change == "-50.0%, within the noise"
     result = cli("compare", a, b, "--html", tmp_path / "c.html")
     assert result.code == 0
     assert "-50.0%" in result.out
     assert any(d.get("title") == "loss" for d in data_of((tmp_path / "c.html").read_text()))
+
+
+def test_a_profile_has_a_sum_and_a_run_the_median_of_several(cli: Cli, saved: Save) -> None:
+    text = cli(
+        "run", saved("g (float[2] x) => (float[2] y) { z = Exp(x) y = Ceil(z) }"), "--profile"
+    )
+    rows = [line.split("│")[1:-1] for line in text.out.split("time under")[1].splitlines()]
+    *parts, whole = [[int(cell) for cell in row[1:3]] for row in rows if len(row) == 4]
+    assert [runs for runs, _ in (*parts, whole)] == [1, 1, 2]
+    assert abs(sum(us for _, us in parts) - whole[1]) <= 2  # rounded
+    assert "ms on cpu, the median of 11 runs" in text.out
+
+
+def test_compare_refuses_reports_of_two_commands(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    model = saved("g (float[2] x) => (float[2] y) { y = Exp(x) }")
+    assert cli("run", model, "--json", a).code == cli("inspect", model, "--json", b).code == 0
+    assert "a.json is a report of run, b.json of inspect" in cli.fails(1, "compare", a, b)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

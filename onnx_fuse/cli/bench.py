@@ -135,7 +135,8 @@ def bench(
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
         for name, t in ((first, result.original), ("fused", result.fused))
     ]
-    where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
+    cpu = "onnxruntime, CPU time of one thread" if threads == 1 else "onnxruntime, CPU"
+    where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else cpu
     printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
     printer.text(show.inputs(result.feeds))
     for name, nbytes in zip((first, "fused"), result.memory, strict=True):

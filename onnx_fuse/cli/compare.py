@@ -32,6 +32,7 @@ def compare(
     printer = show.printer()
     left, right = reports.read(a), reports.read(b)
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    reports.check_alike(names, left, right)
     rows = reports.rows(left, right)
     printer.table("", ["", *names, "change"], rows)
     if not rows:

@@ -82,6 +82,7 @@ def optimize(
         {"MODEL": model, "--inputs": inputs},
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
+    started = time.perf_counter()
     printer = show.printer()
     from onnx_fuse import bench, progress, report, rewrite
     from onnx_fuse.files import written
@@ -100,7 +101,6 @@ def optimize(
         )
     hardware = hardware_of(target) if target else None
     wanted = _opset(opset)
-    started = time.perf_counter()
     original = read(model)
     before = report.summary(original, "original", model)
     graph = files.load(original, str(model))
@@ -137,7 +137,6 @@ def optimize(
     with written(output) as draft:
         progress.report(f"writing {output.name}")
         save(result, draft, external=external, shapes=False)
-        seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
         if check:
             request = Request(shapes=shapes, dims=dims, along=html is not None)
@@ -146,6 +145,7 @@ def optimize(
         if failed and not keep:
             for path in draft.parent.iterdir():
                 path.unlink()
+    seconds = time.perf_counter() - started
     _show_optimize(printer, before, after, fused, checked, seconds, explain=explain)
     kernels, lowered = [], None
     if hardware is not None:
@@ -181,7 +181,7 @@ def optimize(
         data,
         json,
         html,
-        verdict=f"{sum(fused.fusions.values())} fused operators, {before.nodes} nodes became "
+        verdict=f"{fused.operators} fused operators, {before.nodes} nodes became "
         f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
         ok=None if checked is None else checked.ok,
         device=f"CPU; predicted for {hardware.name}" if hardware else "CPU",
@@ -232,11 +232,11 @@ def _show_optimize(
     from onnx_fuse import report
 
     rows = report.models_rows([before, after])
-    rows.append(["seconds", "", f"{seconds:.2f}"])
+    rows.append(["seconds, with the check" if checked else "seconds", "", f"{seconds:.2f}"])
     printer.table("", ["", before.name, after.name], rows)
     if result.fusions:
         printer.table(
-            "fusions", ["fused op", "count"], [[k, str(v)] for k, v in result.fusions.items()]
+            "fusions", ["fusion", "count"], [[k, str(v)] for k, v in result.fusions.items()]
         )
     else:
         printer.text("fusions: none found" + ("" if explain else " (--explain says why)"))

@@ -53,7 +53,7 @@ def run(
     html: Path | None = None,
     debug: bool = False,
 ) -> None:
-    """Fuse MODEL and run it once, on given or generated inputs; show the outputs and the time."""
+    """Fuse MODEL and run it on given or generated inputs; show outputs and the median time."""
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
         {"-o": output, "--trace": trace, "--json": json, "--html": html},
@@ -104,13 +104,19 @@ def run(
             [op, str(n), f"{us:,.0f}", f"{us / result.total_us:.1%}"]
             for op, (n, us) in result.operators.items()
         ]
-        printer.table("time", ["operator", "runs", "µs", "share"], rows)
+        calls = sum(n for n, _ in result.operators.values())
+        rows += [[], ["all", str(calls), f"{result.total_us:,.0f}", "100.0%"]]
+        how = "of each call by itself" if device == "cuda" else "under onnxruntime's profiler"
+        printer.table(f"time {how}", ["operator", "runs", "µs", "share"], rows)
     kernels = show.kernels(printer, result.program, result.hardware) if explain else []
-    printer.text(f"{result.milliseconds:.2f} ms on {device}")
+    several = f"the median of {result.runs} runs" if result.runs > 1 else "one run after the first"
+    took = f"{result.milliseconds:.3g} ms on {device}, {several}"
+    printer.text(took)
     data = {
         "model": str(model),
         "device": device,
         "milliseconds": result.milliseconds,
+        "runs": result.runs,
         "inputs": {k: list(v.shape) for k, v in result.feeds.items()},
         "outputs": {
             k: {"dtype": str(v.dtype), "shape": list(v.shape)}
@@ -143,7 +149,7 @@ def run(
         data,
         json,
         html,
-        verdict=f"{result.milliseconds:.2f} ms on {device}",
+        verdict=took,
         device=result.hardware.name if result.hardware else device,
         sections=sections,
     )

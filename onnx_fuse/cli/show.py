@@ -42,7 +42,8 @@ def write_reports(
     from onnx_fuse import report
 
     if json:
-        report.write_json(json, data)
+        command = command_line.get().partition(" ")[2].partition(" ")[0]
+        report.write_json(json, {"command": command} | dict(data))
     if html:
         write_page(
             html, page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())

@@ -13,6 +13,8 @@ from onnx_fuse.report.page import Lines, Section, Table, View
 
 _LEFT_OUT = ("rounds", "losses", "rates", "lr", "gradient_norms", "examples_per_second", "seconds")
 _MOST = 400  # rows
+_SPREADS = {".median": (".low", ".high"), "ratio": ("noise.1", "noise.2")}
+"""Ends of the names of numbers, and of those between which another run may have them."""
 _NAMES = {
     ".median": ": median, ms",
     ".low": ": lowest tenth, ms",
@@ -44,8 +46,30 @@ def rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
         x, y = left.get(key), right.get(key)
         changed = x is not None and y is not None and x != y
         change = f"{y / x - 1:+.1%}" if changed and x and y is not None else ""
+        spreads = [_spread(key, numbers) for numbers in (left, right)]
+        if change and all(spreads):
+            low, high = max(min(s) for s in spreads), min(max(s) for s in spreads)
+            change += ", within the noise" if low <= high else ", beyond the noise"
         changes.append((x == y, [_named(key), _shown(x), _shown(y), change]))
     return [row for _, row in sorted(changes, key=lambda item: item[0])][:_MOST]
+
+
+def _spread(key: str, numbers: Mapping[str, float]) -> tuple[float, ...]:
+    """The numbers between which another run may have this one; empty where that is not known."""
+    for end, ends in _SPREADS.items():
+        spread = [key.removesuffix(end) + other for other in ends]
+        if key.endswith(end) and all(name in numbers for name in spread):
+            return tuple(numbers[name] for name in spread)
+    return ()
+
+
+def check_alike(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    """Raise DataError for the reports of two commands, which have nothing to compare."""
+    first, second = a.get("command"), b.get("command")
+    if first and second and first != second:
+        raise DataError(
+            f"{names[0]} is a report of {first}, {names[1]} of {second}: compare two of one command"
+        )
 
 
 def verdict(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

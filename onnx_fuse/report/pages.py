@@ -52,7 +52,7 @@ def optimized(
         ["parameters", f"{old.parameters:,}", f"{new.parameters:,}", ""],
     ]
     fused: list[Part] = [
-        Table("", ["fused operator", "count"], [[k, str(v)] for k, v in report.fusions.items()])
+        Table("", ["fusion", "count"], [[k, str(v)] for k, v in report.fusions.items()])
     ]
     if not report.fusions:
         fused = [Lines(["nothing was fused"])]

@@ -178,7 +178,7 @@ def models_rows(models: Sequence[Summary]) -> list[list[str]]:
     ops = dict.fromkeys(op for m in models for op in m.ops)
     rows += [[op, *(str(m.ops.get(op, "")) for m in models)] for op in ops]
     rows.append([])
-    rows.append(["nodes", *(str(m.nodes) for m in models)])
+    rows.append(["nodes, without Constant", *(str(m.nodes) for m in models)])
     rows.append(["parameters", *(f"{m.parameters:,}" for m in models)])
     rows.append(["bytes", *(f"{m.bytes:,}" for m in models)])
     return rows

@@ -80,9 +80,10 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
     ]
     spans = sorted(profile.spans, key=lambda span: -span.seconds)
     nodes = [[f"{s.op}: {' '.join(s.nodes[:3])}", s.seconds] for s in spans]
-    title = "time by operator or kernel"
+    whole = f"{sum(span.seconds for span in spans) * 1e6:,.0f} µs in all"
+    title = f"time by operator or kernel, {whole}"
     bars = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": ops})
-    title = "time by node or call"
+    title = f"time by node or call, {whole}"
     each = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": nodes})
     end = max((s.start + s.seconds for s in profile.spans), default=0.0)
     names = list(profile.operators)

@@ -65,6 +65,11 @@ class Report:
     after: Counter[str] = field(default_factory=Counter)
     """The number of nodes by operator in the result."""
 
+    @property
+    def operators(self) -> int:
+        """The number of fused operators in the result: of merged products, what they became."""
+        return sum(n for name, n in self.fusions.items() if (FUSE, name) in OPS)
+
 
 def op_counts(model: ir.Model) -> Counter[str]:
     """Nodes by operator, subgraphs included; Constant nodes are data, not operations."""
