@@ -57,6 +57,11 @@ class _Form:
     """Where the sizes of axes come from; those that are not listed are 1."""
 
     @property
+    def is_position(self) -> bool:
+        """Whether the value is the sum itself."""
+        return self.number is None and self.choice is None and not self.absolute
+
+    @property
     def both_ways(self) -> tuple[_Form, ...]:
         """The form and, where there is one sum, the same choice by the opposite sum."""
         if self.choice is None or self.also:
@@ -145,31 +150,12 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
     node = value.producer()
     if node is None or node.domain or not depth:
         return None
-    if node.op_type == "Range":
-        return _range(node)
-    if node.op_type == "Trilu":
-        return _triangle(node, depth)
-    if node.op_type in ("ConstantOfShape", "Expand", "CumSum"):
-        return _filled(node, depth)
-    if node.op_type == "GatherND":
-        return _gathered(node, depth)
-    if node.op_type == "Concat":
-        return _continued(node, depth)
-    if node.op_type in _VIEWS:
-        form = _form(node.inputs[0], depth - 1)
-        return None if form is None else _VIEWS[node.op_type](node, form)
-    if node.op_type == "Where":
-        return _where([_form(v, depth - 1) for v in node.inputs])
-    if node.op_type == "And":
-        return _both(node, depth)
-    if node.op_type == "Abs":
-        form = _form(node.inputs[0], depth - 1)
-        plain = form is not None and form.number is None and form.choice is None
-        return replace(form, absolute=True) if form is not None and plain else None
-    if node.op_type in _POINTWISE:
-        forms = [_form(v, depth - 1) for v in node.inputs]
-        return _pointwise(node.op_type, [f for f in forms if f is not None], len(forms))
-    return None
+    return _FORMS[node.op_type](node, depth) if node.op_type in _FORMS else None
+
+
+def _below(node: ir.Node, depth: int) -> list[_Form | None]:
+    """What the elements of the operands are."""
+    return [_form(value, depth - 1) for value in node.inputs]
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -225,7 +211,7 @@ def _band(array: np.ndarray, sizes: dict[int, object]) -> _Form | None:
     return _Form(None, factors, offset, choice, tuple(also), sizes=sizes)
 
 
-def _range(node: ir.Node) -> _Form | None:
+def _range(node: ir.Node, depth: int) -> _Form | None:
     """The form of a Range of integers: start, start + delta, ..."""
     start, delta = scalar(node.inputs[0]), scalar(node.inputs[2])
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
@@ -270,7 +256,7 @@ def _sizes(node: ir.Node, axes: int) -> dict[int, object]:
 def _gathered(node: ir.Node, depth: int) -> _Form | None:
     """Elements of what is one number, or positions along its last axis, by positions."""
     form, axes = _form(node.inputs[0], depth - 1), rank(node.outputs[0])
-    if form is None or axes is None or form.choice is not None or form.absolute:
+    if form is None or axes is None or not (form.is_position or form.number is not None):
         return None
     if form.number is not None:
         return _Form(form.number, sizes=_sizes(node, axes))
@@ -282,9 +268,9 @@ def _gathered(node: ir.Node, depth: int) -> _Form | None:
     if attribute(indices, "axis", 0) not in (-1, axes) or dim(indices.inputs[-1], -1) != 1:
         return None
     at = _form(indices.inputs[-1], depth - 1)
-    if at is None or at.number is not None or at.choice is not None or at.absolute:
+    if at is None or not at.is_position or at.offset < 0:
         return None
-    if at.offset < 0 or any(axis == -1 or factor < 0 for axis, factor in at.factors):
+    if any(axis == -1 or factor < 0 for axis, factor in at.factors):
         return None  # which counts from the end
     ((_, factor),) = form.factors
     factors = tuple((axis + 1, factor * step) for axis, step in at.factors)
@@ -297,10 +283,10 @@ def _continued(node: ir.Node, depth: int) -> _Form | None:
         return None
     if len(node.inputs) != 2 or node.inputs[0] is None or dim(node.inputs[0], -1) != 1:
         return None
-    first, rest = (_form(value, depth - 1) for value in node.inputs)
-    if first is None or rest is None or rest.number is not None or rest.choice is not None:
+    first, rest = _below(node, depth)
+    if first is None or rest is None or not rest.is_position:
         return None
-    if rest.absolute or len(rest.factors) != 1 or rest.factors[0][0] != -1:
+    if len(rest.factors) != 1 or rest.factors[0][0] != -1:
         return None
     offset = rest.offset - rest.factors[0][1]
     if first.number != offset:
@@ -339,34 +325,22 @@ def _permuted(form: _Form, places: dict[int, int]) -> _Form:
     return replace(form, factors=moved(form.factors), also=also, sizes=sizes)
 
 
-def _unsqueeze(node: ir.Node, form: _Form) -> _Form | None:
-    axes, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
-    if axes is None or size is None:
-        return None
-    total = size + len(axes)
-    new = {axis % total for axis in axes}
-    old_axes = [axis - total for axis in range(total) if axis not in new]
-    return _permuted(form, dict(zip(range(-size, 0), old_axes, strict=True)))
-
-
-def _squeeze(node: ir.Node, form: _Form) -> _Form | None:
+def _moved(node: ir.Node, form: _Form) -> _Form | None:
+    """The form behind a view that adds or takes away axes of 1, or moves one axis among such."""
+    numbers = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
     size = rank(node.inputs[0])
-    axes = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None or size is None:
+    if numbers is None or size is None:
         return None
-    gone = {axis % size - size for axis in axes}
-    remaining = [axis for axis in range(-size, 0) if axis not in gone]
-    if gone & set(form.sizes):
-        return None
-    return _permuted(form, {axis: i - len(remaining) for i, axis in enumerate(remaining)})
-
-
-def _reshape(node: ir.Node, form: _Form) -> _Form | None:
-    """One axis among axes of 1."""
-    shape, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
-    if shape is None or size != 1 or sorted(shape) != [-1, *[1] * (len(shape) - 1)]:
-        return None
-    return _permuted(form, {-1: shape.index(-1) - len(shape)})
+    if node.op_type == "Reshape":
+        if size != 1 or sorted(numbers) != [-1, *[1] * (len(numbers) - 1)]:
+            return None
+        return _permuted(form, {-1: numbers.index(-1) - len(numbers)})
+    more = len(numbers) if node.op_type == "Unsqueeze" else 0
+    ones = {axis % (size + more) for axis in numbers}
+    wide = [axis - size - more for axis in range(size + more) if axis not in ones]
+    narrow = range(-len(wide), 0)
+    places = dict(zip(narrow, wide, strict=True) if more else zip(wide, narrow, strict=True))
+    return _permuted(form, places) if places.keys() >= form.sizes.keys() else None
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:
@@ -408,9 +382,9 @@ def _cast(node: ir.Node, form: _Form) -> _Form | None:
 _VIEWS: dict[str, Callable[[ir.Node, _Form], _Form | None]] = {
     "Identity": lambda node, form: form,
     "Cast": _cast,
-    "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze,
-    "Reshape": _reshape,
+    "Unsqueeze": _moved,
+    "Squeeze": _moved,
+    "Reshape": _moved,
     "Slice": _slice,
 }
 
@@ -443,12 +417,13 @@ def _joined(forms: list[_Form]) -> dict[int, object] | None:
     return sizes
 
 
-def _pointwise(op_type: str, forms: list[_Form], count: int) -> _Form | None:
+def _pointwise(node: ir.Node, depth: int) -> _Form | None:
     """Sums and differences of positions, their comparison, and arithmetic on numbers."""
+    work = _POINTWISE[node.op_type]
+    forms = [form for form in _below(node, depth) if form is not None]
     sizes = _joined(forms)
-    if len(forms) != count or sizes is None:
+    if len(forms) != len(node.inputs) or sizes is None:
         return None
-    work = _POINTWISE[op_type]
     if len(forms) == 1:
         one = forms[0]
         if one.number is None and one.choice is None:
@@ -467,7 +442,7 @@ def _pointwise(op_type: str, forms: list[_Form], count: int) -> _Form | None:
         return _combined(a, b, lambda x, y: float(work(x, y)))
     if a.choice is not None or b.choice is not None:
         return None
-    return _of_positions(op_type, a, b, sizes)
+    return _of_positions(node.op_type, a, b, sizes)
 
 
 def _combined(a: _Form, b: _Form, work: Callable[[float, float], float]) -> _Form | None:
@@ -508,26 +483,24 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
     if op_type in ("Add", "Sub"):
         return combined(1 if op_type == "Add" else -1)
     difference = combined(-1)
-    if difference.number is not None and op_type in ("Equal", *_MIRRORED):
+    if difference.number is not None and op_type in ("Equal", *_COMPARISONS):
         return _mapped(difference, lambda x: float(_POINTWISE[op_type](x, 0.0)))
-    if op_type in ("GreaterOrEqual", "Less"):  # a - b >= 0, or not
-        return _settled(replace(difference, choice=(1.0, 0.0) if op_type != "Less" else (0.0, 1.0)))
-    if op_type in ("Greater", "LessOrEqual"):  # a - b - 1 >= 0, or not
-        choice = (1.0, 0.0) if op_type == "Greater" else (0.0, 1.0)
-        return _settled(replace(difference, offset=difference.offset - 1, choice=choice))
-    return None
-
-
-def _settled(form: _Form) -> _Form:
-    """A choice by one sum, or the number that it always is, since no index is below zero."""
-    assert form.choice is not None
+    if op_type not in _COMPARISONS:
+        return None
+    less, choice = _COMPARISONS[op_type]
+    form = replace(difference, offset=difference.offset - less, choice=choice)
     signs = {factor > 0 for _, factor in form.factors}
-    for sign, number in zip((True, False), form.choice, strict=True):
-        if signs == {sign} and (form.offset >= 0) == sign:
-            return _Form(number, sizes=form.sizes)
+    for sign, number in zip((True, False), choice, strict=True):
+        if signs == {sign} and (form.offset >= 0) == sign:  # always, as no index is below zero
+            return _Form(number, sizes=sizes)
     return form
 
 
+_COMPARISONS = {
+    "GreaterOrEqual": (0, (1.0, 0.0)), "Less": (0, (0.0, 1.0)),
+    "Greater": (1, (1.0, 0.0)), "LessOrEqual": (1, (0.0, 1.0)),
+}  # fmt: skip
+"""By what is less than the difference of the operands, and the choice by whether that is >= 0."""
 _MIRRORED = {"Less": "Greater", "LessOrEqual": "GreaterOrEqual",
              "Greater": "Less", "GreaterOrEqual": "LessOrEqual"}  # fmt: skip
 
@@ -540,12 +513,11 @@ def _of_distances(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
         a, b, op_type = b, a, _MIRRORED[op_type]
     if b.number is None:
         return None
-    near = op_type in ("Less", "LessOrEqual")
-    most = int(b.number) - (op_type in ("Less", "GreaterOrEqual"))
+    less, (far, near) = _COMPARISONS[op_type]
+    most = int(b.number) - 1 + less
     back = tuple((axis, -factor) for axis, factor in a.factors)
-    choice = (1.0, 0.0) if near else (0.0, 1.0)
     also = ((a.factors, most + a.offset),)
-    return _Form(None, back, most - a.offset, choice, also, sizes=sizes)
+    return _Form(None, back, most - a.offset, (near, far), also, sizes=sizes)
 
 
 def _both(node: ir.Node, depth: int) -> _Form | None:
@@ -574,9 +546,9 @@ def _both(node: ir.Node, depth: int) -> _Form | None:
     return None
 
 
-def _where(forms: list[_Form | None]) -> _Form | None:
+def _where(node: ir.Node, depth: int) -> _Form | None:
     """One of two numbers, or of a number and a choice, by a choice or by what always holds."""
-    condition, yes, no = forms
+    condition, yes, no = _below(node, depth)
     if condition is None or yes is None or no is None:
         return None
     sizes = _joined([condition, yes, no])
@@ -603,3 +575,22 @@ def _where(forms: list[_Form | None]) -> _Form | None:
     else:
         return None
     return None if form is None else replace(form, sizes=sizes)
+
+
+def _absolute(node: ir.Node, depth: int) -> _Form | None:
+    form = _form(node.inputs[0], depth - 1)
+    plain = form is not None and form.number is None and form.choice is None
+    return replace(form, absolute=True) if form is not None and plain else None
+
+
+def _viewed(node: ir.Node, depth: int) -> _Form | None:
+    form = _form(node.inputs[0], depth - 1)
+    return None if form is None else _VIEWS[node.op_type](node, form)
+
+
+_FORMS: dict[str, Callable[[ir.Node, int], _Form | None]] = {
+    "Abs": _absolute, "And": _both, "Concat": _continued, "ConstantOfShape": _filled,
+    "CumSum": _filled, "Expand": _filled, "GatherND": _gathered, "Range": _range,
+    "Trilu": _triangle, "Where": _where,
+    **dict.fromkeys(_VIEWS, _viewed), **dict.fromkeys(_POINTWISE, _pointwise),
+}  # fmt: skip
