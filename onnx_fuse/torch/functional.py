@@ -67,44 +67,6 @@ class _Sketch:
         return Graph(key, model)
 
 
-def _product_graph(
-    norm: str, dtype: str, epsilon: str, activation: str, bias: str, transposed: str, key: str
-) -> Graph:
-    sketch = _Sketch(dtype)
-    x = sketch.input("x", "M", "K")
-    w, c = sketch.weight(transposed), sketch.bias(bias == "1")
-    affine = {"": (), "LayerNorm": ("ln_weight", "ln_bias"), "RMSNorm": ("norm_weight",)}[norm]
-    scales = [sketch.input(name, "K") for name in affine]
-    name = FusedName.make("Gemm", BY_KEY[activation].name if activation else "", norm=norm)
-    attributes: dict[str, Any] = {"epsilon": float(epsilon)} if norm else {}
-    if norm == "RMSNorm" and dtype == "DOUBLE":
-        attributes["stash_type"] = int(ir.DataType.DOUBLE)
-    y = sketch.op.node(str(name), [x, *scales, w, c], domain=FUSE, attributes=attributes)
-    return sketch.graph(key, y, "M", "N")
-
-
-@cache
-def _layernorm_linear_graph(
-    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
-) -> Graph:
-    key = built("layernorm_linear", dtype, epsilon, activation, bias, transposed)
-    return _product_graph("LayerNorm", dtype, epsilon, activation, bias, transposed, key)
-
-
-@cache
-def _rms_norm_linear_graph(
-    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
-) -> Graph:
-    key = built("rms_norm_linear", dtype, epsilon, activation, bias, transposed)
-    return _product_graph("RMSNorm", dtype, epsilon, activation, bias, transposed, key)
-
-
-@cache
-def _linear_activation_graph(dtype: str, activation: str, bias: str, transposed: str) -> Graph:
-    key = built("linear_activation", dtype, activation, bias, transposed)
-    return _product_graph("", dtype, "0", activation, bias, transposed, key)
-
-
 @cache
 def _attention_graph(
     dtype: str, heads: str, groups: str, width: str, causal: str, scale: str, mask: str
@@ -152,13 +114,7 @@ def _linear_cross_entropy_graph(
     return sketch.graph(key, loss, *(["M"] if reduction == "none" else []))
 
 
-BUILDERS.update(
-    layernorm_linear=_layernorm_linear_graph,
-    rms_norm_linear=_rms_norm_linear_graph,
-    linear_activation=_linear_activation_graph,
-    attention=_attention_graph,
-    linear_cross_entropy=_linear_cross_entropy_graph,
-)
+BUILDERS.update(attention=_attention_graph, linear_cross_entropy=_linear_cross_entropy_graph)
 
 
 # ---- operators -------------------------------------------------------------------------------
@@ -175,41 +131,47 @@ def _flag(value: object) -> str:
     return "0" if value is None or value is False else "1"
 
 
-_LAYERNORM_LINEAR = Operator(
-    "layernorm_linear",
-    ("x", "weight", "bias?", "ln_weight", "ln_bias"),
-    ("float eps", "str activation", "bool transposed"),
-    saves=3,
-    graph=lambda x, weight, bias, ln_weight, ln_bias, eps, activation, transposed: (
-        _layernorm_linear_graph(
-            _dtype(x.dtype), repr(eps), activation, _flag(bias), _flag(transposed)
+def _product(name: str, norm: str, *affine: str) -> Operator:
+    """The operator of act(linear(norm(x))), whose norm has these parameters."""
+
+    @cache
+    def graph(dtype: str, *options: str) -> Graph:
+        *epsilon, activation, bias, transposed = options
+        sketch = _Sketch(dtype)
+        x = sketch.input("x", "M", "K")
+        w, c = sketch.weight(transposed), sketch.bias(bias == "1")
+        scales = [sketch.input(each, "K") for each in affine]
+        act = BY_KEY[activation].name if activation else ""
+        attributes: dict[str, Any] = {"epsilon": float(epsilon[0])} if epsilon else {}
+        if norm == "RMSNorm" and dtype == "DOUBLE":
+            attributes["stash_type"] = int(ir.DataType.DOUBLE)
+        y = sketch.op.node(
+            str(FusedName.make("Gemm", act, norm=norm)), [x, *scales, w, c], domain=FUSE,
+            attributes=attributes,
+        )  # fmt: skip
+        return sketch.graph(built(name, dtype, *options), y, "M", "N")
+
+    def graph_of(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Graph:
+        *epsilon, activation, transposed = more[len(affine) :]
+        return graph(
+            _dtype(x.dtype), *map(repr, epsilon), activation, _flag(bias), _flag(transposed)
         )
-    ),
-    flat=2,
-    rows=True,
-).define()
-_RMS_NORM_LINEAR = Operator(
-    "rms_norm_linear",
-    ("x", "weight", "bias?", "norm_weight"),
-    ("float eps", "str activation", "bool transposed"),
-    saves=2,
-    graph=lambda x, weight, bias, norm_weight, eps, activation, transposed: _rms_norm_linear_graph(
-        _dtype(x.dtype), repr(eps), activation, _flag(bias), _flag(transposed)
-    ),
-    flat=2,
-    rows=True,
-).define()
-_LINEAR_ACTIVATION = Operator(
-    "linear_activation",
-    ("x", "weight", "bias?"),
-    ("str activation", "bool transposed"),
-    saves=1,
-    graph=lambda x, weight, bias, activation, transposed: _linear_activation_graph(
-        _dtype(x.dtype), activation, _flag(bias), _flag(transposed)
-    ),
-    flat=2,
-    rows=True,
-).define()
+
+    BUILDERS[name] = graph
+    return Operator(
+        name,
+        ("x", "weight", "bias?", *affine),
+        (*(["float eps"] if norm else ()), "str activation", "bool transposed"),
+        saves=1 + len(affine),
+        graph=graph_of,
+        flat=2,
+        rows=True,
+    ).define()
+
+
+_LAYERNORM_LINEAR = _product("layernorm_linear", "LayerNorm", "ln_weight", "ln_bias")
+_RMS_NORM_LINEAR = _product("rms_norm_linear", "RMSNorm", "norm_weight")
+_LINEAR_ACTIVATION = _product("linear_activation", "")
 _LINEAR_CROSS_ENTROPY = Operator(
     "linear_cross_entropy",
     ("x", "weight", "bias?", "target"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,19 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation
 from onnx_fuse.ops.opdef import fused_op, register
 from onnx_fuse.ops.patterns import Formula, text_rule
-from onnx_fuse.ops.rules import Rewriter, Rule, attribute, is_float, number, scalar
+from onnx_fuse.ops.rules import (
+    Rewriter,
+    Rule,
+    attribute,
+    consumer_views,
+    consumers,
+    is_float,
+    move_shape_readers,
+    number,
+    replay_views,
+    scalar,
+    typed,
+)
 
 
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
@@ -43,6 +56,35 @@ def _clipped(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
         return None
     exact = 0 < high < np.inf and float(np.float32(high)) == high
     return (ACTIVATIONS["ClippedRelu"], {"alpha": high}) if exact else None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What follows a value `z`: views, each the only reader of the one before, then an activation.
+
+    An activation is elementwise: it may as well run before a Reshape or Transpose.
+    """
+
+    z: ir.Value
+    views: tuple[ir.Node, ...]
+    node: ir.Node
+    activation: Activation
+    attributes: dict[str, float]
+    operands: tuple[ir.Value, ...] = ()
+
+    def replayed(self, op: Builder, y: ir.Value) -> ir.Value:
+        """The views of `y`, which is the activation of `z`."""
+        move_shape_readers(self.z, typed(y, self.z, self.z.shape))
+        return replay_views(op, self.views, self.z, y)
+
+
+def tail_of(z: ir.Value) -> Tail | None:
+    """The activation among the readers of `z`, which may have others, or of views of it."""
+    views = consumer_views(z)
+    for node in consumers(views[-1].outputs[0] if views else z):
+        if activation := activation_of(node):
+            return Tail(z, tuple(views), node, *activation)
+    return None
 
 
 def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:

@@ -6,7 +6,6 @@ with one ConvAdd or ConvAdd<Act>; ConvPRelu has a slope for each filter besides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import onnx_ir as ir
@@ -15,7 +14,7 @@ from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
-from onnx_fuse.ops.fused.activations import activation_of
+from onnx_fuse.ops.fused.activations import Tail, tail_of
 from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
@@ -23,15 +22,12 @@ from onnx_fuse.ops.rules import (
     Rule,
     attribute,
     combined_with,
-    consumer_views,
     consumers,
     is_constant,
     is_float,
-    move_shape_readers,
     other_operand,
     producer,
     readers,
-    replay_views,
     sole_consumer,
     typed,
 )
@@ -67,32 +63,15 @@ register(
 # ---- recognition -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tail:
-    """What follows a sum: views, then an activation of it."""
-
-    views: tuple[ir.Node, ...]
-    node: ir.Node
-    activation: Activation
-    attributes: dict[str, float]
-    operands: tuple[ir.Value, ...] = ()
-
-
-def _activation(z: ir.Value) -> _Tail | None:
+def _activation(z: ir.Value) -> Tail | None:
     """The activation among the readers of `z`, which may have others, or of views of it."""
-    # An activation is elementwise: it may as well run before a Reshape or Transpose.
-    views = consumer_views(z)
-    last = views[-1].outputs[0] if views else z
-    for node in consumers(last):
-        if node.op_type == "PRelu" and not node.domain and not views:
-            slope = other_operand(node, z)
-            if node.inputs[0] is not z or slope is None or slope is z:
-                return None  # the result is the slope
-            return _Tail((), node, _PRELU, {}, (slope,))
-        activation = activation_of(node)
-        if activation is not None:
-            return _Tail(tuple(views), node, *activation)
-    return None
+    prelu = next((n for n in consumers(z) if n.op_type == "PRelu" and not n.domain), None)
+    if prelu is None:
+        return tail_of(z)
+    slope = other_operand(prelu, z)
+    if prelu.inputs[0] is not z or slope is None or slope is z:
+        return None  # the result is the slope
+    return Tail(z, (), prelu, _PRELU, {}, (slope,))
 
 
 def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
@@ -194,10 +173,7 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     if sum_of is not None:
         at = sum_of[0]
     if act is not None:
-        at = act.node
-        y = typed(y, total, total.shape)
-        move_shape_readers(total, y)
-        y = replay_views(op, act.views, total, y)
+        at, y = act.node, act.replayed(op, y)
     return rw.replace(at, op, [at.outputs[0]], [y])
 
 

@@ -20,7 +20,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused import padded
-from onnx_fuse.ops.fused.activations import activation_of
+from onnx_fuse.ops.fused.activations import Tail, tail_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
 from onnx_fuse.ops.fused.norm import EPSILON, LAYER_NORM_TEXT, RMS_TEXT, STASH, Norm, canonical_norm
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
@@ -39,7 +39,6 @@ from onnx_fuse.ops.rules import (
     is_float,
     is_initializer,
     label,
-    move_shape_readers,
     replay_views,
     sole_reader,
     through_row_views,
@@ -100,9 +99,7 @@ class _Site:
     nodes: tuple[ir.Node, ...]
     norm: Norm | None = None
     views: tuple[ir.Node, ...] = ()
-    activation: Activation | None = None
-    attributes: tuple[tuple[str, float], ...] = ()
-    after: tuple[ir.Node, ...] = ()  # views between the sum and its activation
+    tail: Tail | None = None
     moved: bool = False  # the product comes before `views`, whose added rows are `fill`
     fill: padded.Fill = None
 
@@ -148,11 +145,9 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
 
 
 def _with_activation(rw: Rewriter, site: _Site) -> _Site:
-    # An activation is elementwise: it may as well run before a Reshape or Transpose of the sum.
-    after = consumer_views(site.output)
+    tail, after = tail_of(site.output), consumer_views(site.output)
     z = after[-1].outputs[0] if after else site.output
-    near = [n for n in consumers(z) if activation_of(n)]
-    if not near:
+    if tail is None:
         unfused = [n for n in consumers(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
             names = ", ".join(ACTIVATIONS)
@@ -161,18 +156,9 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
         return site
     if sole_reader(z) is None:
         reason = "its input has other readers"
-        rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
+        rw.refuse("Gemm+activation", [site.nodes[0], tail.node], reason)
         return site
-    activation = activation_of(near[0])
-    assert activation is not None
-    row, attributes = activation
-    return replace(
-        site,
-        activation=row,
-        attributes=tuple(attributes.items()),
-        nodes=(*site.nodes, near[0]),
-        after=tuple(after),
-    )
+    return replace(site, tail=tail, nodes=(*site.nodes, tail.node))
 
 
 def _with_norm(rw: Rewriter, site: _Site) -> _Site:
@@ -212,9 +198,8 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
         reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
         rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)
         return replace(site, views=())
-    nodes = site.nodes[:-1] if site.activation else site.nodes
-    alone = replace(site, activation=None, attributes=(), nodes=nodes, after=())
-    return replace(alone, norm=norm, moved=True, fill=fill)
+    nodes = site.nodes[:-1] if site.tail else site.nodes
+    return replace(site, tail=None, nodes=nodes, norm=norm, moved=True, fill=fill)
 
 
 def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
@@ -236,13 +221,13 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         _explain_dynamic_weight(rw, node)
         return False
     site = _with_norm(rw, _with_activation(rw, _with_bias(rw, site)))
-    plain = site.norm is None and site.activation is None
-    if plain and (site.c is None or node.op_type == "Gemm"):
+    tail = site.tail
+    if site.norm is None and tail is None and (site.c is None or node.op_type == "Gemm"):
         return False
     op = Builder()
     x, prefix = site.x, ""
     inputs: list[ir.Value] = []
-    attributes: dict[str, float | int] = dict(site.attributes)
+    attributes: dict[str, float | int] = {**tail.attributes} if tail else {}
     if site.norm is not None:
         norm = site.norm
         views = () if site.moved else site.views
@@ -255,19 +240,13 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
     c = site.c if site.c is not None else rw.zeros(site.output)
     if site.moved and (bias := const_array(site.c)) is not None:
         c = op.constant(bias)  # as the added rows are: no parameter any more, which trains
-    act = site.activation.name if site.activation else ""
-    name = str(FusedName.make("Gemm", act, norm=prefix))
+    name = str(FusedName.make("Gemm", tail.activation.name if tail else "", norm=prefix))
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
     if site.moved:
         shape = ir.Shape([*(x.shape or ())[:-1], dim(w, 1)])
         y = padded.replay_padded_views(op, site.x, site.views, typed(y, x, shape), site.fill)
-    before = site.output if not site.after else site.after[0].inputs[0]
-    for view in site.after:
-        move_shape_readers(before, y)
-        before = view.outputs[0]
-        y = replay_views(op, [view], view.inputs[0], typed(y, site.output))
-    if site.activation is not None:
-        move_shape_readers(before if site.after else site.nodes[-1].inputs[0], y)
+    if tail is not None:
+        y = tail.replayed(op, y)
     return rw.replace(site.nodes[-1], op, [site.output], [y])
 
 
