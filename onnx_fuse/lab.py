@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse import progress, single_op_models, tune
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Selection, candidates, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import (
     AnyProblem,
     GemmProblem,
@@ -147,10 +145,7 @@ def _compared(
     call: Call, plain: Selection, tries: Sequence[Selection], hw: Hardware
 ) -> Iterator[tuple[Selection, str]]:
     """Each choice, with what is wrong with its results."""
-    calls = [with_launches(call, choice, hw) for choice in (plain, *tries)]
-    with progress.watched(None):
-        nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
-    operands = tune.Operands(call, max(c.workspace for c in calls), hw)
+    calls, operands = tune.prepared(call, (plain, *tries), hw)
     truth = operands.results(calls[0])
     math = call.problem.math if isinstance(call.problem, GemmProblem) else "ieee"
     for choice, attempt in zip(tries, calls[1:], strict=True):
@@ -175,20 +170,11 @@ def measure(
     assert problem is not None
     tries: list[Selection] = []
     for kernel in kernels:
-        if kernel.supports(problem, hw) is None:
-            ranked = sorted(
-                (Selection(kernel, how, kernel.cost(problem, how, hw), "lab")
-                 for how in kernel.configs(problem, hw)),
-                key=lambda choice: choice.seconds,
-            )  # fmt: skip
-            good = [c for c in ranked if (c.kernel.name, str(c.config)) in sound]
-            tries += good[:top]
-    calls = [with_launches(call, choice, hw) for choice in tries]
-    with progress.watched(None):
-        nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
-    if not calls:
+        ranked = tune.ranked(kernel, problem, hw, "lab")
+        tries += [c for c in ranked if (c.kernel.name, str(c.config)) in sound][:top]
+    if not tries:
         return []
-    operands = tune.Operands(call, max(c.workspace for c in calls), hw)
+    calls, operands = tune.prepared(call, tries, hw)
     medians = tune.medians([operands.graph(c) for c in calls])
     return sorted(
         ((_row(problem, call, choice, s, hw), choice)

@@ -22,6 +22,7 @@ from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import Selection, candidates, select, tuning
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware
@@ -92,19 +93,37 @@ def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Selection
     """
     present = select(problem.op, problem, hw)
     assert present is not None
-    ranked: list[tuple[float, Selection]] = []
+    choices: list[Selection] = []
     for kernel in candidates(problem.op):
-        if kernel.supports(problem, hw) is None:
-            hows = [(kernel.cost(problem, how, hw), how) for how in kernel.configs(problem, hw)]
-            hows.sort(key=lambda pair: pair[0])
-            ranked += [(cost, Selection(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
-    ranked.sort(key=lambda pair: pair[0])
+        choices += ranked(kernel, problem, hw)[:top]
+    choices.sort(key=lambda choice: choice.seconds)
     first = (present.kernel.name, present.config)
     return [present] + [
         choice
-        for cost, choice in ranked
-        if cost <= 2 * ranked[0][0] and (choice.kernel.name, choice.config) != first
+        for choice in choices
+        if choice.seconds <= 2 * choices[0].seconds and (choice.kernel.name, choice.config) != first
     ]
+
+
+def ranked(
+    kernel: Kernel, problem: AnyProblem, hw: Hardware, why: str = "tuned"
+) -> list[Selection]:
+    """The configurations of a kernel, best predicted first; none where it does not serve."""
+    if kernel.supports(problem, hw) is not None:
+        return []
+    choices = [
+        Selection(kernel, how, kernel.cost(problem, how, hw), why)
+        for how in kernel.configs(problem, hw)
+    ]
+    return sorted(choices, key=lambda choice: choice.seconds)
+
+
+def prepared(call: Call, choices: Sequence[Selection], hw: Hardware) -> tuple[list[Call], Operands]:
+    """The call by each of the choices, compiled, and operands for all of them."""
+    calls = [with_launches(call, choice, hw) for choice in choices]
+    with progress.watched(None):  # its kernels are a part of the step
+        nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
+    return calls, Operands(call, max(c.workspace for c in calls), hw)
 
 
 def _tune(
@@ -112,10 +131,7 @@ def _tune(
 ) -> tuple[Tuned, dict[str, object]]:
     math = problem.math if isinstance(problem, GemmProblem) else "ieee"
     present = choices[0]
-    tries = [with_launches(call, choice, hw) for choice in choices]
-    with progress.watched(None):  # its kernels are a part of the step
-        nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
-    operands = Operands(call, max(t.workspace for t in tries), hw)
+    tries, operands = prepared(call, choices, hw)
     truth = operands.results(tries[0])
     runs, sound = [operands.graph(tries[0])], [present]
     refused: list[str] = []

@@ -45,7 +45,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "Operands", Played)
-    monkeypatch.setattr(lab.nvrtc, "compile_all", lambda *_: None)
+    monkeypatch.setattr(tune.nvrtc, "compile_all", lambda *_: None)
     monkeypatch.setattr(Played, "wrong", "")
     monkeypatch.setattr(lab, "CASES", lab.CASES[:2])
     monkeypatch.setattr(command, "hardware_of", lambda device: H200)
