@@ -22,7 +22,7 @@ from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
-from onnx_fuse.ops.fused.activations import activation_of
+from onnx_fuse.ops.fused.activations import Tail, activation_of
 from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
@@ -77,25 +77,24 @@ class _Unit:
     products: tuple[tuple[Parts, bool], ...]
     norm: dict[str, object]
     place: str
-    activation: Activation
-    attributes: dict[str, float | int]
+    gate: Tail
     nodes: tuple[ir.Node, ...]
 
 
-def _gate_of(value: ir.Value | None) -> tuple[ir.Node, Activation, dict[str, float]] | None:
+def _gate_of(value: ir.Value | None) -> Tail | None:
     """The activation that `value` is the result of, by itself or of a fused product."""
     node = value.producer() if value is not None else None
-    if node is None:
+    z = node.inputs[0] if node is not None and node.inputs else None
+    if node is None or z is None:
         return None
-    activation = activation_of(node)
-    if activation is not None:
-        return node, *activation
+    if activation := activation_of(node):
+        return Tail(z, (), node, *activation)
     parts = product_parts(node)
     if parts is None or not parts.activation:
         return None
     row = ACTIVATIONS[parts.activation]
     attributes = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
-    return node, row, attributes
+    return Tail(z, (), node, row, attributes)
 
 
 def _recognize(rw: Rewriter, node: ir.Node) -> bool:
@@ -104,15 +103,12 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
         return rw.training and node.op_type in OPS and _apart(rw, node)
     if rw.training or node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
         return False
-    for gate, let in (node.inputs, reversed(node.inputs)):
-        activation = _gate_of(gate)
-        if activation is None or gate is None or let is None or gate is let:
+    for factor, let in (node.inputs, reversed(node.inputs)):
+        gate = _gate_of(factor)
+        if gate is None or let is None or factor is let:
             continue
-        if product_parts(activation[0]) is None:
-            unit = _of_halves(rw, node, *activation, let)
-        else:
-            unit = _of_two_products(rw, node, *activation, let)
-        if unit is not None:
+        unit_of = _of_halves if product_parts(gate.node) is None else _of_two_products
+        if (unit := unit_of(rw, node, gate, let)) is not None:
             return _fuse(rw, node, unit)
     return False
 
@@ -120,38 +116,33 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
 # ---- one product whose result is split -------------------------------------------------------
 
 
-def _of_halves(
-    rw: Rewriter,
-    node: ir.Node,
-    gate: ir.Node,
-    row: Activation,
-    attributes: dict[str, float],
-    let: ir.Value,
-) -> _Unit | None:
-    z = gate.inputs[0]
-    first, second = cut_of(z), cut_of(let)
-    if z is None or first is None or second is None:
+def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit | None:
+    first, second = cut_of(gate.z), cut_of(let)
+    if first is None or second is None:
         return None
     joined = first.source
     product = joined.producer()
     plain = _plain(product)
     if joined is not second.source or product is None or plain is None:
         return None
-    nodes = (product, *dict.fromkeys((first.node, second.node)), gate, node)
+    nodes = (product, *dict.fromkeys((first.node, second.node)), gate.node, node)
     width, size = dim(joined, -1), rank(joined)
     if size is None or {first.axis, second.axis} != {size - 1}:
         return _refused(rw, nodes, "it is split along another axis than the product's columns")
     if width is None or width % 2 or {first.start, second.start} != {0, width // 2}:
         return _refused(rw, nodes, "what it is split in are not the halves of a product")
-    if any(dim(piece, -1) != width // 2 for piece in (z, let)):
+    if any(dim(piece, -1) != width // 2 for piece in (gate.z, let)):
         return _refused(rw, nodes, "what it is split in are not the halves of a product")
-    readers = (
-        (joined, {first.node, second.node}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
-    )  # fmt: skip
-    if not _read_by(*readers):
+    readers = {
+        joined: {first.node, second.node},
+        gate.z: {gate.node},
+        let: {node},
+        gate.node.outputs[0]: {node},
+    }
+    if any(set(consumers(v)) != nodes or v.is_graph_output() for v, nodes in readers.items()):
         return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
     place = "GateFirst" if first.start == 0 else "GateLast"
-    return _Unit((plain,), _norm_of(product), place, row, dict(attributes), nodes)
+    return _Unit((plain,), _norm_of(product), place, gate, nodes)
 
 
 def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
@@ -172,13 +163,6 @@ def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
     return Parts("", "", (x,), w, more[0]), bool(attribute(node, "transB", 0))
 
 
-def _read_by(*expected: tuple[ir.Value, set[ir.Node]]) -> bool:
-    """Whether each value is read by these nodes alone, and is no output of the graph."""
-    return all(
-        set(consumers(value)) == nodes and not value.is_graph_output() for value, nodes in expected
-    )
-
-
 def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | None:
     rw.refuse(NAME, nodes, reason)
     return None
@@ -187,26 +171,19 @@ def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | Non
 # ---- two products of one x -------------------------------------------------------------------
 
 
-def _of_two_products(
-    rw: Rewriter,
-    node: ir.Node,
-    gate: ir.Node,
-    row: Activation,
-    attributes: dict[str, float],
-    let: ir.Value,
-) -> _Unit | None:
+def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit | None:
     up = let.producer()
-    first, plain = product_parts(gate), _plain(up)
+    first, plain = product_parts(gate.node), _plain(up)
     if up is None or first is None or plain is None:
         return None
     second, turned = plain
     same = len(first.head) == len(second.head) and all(
         a is b for a, b in zip(first.head, second.head, strict=True)
     )
-    if not same or first.prefix != second.prefix or _norm_of(gate) != _norm_of(up):
+    if not same or first.prefix != second.prefix or _norm_of(gate.node) != _norm_of(up):
         return None
-    nodes = (gate, up, node)
-    if gate.graph is not node.graph or up.graph is not node.graph:
+    nodes = (gate.node, up, node)
+    if gate.node.graph is not node.graph or up.graph is not node.graph:
         return None
     if not (is_initializer(first.w) and is_initializer(second.w)):
         return _refused(rw, nodes, "its weights are computed")
@@ -215,7 +192,7 @@ def _of_two_products(
     widths = {dim(first.w, 1), dim(second.w, 0 if turned else 1)}
     if len(widths) > 1 or None in widths:
         return _refused(rw, nodes, "its two products differ in width")
-    if sole_consumer(gate.outputs[0]) is not node or sole_consumer(let) is not node:
+    if sole_consumer(gate.node.outputs[0]) is not node or sole_consumer(let) is not node:
         return _refused(rw, nodes, "other nodes read one of its two products, too")
     for w, c in ((first.w, first.c), (second.w, second.c)):
         row_of = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
@@ -225,8 +202,7 @@ def _of_two_products(
             return _refused(rw, nodes, "its weights are parts of a merged one")
     if first.w is second.w:
         return _refused(rw, nodes, "both products are with the same weight")
-    products = ((first, False), plain)
-    return _Unit(products, _norm_of(gate), "GateFirst", row, dict(attributes), nodes)
+    return _Unit(((first, False), plain), _norm_of(gate.node), "GateFirst", gate, nodes)
 
 
 def _norm_of(node: ir.Node) -> dict[str, object]:
@@ -255,8 +231,8 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         w = rw.pack(op, weights, None, 1, stem)
         widths = [dim(v, 1) or 0 for v in weights]
         c = merged_bias(op, rw, [part.c for part in parts], widths, weights[0], stem)
-    name = FusedName.make("Gemm", unit.activation.name, norm=prefix, place=unit.place)
-    attributes = {**unit.norm, **unit.attributes}
+    name = FusedName.make("Gemm", unit.gate.activation.name, norm=prefix, place=unit.place)
+    attributes = {**unit.norm, **unit.gate.attributes}
     y = op.node(str(name), [*head, w, c], domain=FUSE, attributes=attributes)
     return rw.replace(node, op, [node.outputs[0]], [typed(y, node.outputs[0])])
 

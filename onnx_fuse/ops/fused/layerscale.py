@@ -148,21 +148,8 @@ def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray | Non
     return product if np.isfinite(product).all() and not lost.any() else None
 
 
-RULES = (
-    Rule(
-        NAME,
-        1,
-        ("Mul",),
-        partial(_fold, NAME),
-        training=False,
-        conditions="readers weights types ranks body",
-    ),
-    Rule(
-        NAME_16,
-        3,
-        ("Mul",),
-        partial(_fold, NAME_16),
-        training=False,
-        conditions="readers weights types ranks body",
-    ),
+_CONDITIONS = "readers weights types ranks body"
+RULES = tuple(
+    Rule(name, level, ("Mul",), partial(_fold, name), training=False, conditions=_CONDITIONS)
+    for name, level in ((NAME, 1), (NAME_16, 3))
 )
