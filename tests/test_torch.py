@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused() -> None:
         oft.linear_activation(x, w, None, "gelu")
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         oft.linear_activation(x, w.double(), None, "gelu")
-    with pytest.raises(UsageError, match="no activation 'swish'"):
+    with pytest.raises(UsageError, match="unknown activation 'swish'"):
         oft.linear_activation(x, w, None, "swish")
     with pytest.raises(UsageError, match=r"no fused function of torch\.int64"):
         oft.linear_activation(x.long(), w.long(), None, "gelu")
