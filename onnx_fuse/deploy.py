@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_fuse import __version__, progress, rewrite, session
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import source_hash, waits, waits_first
+from onnx_fuse.cuda.source import source_hash, waiting
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
@@ -371,8 +371,8 @@ def _modules(
                 cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
                 members[cubins[arch]] = cubin
         names[source, defines] = (unique(source), defines)
-        waiting = [waits(source), waits_first(source)]
-        entry = {"source": unique(source), "defines": defines, "waits": waiting, "cubins": cubins}
+        waits = waiting(source)
+        entry = {"source": unique(source), "defines": defines, "waits": waits, "cubins": cubins}
         table.append(entry)
     return names, table
 

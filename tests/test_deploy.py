@@ -21,7 +21,7 @@ from support import ENCODER, assert_same, setting, table
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, rewrite, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import waits, waits_first
+from onnx_fuse.cuda.source import waiting
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program import template
@@ -109,8 +109,7 @@ def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
                 cubin = nvrtc.compile(x.source, x.defines, "sm_90a")
                 assert cubin == nvrtc.compile(y.source, y.defines, "sm_90a")
                 assert cubin[:4] == b"\x7fELF"
-                assert waits(x.source) == waits(y.source)
-                assert waits_first(x.source) == waits_first(y.source)
+                assert waiting(x.source) == waiting(y.source)
         for b in written.buffers:
             if b.kind == "weight" and b.id in written.constants:
                 assert loaded.weight(b.name).tobytes() == written.constants[b.id].tobytes()

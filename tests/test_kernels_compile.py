@@ -15,7 +15,7 @@ from support import python
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import Defines, source_root, waits, waits_first
+from onnx_fuse.cuda.source import Defines, source_root, waiting
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import text_model
@@ -511,24 +511,23 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(
 def test_every_kernel_waits_for_the_launch_before() -> None:
     sources = [p.relative_to(source_root()).as_posix() for p in source_root().rglob("*.cu")]
     assert len(sources) > 30
-    assert [s for s in sources if not waits(s)] == []
+    assert [s for s in sources if not waiting(s)[0]] == []
     # loads through such a pointer go ahead of the wait
     texts = [path.read_text() for path in source_root().rglob("*.cu*")]
     assert not any("* __restrict__" in text for text in texts)
     careless = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; }\n'
-    assert not waits(careless)  # launched when all before it is done
-    assert waits(careless.replace("*x", "after_previous_launch(); *x"))
+    assert not waiting(careless)[0]  # launched when all before it is done
+    assert waiting(careless.replace("*x", "after_previous_launch(); *x"))[0]
 
 
 def test_kernels_that_do_something_before_they_wait_follow_one_launch_alone() -> None:
     step = ("gemm/fma_sm80.cu", "gemm/simt.cu", "layernorm/row.cu", "layernorm/grad.cu",
             "reduce/reduce.cu", "loss/cross_entropy.cu")  # fmt: skip
-    assert all(waits_first(source) for source in step)
-    assert not waits_first("gemm/cluster_sm90.cu")  # it reads weights ahead
+    assert all(waiting(source)[1] for source in step)
+    assert waiting("gemm/cluster_sm90.cu") == (True, False)  # it reads weights ahead
     late = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; y(); WAIT }\n'
     late = late.replace("WAIT", "after_previous_launch();")
-    assert waits(late)
-    assert not waits_first(late)
+    assert waiting(late) == (True, False)
 
 
 @pytest.mark.parametrize("level", [0, 2])

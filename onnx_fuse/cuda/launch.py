@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
-from onnx_fuse.cuda.source import KEPT, Defines, waits
+from onnx_fuse.cuda.source import KEPT, Defines, waiting
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware, Launch
 
@@ -166,7 +166,7 @@ class BoundLaunch:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
-        self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
+        self.launch, self.early = launch, hw.cc >= 90 and waiting(launch.source)[0]
         self.grid = launch.grid
         self._loaded = _kernel(launch, hw.arch)
         self._kernel = self._loaded.function

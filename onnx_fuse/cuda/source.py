@@ -13,6 +13,7 @@ from typing import Any
 KEPT = 4096
 """Kernels, and texts of kernels, that a process keeps; the least recently used go first."""
 Defines = tuple[tuple[str, str], ...]
+_WAIT = re.compile(r"\b(after_previous_launch|grid_dependency_wait)\(\)")
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
 
 
@@ -60,13 +61,13 @@ _GIVERS: Counter[Any] = Counter()  # of each key above
 
 
 def give(
-    source: str, defines: Defines, arch: str, cubin: bytes | memoryview, waiting: tuple[bool, bool]
+    source: str, defines: Defines, arch: str, cubin: bytes | memoryview, waits: tuple[bool, bool]
 ) -> None:
-    """Register `cubin` as what `source` compiles to; `waiting` is its (waits, waits_first).
+    """Register `cubin` as what `source` compiles to; `waits` are those of `waiting`.
 
     `source` is then a name alone, which must tell the text apart from any other.
     """
-    GIVEN[source, defines, arch], _GIVEN_WAITS[source] = cubin, waiting
+    GIVEN[source, defines, arch], _GIVEN_WAITS[source] = cubin, waits
     _GIVERS.update(((source, defines, arch), source))
 
 
@@ -83,22 +84,16 @@ def take_back(keys: Iterable[tuple[str, Defines, str]]) -> None:
 
 
 @lru_cache(KEPT)
-def waits(source: str) -> bool:
-    """Whether its kernels wait for the launch before by themselves, so may start while it runs."""
-    if source in _GIVEN_WAITS:
-        return _GIVEN_WAITS[source][0]
-    kernels = source_text(source).split("__global__")[1:]
-    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", k) for k in kernels)
+def waiting(source: str) -> tuple[bool, bool]:
+    """Whether its kernels wait for the launch before by themselves, so may start while it runs.
 
-
-@lru_cache(KEPT)
-def waits_first(source: str) -> bool:
-    """Whether its kernels do nothing before they wait, and so may follow any launches early."""
+    And whether they do nothing ahead of that, so may follow any launches early.
+    """
     if source in _GIVEN_WAITS:
-        return _GIVEN_WAITS[source][1]
+        return _GIVEN_WAITS[source]
     kernels = source_text(source).split("__global__")[1:]
-    heads = [";".join(k.partition("{")[2].split(";")[:2]) for k in kernels]
-    return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", h) for h in heads)
+    heads = [";".join(kernel.partition("{")[2].split(";")[:2]) for kernel in kernels]
+    return all(map(_WAIT.search, kernels)), all(map(_WAIT.search, heads))
 
 
 @lru_cache(KEPT)
