@@ -12,7 +12,7 @@ from math import ceil
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import LIBRARY, epilogue_refusal, normed
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
@@ -56,7 +56,7 @@ def version() -> int | str:
     return int(library.cublasLtGetVersion())
 
 
-class CublasLt(Unconditional):
+class CublasLt(Kernel):
     """cublasLtMatmul: alpha a b + beta c + bias; the algorithm its heuristic puts first."""
 
     name = "cublaslt"

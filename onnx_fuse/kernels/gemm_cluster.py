@@ -16,7 +16,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.rule_based import WithoutWorkspace
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     GemmProblem,
@@ -35,7 +35,7 @@ from onnx_fuse.program.size import coarse, upper_bound
 BK = 64
 
 
-class Cluster(WithoutWorkspace):
+class Cluster(Kernel):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "cluster"

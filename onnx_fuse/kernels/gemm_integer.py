@@ -17,8 +17,6 @@ from onnx_fuse.kernels.conv_nhwc import ENDS, Images, Mma, image_strides, is_dee
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
-    Unconditional,
-    WithoutWorkspace,
     tail_macros,
     window_macros,
 )
@@ -35,7 +33,7 @@ TILES = {
 """Tile of y -> warps along it, bytes of k a step, steps in shared memory."""
 
 
-class MmaInt8(WithoutWorkspace, Unconditional):
+class MmaInt8(Kernel):
     """The candidate of quant/mma_s8_sm80.cu, by mma.sync m16n8k32."""
 
     name = "mma_s8"

@@ -8,8 +8,8 @@ from functools import cache
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -252,10 +252,9 @@ def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Pt
     return parts
 
 
-class _Portable(WithoutWorkspace, ABC):
+class _Portable(Kernel, ABC):
     """What the two portable kernels share."""
 
-    name: str
     source: str
 
     def _refusal(self, problem: GemmProblem) -> str | None:
@@ -297,7 +296,7 @@ SIMT_TILES: dict[int, dict[str, int]] = {
 }
 
 
-class Simt(Unconditional, _Portable):
+class Simt(_Portable):
     """gemm/simt.cu: IEEE products on the ordinary cores; serves every problem."""
 
     name = "simt"
@@ -471,7 +470,7 @@ MMA_TILES: dict[tuple[int, ...], float] = {
 }
 
 
-class Mma(Unconditional, _Portable):
+class Mma(_Portable):
     """gemm/mma_sm80.cu: mma.sync; 16-bit operands, tf32, or fp32 as split bf16."""
 
     name = "mma"

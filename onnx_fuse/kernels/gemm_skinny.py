@@ -16,7 +16,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.rule_based import WithoutWorkspace
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -32,7 +32,7 @@ from onnx_fuse.program.problem import (
 from onnx_fuse.program.size import coarse
 
 
-class SmallM(WithoutWorkspace):
+class SmallM(Kernel):
     """A Gemm, or a LayerNormGemm with its statistics in the same launch."""
 
     name = "skinny"

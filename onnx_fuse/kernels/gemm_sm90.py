@@ -20,6 +20,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
@@ -131,11 +132,10 @@ def sum_of_parts(problem: GemmProblem, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class Wgmma:
+class Wgmma(Kernel):
     """The candidate of gemm/wgmma_sm90.cu."""
 
     name = "wgmma"
-    version = 1
     source = "gemm/wgmma_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

@@ -15,6 +15,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
 )
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.program.problem import (
     GemmProblem,
@@ -46,14 +47,13 @@ REST = 0.1
 """The share that counts of what takes less long than the longest."""
 
 
-class Tf32:
+class Tf32(Kernel):
     """The candidate of gemm/tf32_sm90.cu.
 
     Configurations: `tile` (columns, blocks of a multiprocessor) and `splits` parts of k.
     """
 
     name = "wgmma_tf32"
-    version = 1
     source = "gemm/tf32_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

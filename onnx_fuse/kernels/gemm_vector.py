@@ -19,7 +19,7 @@ from onnx_fuse.kernels.gemm_portable import (
     half_refusal,
     type_defines,
 )
-from onnx_fuse.kernels.rule_based import WithoutWorkspace
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     GemmProblem,
@@ -37,7 +37,7 @@ STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
 
 
-class Gemv(WithoutWorkspace):
+class Gemv(Kernel):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"

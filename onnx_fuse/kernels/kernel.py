@@ -11,7 +11,8 @@ from onnx_fuse.program.problem import Hardware, KernelConfig, Launches
 class Kernel(Protocol):
     """What select, the tuner, the lab, the tests and the runtime need of a candidate.
 
-    A candidate names the type of its operator's problems where this says Any.
+    A candidate names the type of its operator's problems where this says Any. It derives from this
+    class, whose other members are right for most.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Kernel(Protocol):
     @property
     def version(self) -> int:
         """A number that is raised once its compiled code is another: records are of one version."""
+        return 1
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """The reason why this kernel can't serve `problem`, or None: no other place states it."""
@@ -29,9 +31,9 @@ class Kernel(Protocol):
     def fits(self, problem: Any, config: KernelConfig) -> bool:
         """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
 
-        Each comparison with an open size is a guard; a kernel whose configurations serve every
-        problem that it supports answers True.
+        Each comparison with an open size is a guard. True unless a kernel says otherwise.
         """
+        return True
 
     def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
@@ -40,4 +42,5 @@ class Kernel(Protocol):
         """The kernel calls, in order."""
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
-        """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
+        """Bytes of scratch bound under "workspace", none by default, which may hold anything."""
+        return 0

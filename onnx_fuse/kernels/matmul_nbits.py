@@ -9,7 +9,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import DelegatingKernel, Unconditional, WithoutWorkspace
+from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.nbits_tiles import CHUNK
@@ -30,7 +30,7 @@ ROWS = 8
 """The rows of a that one block of `FewRows` multiplies: further blocks read the weights again."""
 
 
-class FewRows(WithoutWorkspace, Unconditional):
+class FewRows(Kernel):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
@@ -112,7 +112,7 @@ class FewRows(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
 
 
-class TiledRows(WithoutWorkspace, Unconditional):
+class TiledRows(Kernel):
     """Constant weights in an mma's order, all of a block's on their way at once
     (quant/tiled_nbits.cu).
     """

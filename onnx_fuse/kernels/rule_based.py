@@ -28,30 +28,8 @@ ACCESS, LATENCY = 32, 0.6e-6
 """Bytes that a thread waits for at once, and the seconds that memory takes (H200, 2026-11)."""
 
 
-class Unconditional:
-    """A candidate each of whose configurations serves every problem that it supports."""
-
-    version = 1
-
-    def fits(self, problem: Any, config: KernelConfig) -> bool:
-        """Always True: each configuration serves every problem of a class."""
-        return True
-
-
-class WithoutWorkspace:
-    """A candidate whose kernels need no memory beside their operands."""
-
-    version = 1
-
-    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
-        """No bytes."""
-        return 0
-
-
-class Planned:
+class Planned(Kernel):
     """A candidate whose launches and workspace are worked out together."""
-
-    version = 1
 
     def plan(self, problem: Any, config: KernelConfig, hw: Hardware) -> tuple[Launches, int]:
         """The launches, and the bytes of the workspace."""
@@ -64,7 +42,7 @@ class Planned:
         return self.plan(problem, config, hw)[1]
 
 
-class DelegatingKernel:
+class DelegatingKernel(Kernel):
     """A candidate that leaves the product inside its problem to another candidate."""
 
     inner: Kernel
@@ -97,7 +75,7 @@ class DelegatingKernel:
         return self._own_bytes(problem) + nbytes
 
 
-class HeuristicKernel(WithoutWorkspace, Unconditional):
+class HeuristicKernel(Kernel):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name

@@ -8,8 +8,9 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, Unconditional, access_width
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
@@ -124,11 +125,9 @@ def common_macros(p: Attention) -> dict[str, object]:
     }  # fmt: skip
 
 
-class _Attention(ABC):
+class _Attention(Kernel, ABC):
     """What both candidates share: the launches of forward and backward."""
 
-    name: str
-    version = 1
     source: str
 
     @abstractmethod
@@ -238,7 +237,7 @@ SINGLE = 2e-12
 of 32) took 18 us, and 64 with two masks (H200, 2026-11)."""
 
 
-class Mma(Unconditional, _Attention):
+class Mma(_Attention):
     """sdpa/mma_sm80.cu: 16-bit floats on mma.sync."""
 
     name, source = "mma", "sdpa/mma_sm80.cu"
@@ -358,7 +357,7 @@ _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
 }  # fmt: skip
 
 
-class Wgmma(Unconditional):
+class Wgmma(Kernel):
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
     name, source = "wgmma", "sdpa/wgmma_sm90.cu"
@@ -417,9 +416,6 @@ class Wgmma(Unconditional):
         # a few queries leave its tile empty, and mma.sync then serves a cache of any length alike
         return 4 * seconds if p.m <= FEW else seconds
 
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        return 0
-
     def smem(self, p: Attention, config: KernelConfig) -> int:
         """Queries (results leave from there), then stages of keys, values and mask, barriers."""
         d, v = (-(-n // 64) for n in (p.k, p.dv))
@@ -452,7 +448,7 @@ class Wgmma(Unconditional):
         return (Launch(self.source, "sdpa_wgmma", grid, block, args, macros, self.smem(p, config)),)
 
 
-class Simt(Unconditional, _Attention):
+class Simt(_Attention):
     """sdpa/simt.cu: any float type and head size, IEEE products."""
 
     name, source = "simt", "sdpa/simt.cu"
@@ -495,7 +491,7 @@ class Simt(Unconditional, _Attention):
         return {**common_macros(p), "ACC": accumulator(p.dtype)}
 
 
-class OneQuery(Unconditional):
+class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
     name, source, version = "one_query", "sdpa/one_query.cu", 3
@@ -557,9 +553,6 @@ class OneQuery(Unconditional):
         merge = 4.5e-7 * ceil(heads / cluster)
         return 1.9e-6 + exchange + max(flow, 0.55 * cache) + again + merge
 
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        return 0
-
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, cluster = problem, config.integer("cluster")
         batch, heads = p.batch
@@ -579,7 +572,7 @@ class OneQuery(Unconditional):
         )
 
 
-class Direct(Unconditional):
+class Direct(Kernel):
     """sdpa/direct_sm80.cu: the forward of few keys in 16-bit floats, nothing staged."""
 
     name, source = "direct", "sdpa/direct_sm80.cu"
@@ -622,9 +615,6 @@ class Direct(Unconditional):
         else:
             seconds = 0.95e-6 + 0.2e-6 * share + 4e-9 * max(0, p.n - 128)
         return hw.launch_seconds + seconds + (1e-6 * share if share > 1 else 0.0)
-
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        return 0
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, (batch, heads) = problem, problem.batch

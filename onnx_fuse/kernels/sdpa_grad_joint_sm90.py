@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import defines
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import (
@@ -29,7 +29,7 @@ _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
 
-class WgmmaGradJoint(Unconditional):
+class WgmmaGradJoint(Kernel):
     """sdpa/wgmma_grad_joint_sm90.cu: dq, dk, dv in 16-bit floats by five products a tile.
 
     `split` blocks of a cluster share the keys of a head; clusters take one head after another.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import defines
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.sdpa import (
     MMA,
     SIMT,
@@ -31,7 +31,7 @@ _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 """An SM's rate by the warpgroups on it, in parts of that with four."""
 
 
-class WgmmaGrad(Unconditional):
+class WgmmaGrad(Kernel):
     """sdpa/wgmma_grad_sm90.cu: dq, dk, dv in 16-bit floats on Hopper's wgmma and TMA.
 
     Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.
