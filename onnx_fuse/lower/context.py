@@ -50,7 +50,7 @@ from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
+from onnx_fuse.program.call import Buffer, Call, PassContext, Tensor, dense_strides
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Hardware
 
 WEIGHT_LIMIT = 1 << 12
@@ -90,7 +90,7 @@ class NotStatic(Exception):
     """Raised for an output whose shape inference cannot tell."""
 
 
-class Context(ABC):
+class Context(PassContext, ABC):
     """The values, buffers and calls of one walk over a graph, which `walk.Lowerer` makes."""
 
     def __init__(
@@ -444,10 +444,6 @@ class Context(ABC):
         return tensor
 
     @abstractmethod
-    def known(self, tensor: Tensor) -> np.ndarray | None:
-        """The value of a tensor that nothing in the program writes to; None for any other."""
-
-    @abstractmethod
     def require_operand(self, node: ir.Node, i: int) -> None:
         """Raise NeedsValues where inputs of the model decide about operand `i`."""
 
@@ -459,15 +455,6 @@ class Context(ABC):
 
         `how` names what `make` does. Returns None for a tensor that the program writes to, or whose
         value is not known.
-        """
-
-    @abstractmethod
-    def folded(
-        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
-    ) -> dict[str, Tensor] | None:
-        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, made once.
-
-        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
         """
 
     def random(self) -> tuple[Tensor, int]:

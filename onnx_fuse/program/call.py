@@ -281,7 +281,10 @@ class PassContext(Protocol):
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
     ) -> dict[str, Tensor] | None:
-        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, or None."""
+        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, or None.
+
+        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
+        """
 
 
 @dataclass(frozen=True)
