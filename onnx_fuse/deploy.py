@@ -323,7 +323,7 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
         else:
             shapes = programs.changed(closed, numbers)
             planned = _lowered(programs, shapes)
-            if not isinstance(planned.source, SymbolicProgram):
+            if planned.source is None:
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
             served = _SizeRange(planned.source, symbols, [numbers], ends, ranges, symbol_of)
             compiled.append(_Compiled(target, programs.hw, dict(shapes), planned.program, served))

@@ -22,12 +22,13 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Instance
-from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
+from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.prepared import OutputGroup, Prepared, output_groups
 from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
 from onnx_fuse.runtime.staging import Pending
@@ -111,7 +112,7 @@ class Executable:
         later where it is kept."""
         self._resident_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[OpenProgram | None, Shape] = {}
+        self._once: dict[SymbolicProgram | None, Shape] = {}
         """Shapes that have come once, by their source."""
 
     @cached_property

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.program.call import Call, Program, Shapes, Tensor
-from onnx_fuse.program.formula import Guards, NoValue
+from onnx_fuse.program.formula import NoValue
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
 if TYPE_CHECKING:
@@ -149,21 +150,6 @@ def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
     return not others and not any(t.buffer == x.buffer for _, t in call.writes)
 
 
-class OpenProgram(Protocol):
-    """A program over open sizes; `guards` are true where it serves."""
-
-    guards: Guards
-
-    def part(self, name: str, values: Mapping[str, int]) -> Any:
-        """What of the program `specialize.opened_program` calls so; None where it is not known."""
-
-    def holds(self, values: Mapping[str, int]) -> bool:
-        """Whether it serves these sizes."""
-
-    def at(self, values: Mapping[str, int]) -> Any:
-        """The Program for these sizes."""
-
-
 class PlannedProgram:
     """A Program for one shape, its layout in memory, and the open program it comes from, if any.
 
@@ -175,7 +161,7 @@ class PlannedProgram:
         self,
         program: Program | None,
         plan: Plan,
-        source: OpenProgram | None = None,
+        source: SymbolicProgram | None = None,
         room: Mapping[int, int] | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
@@ -224,7 +210,7 @@ class _Layout:
 
     def __init__(
         self,
-        source: OpenProgram,
+        source: SymbolicProgram,
         plan: Plan,
         room: Mapping[int, int],
         workspaces: Sequence[int],
@@ -236,7 +222,7 @@ class _Layout:
         self._sizes: tuple[int, ...] | None = None if sizes is None else sizes[:-1]
 
     @classmethod
-    def of(cls, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
+    def of(cls, source: SymbolicProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
         """The layout of the program for these sizes."""
         room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
         return cls(source, plan(whole), room, [call.workspace for call in whole.calls], numbers)
@@ -289,7 +275,7 @@ def _check_layout(
 
 
 def evaluated(
-    source: OpenProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
+    source: SymbolicProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
 ) -> tuple[Mapping[str, int], Program]:
     """The program for the largest sizes, or where it has no value there, for these; the sizes."""
     try:
@@ -310,7 +296,7 @@ class PlannedOpenProgram:
 
     def __init__(
         self,
-        source: OpenProgram,
+        source: SymbolicProgram,
         largest: Mapping[str, int],
         layouts: Mapping[tuple[int, ...], _Layout],
         whole: Program,
@@ -333,7 +319,7 @@ class PlannedOpenProgram:
 
     @classmethod
     def of(
-        cls, source: OpenProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
+        cls, source: SymbolicProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
     ) -> PlannedOpenProgram:
         """The open program with the layout for the largest sizes, or where it has no value for
         these, as they need not meet its guards, for `numbers`, which do.
@@ -358,7 +344,7 @@ class PlannedOpenProgram:
 
     @classmethod
     def read(
-        cls, source: OpenProgram, data: Any, whole: Program, numbers: Mapping[str, int]
+        cls, source: SymbolicProgram, data: Any, whole: Program, numbers: Mapping[str, int]
     ) -> PlannedOpenProgram:
         """The open program with the layouts that `layouts` described; `whole` as in `__init__`.
 

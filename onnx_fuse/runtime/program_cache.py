@@ -36,7 +36,6 @@ from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program import template
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.formula import Formulas, Guards
-from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import collector, encoding
 from onnx_fuse.runtime.plan import PlannedOpenProgram
@@ -257,7 +256,6 @@ def _written(planned: PlannedOpenProgram) -> bytes:
         stored.append(np.ascontiguousarray(array).tobytes())
         return f"array {sum(map(len, stored[:-1]))} {len(stored[-1])}"
 
-    assert isinstance(planned.source, SymbolicProgram)
     program = template.write(planned.source, store)
     words = np.array(program.pop("words"), np.int32)
     data = {"program": program, "layouts": planned.layouts()}
