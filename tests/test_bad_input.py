@@ -60,7 +60,7 @@ def constant_without_its_tensor(model: onnx.ModelProto, folder: Path) -> None:
 
 
 def external(
-    location: str, offset: int = 0, place: str = "weights.bin", link: str = ""
+    location: str, offset: int | str = 0, place: str = "weights.bin", link: str = ""
 ) -> Mutation:
     """The weight stored at a location, `{folder}` the model's; 16 bytes at a place, or a link."""
 
@@ -164,6 +164,12 @@ MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
     ),
     "external_missing": (external("weights.bin", place=""), "'weights.bin' is not there"),
     "external_offset": (external("weights.bin", offset=8), "no 16 bytes at offset 8"),
+    "external_offset_of_text": (
+        external("weights.bin", offset="0x40"),
+        "its offset is '0x40', no number of bytes",
+    ),
+    "external_without_location": (external("", place=""), "its external data has no location"),
+    "external_at_a_null": (external("a\0b", place=""), "outside the model's folder"),
     "external_parent": (
         external("../weights.bin", place="../weights.bin"),
         "outside the model's folder",

@@ -141,7 +141,8 @@ def external_files(path: Path) -> list[Path]:
         nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
         stored = itertools.chain(tensors(proto.graph), node_tensors(nodes))
         entries = itertools.chain.from_iterable(t.external_data for t in stored)
-        return [path.parent / name for name in {e.value for e in entries if e.key == "location"}]
+        names = {e.value for e in entries if e.key == "location" and "\0" not in e.value}
+        return [path.parent / name for name in names]
     except (OSError, ValueError, ModelError):
         return []  # what is wrong with it is said where it is read
 

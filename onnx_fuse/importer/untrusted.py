@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -85,12 +86,16 @@ def _check_external(
         return
     if not folders:
         raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
-    try:
-        offset = int(entries.get("offset", 0))
-        # onnxruntime takes a length of 0 for one that is not stated, and some exporters write it
-        length = int(entries.get("length", 0)) or nbytes
-    except ValueError as error:
-        raise ModelError(f"{where}: external data '{location}': {error}") from error
+    if not location:
+        raise ModelError(f"{where}: its external data has no location: name its file")
+    for key in ("offset", "length"):
+        if not re.fullmatch("[0-9]+", text := entries.get(key, "0")):
+            raise ModelError(
+                f"{where}: external data '{location}': its {key} is '{text}', no number of bytes"
+            )
+    offset = int(entries.get("offset", "0"))
+    # onnxruntime takes a length of 0 for one that is not stated, and some exporters write it
+    length = int(entries.get("length", "0")) or nbytes
     target = external_file(location, folders)
     if target is None:
         raise ModelError(
@@ -105,7 +110,7 @@ def _check_external(
             f"{where}: external data '{location}': its length is {length}, but its shape needs "
             f"{nbytes} bytes"
         )
-    if offset < 0 or offset + nbytes > size:
+    if offset + nbytes > size:
         raise ModelError(
             f"{where}: external data '{location}' of {size} bytes has no {nbytes} bytes at offset "
             f"{offset}: is the file complete, and does it belong to the model?"
@@ -117,7 +122,7 @@ def external_file(location: str, folders: Sequence[Path]) -> Path | None:
 
     The folders are the model's, and that of the file which the model's path is a link to.
     """
-    if not location or "\0" in location or os.path.isabs(location):
+    if "\0" in location or os.path.isabs(location):
         return None
     target = (folders[0] / location).resolve()
     return target if any(target.is_relative_to(f.resolve()) for f in folders) else None
