@@ -27,6 +27,7 @@ BLOCK = 32  # 4-bit weights that share a scale
 class Config(llama.Config):
     context: int = 512  # positions of the rotary tables
     bits: int = 16  # of the layers' weights: 16 or 4
+    last: bool = False  # logits of the last token only
 
 
 SIZES = {
@@ -114,7 +115,9 @@ def build(c: Config, seed: int = 0) -> ir.Model:
         after = f"blocks.{layer + 1}.attn_norm" if layer + 1 < c.layers else "norm"
         h, x = skip_norm(net, after, x, y, c.width)
     logits = net.Cast(llama.product(net, "head", h, c.width, c.vocab), to=ir.DataType.FLOAT)
-    net.output(logits, "logits", ["batch", "sequence", c.vocab])
+    if c.last:
+        logits = net.Slice(logits, [-1], [2**63 - 1], [1])
+    net.output(logits, "logits", ["batch", 1 if c.last else "sequence", c.vocab])
     return net.model()
 
 

@@ -266,6 +266,8 @@ NBITS = [
     gated_layer(1, "", 32, "RMS"),
     gated_layer(3, "packed", 32, "Layer"),
     gated_layer(12, "", 128, "RMS"),
+    gated_layer(100, "packed", 32, "RMS"),
+    gated_layer(300, "", 32, "Layer"),
     nbits(1, 40, 2048, 4, 32, "float16"),
     nbits(9, 24, 1088, 4, 32, "float16", "packed", bias=True),
     nbits(33, 48, 512, 4, 64, "float16", "packed"),

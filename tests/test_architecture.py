@@ -46,8 +46,8 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4430, "autodiff": 1750, "cli": 3420, "cuda": 1798, "cuda_src": 15321, "distributed": 950,
-    "importer": 5515, "ir": 2375, "kernels": 10148, "lower": 9250, "nn": 4905, "ops": 12052,
+    "": 4430, "autodiff": 1750, "cli": 3420, "cuda": 1798, "cuda_src": 15350, "distributed": 950,
+    "importer": 5515, "ir": 2375, "kernels": 10155, "lower": 9250, "nn": 4905, "ops": 12052,
     "program": 10502, "report": 2150, "rewrite": 3497, "runtime": 8540, "torch": 3882,
     "training": 6884, "validation": 4715,
     "generation": 1495,

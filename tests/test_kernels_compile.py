@@ -185,6 +185,11 @@ PROBLEMS = (
         for mask in ((), (0, 0, 512, 1), (0, 0, 0, 1))
     ),
     *(
+        Attention(200, 512, d, (2, 4), "float16", d, group=2, lengths=True, guard=1, **how)
+        for d in (64, 128)
+        for how in ({}, {"softcap": 5.0, "window": (99, 0)})
+    ),
+    *(
         CacheAppend(
             batch=2, rows=1, heads=8, kv_heads=2, size=64, length=512, past=511, dtype="float16",
             q_strides=(512, 64, 512), k_strides=(128, 64, 128), v_strides=(128, 64, 128), half=32,

@@ -1,11 +1,13 @@
 """A token of a decoder with a cache, beside torch.compile in a CUDA graph with a static cache.
 
     python tools/bench_decoder.py [--batch 1 8] [--bits 16 4] [--layers 16] [--tokens 1000]
+    python tools/bench_decoder.py --prompt 512 [--bits 16 4]
 
 The file is models/llama_cache.py's llama-1b, as onnxruntime-genai exports it, with float16 weights
 or 4 bits in blocks of 32. Past and present are bound to one place of 2,048 tokens, logits to
 another; each run has one token more, as a user's loop has ("same": all have so many). "floor" is
-the time that weights and cached tokens take at the memory's rate. --quick leaves torch out.
+the time that weights and cached tokens take at the memory's rate. --quick leaves torch out. A
+prompt fills an empty cache in one run, and gives the logits of its last token.
 """
 
 from __future__ import annotations
@@ -43,9 +45,12 @@ def repeated(net: Any, name: str, shape: tuple[int, ...], std: float) -> Any:
 
 
 def bound(
-    session: Any, places: bench_session.Places, c: llama_cache.Config, batch: int
+    session: Any, places: bench_session.Places, c: llama_cache.Config, batch: int, prompt: int
 ) -> tuple[Callable[[int], None], Any]:
-    """A function that runs a token, the last of so many, and its binding; all stand in `places`."""
+    """A function that runs `prompt` tokens, the last of so many, and its binding.
+
+    All tensors stand in `places`.
+    """
     head = c.width // c.heads
     shape = (batch, c.kv_heads, ROOM, head)
     size = 2 * int(np.prod(shape))
@@ -59,13 +64,13 @@ def bound(
             binding.bind_output(present, "cuda", 0, np.float16, shape, place)
     logits = places.new(4 * batch * c.vocab)
     binding.bind_output("logits", "cuda", 0, np.float32, (batch, 1, c.vocab), logits)
-    ids, ones = np.zeros((batch, 1), np.int64), np.ones((batch, ROOM), np.int64)
+    ids, ones = np.zeros((batch, prompt), np.int64), np.ones((batch, ROOM), np.int64)
     stream = device.Stream()
     at = {name: places.new(array.nbytes) for name, array in (("ids", ids), ("ones", ones))}
     stream.upload(at["ids"], ids.ctypes.data, ids.nbytes)
     stream.upload(at["ones"], ones.ctypes.data, ones.nbytes)
     stream.wait("a decoder's inputs")
-    binding.bind_input("input_ids", "cuda", 0, np.int64, (batch, 1), at["ids"])
+    binding.bind_input("input_ids", "cuda", 0, np.int64, (batch, prompt), at["ids"])
 
     def token(total: int) -> None:
         binding.bind_input("attention_mask", "cuda", 0, np.int64, (batch, total), at["ones"])
@@ -89,7 +94,7 @@ def measured(
     return 1e6 * median(times[1:])
 
 
-def ours(c: llama_cache.Config, batch: int, tokens: int) -> dict[str, float]:
+def ours(c: llama_cache.Config, batch: int, tokens: int, prompt: int) -> dict[str, float]:
     """Microseconds a token, and seconds to the first one."""
     device.start()
     stream, model = device.Stream(), llama_cache.build(c)
@@ -97,7 +102,7 @@ def ours(c: llama_cache.Config, batch: int, tokens: int) -> dict[str, float]:
     session = InferenceSession(model, device="cuda")
     made = time.perf_counter() - begun
     places = bench_session.Places()
-    token, binding = bound(session, places, c, batch)
+    token, binding = bound(session, places, c, batch, prompt)
 
     def wait() -> None:
         binding.synchronize_outputs()
@@ -107,11 +112,11 @@ def ours(c: llama_cache.Config, batch: int, tokens: int) -> dict[str, float]:
     token(tokens)
     wait()
     first = time.perf_counter() - begun
-    return {"us": measured(token, wait, tokens, 1), "same": measured(token, wait, tokens, 0),
-            "session s": made, "first s": first}  # fmt: skip
+    row = {"same": measured(token, wait, tokens, 0), "session s": made, "first s": first}
+    return row if prompt > 1 else {"us": measured(token, wait, tokens, 1), **row}
 
 
-def theirs(c: llama_cache.Config, batch: int, tokens: int) -> float:
+def theirs(c: llama_cache.Config, batch: int, tokens: int, prompt: int) -> float:
     """Microseconds of torch.compile's CUDA graph of the same decoder in float16."""
     import torch
     from torch import nn
@@ -132,7 +137,7 @@ def theirs(c: llama_cache.Config, batch: int, tokens: int) -> float:
 
         def forward(self, x: Any, at: Any, cos: Any, sin: Any, mask: Any) -> Any:
             q, k, v = self.qkv(self.norms[0](x)).split((c.width, kv, kv), -1)
-            q, k, v = (t.view(batch, 1, -1, head).transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.view(batch, prompt, -1, head).transpose(1, 2) for t in (q, k, v))
 
             def turned(t: Any) -> Any:
                 one, two = t.chunk(2, -1)
@@ -143,7 +148,7 @@ def theirs(c: llama_cache.Config, batch: int, tokens: int) -> float:
             y = F.scaled_dot_product_attention(
                 turned(q), self.keys, self.values, attn_mask=mask, enable_gqa=True
             )
-            x = x + self.o(y.transpose(1, 2).reshape(batch, 1, c.width))
+            x = x + self.o(y.transpose(1, 2).reshape(batch, prompt, c.width))
             gate, up = self.gate_up(self.norms[1](x)).chunk(2, -1)
             return x + self.down(F.silu(gate) * up)
 
@@ -160,18 +165,19 @@ def theirs(c: llama_cache.Config, batch: int, tokens: int) -> float:
         def forward(self, ids: Any, at: Any) -> Any:
             x = self.tokens(ids)
             cos, sin = self.cos[at], self.sin[at]
-            mask = (torch.arange(ROOM, device="cuda") <= at).view(1, 1, 1, ROOM)
+            mask = (torch.arange(ROOM, device="cuda") <= at[:, None])[None, None]
             for layer in self.layers:
                 x = layer(x, at, cos, sin, mask)
-            return self.head(self.norm(x)).float()
+            return self.head(self.norm(x[:, -1:])).float()
 
     with torch.device("cuda"), torch.no_grad():
         torch.set_default_dtype(torch.float16)
         step = torch.compile(Decoder(), mode="reduce-overhead")
         torch.set_default_dtype(torch.float32)
-        ids = torch.zeros(batch, 1, dtype=torch.int64)
-        places = [torch.tensor([i]) for i in range(ROOM)]
-        return measured(lambda n: step(ids, places[n - 1]), torch.cuda.synchronize, tokens, 1)
+        ids = torch.zeros(batch, prompt, dtype=torch.int64)
+        places = [torch.arange(n, n + prompt) for n in range(ROOM + 1 - prompt)]
+        wait, further = torch.cuda.synchronize, int(prompt == 1)
+        return measured(lambda n: step(ids, places[n - prompt]), wait, tokens, further)
 
 
 def floor(c: llama_cache.Config, batch: int, tokens: int, hw: Hardware) -> float:
@@ -189,18 +195,23 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", choices=(16, 4), default=[16, 4])
     parser.add_argument("--layers", type=int, default=16, help="fewer, for a look")
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--prompt", type=int, default=1, help="tokens a run, all there are")
     parser.add_argument("--quick", action="store_true", help="without torch")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     llama_cache.Net.normal = repeated
+    prompt, tokens = options.prompt, options.tokens if options.prompt == 1 else options.prompt
     hw, rows = Hardware.detect(), []
     for bits in options.bits:
-        c = replace(llama_cache.SIZES["llama-1b"], bits=bits, layers=options.layers)
+        c = replace(
+            llama_cache.SIZES["llama-1b"], bits=bits, layers=options.layers, last=prompt > 1
+        )
         for batch in options.batch:
-            row = {"bits": bits, "batch": batch, **ours(c, batch, options.tokens)}
-            row["floor"] = floor(c, batch, options.tokens, hw)
+            row = {"bits": bits, "batch": batch, **ours(c, batch, tokens, prompt)}
+            if prompt == 1:
+                row["floor"] = floor(c, batch, tokens, hw)
             if not options.quick and bits == 16:
-                row["torch"] = theirs(c, batch, options.tokens)
+                row["torch"] = theirs(c, batch, tokens, prompt)
             rows.append(row)
             print(", ".join(f"{name} {value:,.4g}" for name, value in row.items()), flush=True)
     if options.json:

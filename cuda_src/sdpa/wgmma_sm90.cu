@@ -11,7 +11,8 @@
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 //            One mask at most, which is added or (KEEP) selects.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
-// Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` behind it); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+// Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` after it); LENGTHS (with WINDOW: the
+//            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
@@ -22,6 +23,14 @@
 #endif
 #ifndef WINDOW
 #define WINDOW 0
+#endif
+#ifndef LENGTHS
+#define LENGTHS 0
+#endif
+#if LENGTHS
+#define LENGTHS_ , const int* lengths
+#else
+#define LENGTHS_
 #endif
 #if WINDOW
 #define REACH_ , int left, int right
@@ -172,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
     i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
-    float scale, float softcap, float floor, double fill REACH_) {
+    float scale, float softcap, float floor, double fill REACH_ LENGTHS_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -199,11 +208,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     if (NEXT_ALONE) launch_dependents();
 
     // the last rows of a causal problem have the most keys: they start first
-    const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int block = CAUSAL || LENGTHS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group;
+#if LENGTHS
+    keys = min(keys, lengths[b] + 1);
+    right = max(lengths[b] + 1 - queries, 0);  // the place of the first query
+    left -= right;
+#endif
 #if WINDOW
     const int end = min(keys, first + TILES * 64 + right), begin = ONE ? 0 : max(0, first - left) / TILE;
-    const int tiles = ONE ? 1 : (end + TILE - 1) / TILE - begin;
+    const int seen = (end + TILE - 1) / TILE - begin, tiles = ONE ? 1 : LENGTHS ? max(1, seen) : seen;
 #else
     const int end = CAUSAL ? min(keys, first + TILES * 64) : keys;
     const int tiles = ONE ? 1 : (end + TILE - 1) / TILE;
@@ -352,6 +366,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 }
             }
             mbarrier_wait(v_full + stage * 8, phase);
+#if LENGTHS  // the cache may hold anything after the keys, and 0 times NaN is NaN
+            const int none = max(0, keys - (begin + tiles - 1) * TILE), rows = TILE - none;
+            for (int i = threadIdx.x; i < VD * rows * 8; i += WGS * 128)
+                *(uint4*)(smem + V_AT + stage * V_BYTES + (i / 8 / rows * TILE + none + i / 8 % rows) * 128 + i % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+            fence_proxy_async();
+            bar_sync(8, WGS * 128);
+#endif
             gather(acc, p, base + V_AT + stage * V_BYTES, tiles > 1);
             float factor[2], total[2];
 #pragma unroll

@@ -224,6 +224,10 @@ class TiledRows(Kernel):
         return (Launch(self.source, "tiled_nbits", grid, (32 * warps, 1, 1), args, defines, smem),)
 
 
+GATED = ("wgmma", "mma")
+"""Kernels whose gates are columns of the accumulators, however b lies in memory."""
+
+
 class Unpacked(DelegatingKernel):
     """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
 
@@ -240,9 +244,16 @@ class Unpacked(DelegatingKernel):
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
             return f"no weights in {problem.dtype}"
-        if problem.norm or problem.epilogue.gate:
-            return "a norm and a gate have launches of their own beside a Gemm"
-        return self.inner.supports(self._gemm(problem), hw)
+        if problem.norm:
+            return "a norm has a launch of its own beside a Gemm"
+        gemm = self._gemm(problem)
+        if problem.epilogue.gate:
+            if not problem.tiled or problem.epilogue.bias:
+                return "rows of weights in tiles, without a bias, change places for a gate"
+            if self.inner.name not in GATED:
+                return "its gate takes no b of rows along n"
+            gemm = gemm.replace(trans_b=False)
+        return self.inner.supports(gemm, hw)
 
     def _own_bytes(self, problem: PackedProduct) -> int:
         """The bytes of the weights."""
@@ -258,16 +269,21 @@ class Unpacked(DelegatingKernel):
         """The launches that unpack the weights and multiply."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
+        macros = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}
+        names = ["q", "scale", "zero", "groups", "workspace"]
+        sizes = [problem.k, problem.row_bytes, problem.blocks]
+        entry, each = "unpack", 2048
+        if problem.tiled:
+            names, sizes = ["q", "scale", "workspace"], [problem.n, problem.k, problem.blocks]
+            entry, each, size = "unpack_tiles", 8192, ceil(problem.n / 16) * 16 * problem.k
+            macros |= {"TILED": 1, "GATE": int(problem.epilogue.gate)}
+        else:
+            whole = problem.k % 8 == 0 and not problem.groups
+            macros |= {"BITS": problem.bits, "GROUPS": problem.groups, "WHOLE": whole}
+        numbers = () if problem.tiled else (Num("i64", size),)
         unpack = Launch(
-            "quant/unpack.cu", "unpack", (ceil(size / 2048), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("q", "scale", "zero", "groups", "workspace")), Num("i64", size),
-             Num("i32", problem.k), Num("i32", problem.row_bytes),
-             Num("i32", problem.blocks)),
-            as_defines({
-                "T": C_TYPES[problem.dtype], "BITS": problem.bits, "ZERO": zero,
-                "BLOCK": problem.block, "GROUPS": problem.groups,
-                "WHOLE": problem.k % 8 == 0 and not problem.groups, "TILED": problem.tiled,
-            }),
+            "quant/unpack.cu", entry, (ceil(size / each), 1, 1), (256, 1, 1),
+            (*map(Ptr, names), *numbers, *(Num("i32", n) for n in sizes)), as_defines(macros),
         )  # fmt: skip
         places = {
             "b": Ptr("workspace"), "col1": Ptr("bias"),

@@ -368,6 +368,8 @@ class Wgmma(Kernel):
             return reason
         if p.m == 1:  # and a cache of any length is then of one kind; `lengths` too
             return "one query leaves its tile empty"
+        if p.lengths and (p.causal or p.mask or (p.window and p.window[1])):
+            return "lengths with another mask"
         if p.scale <= 0:
             return "the largest product is the largest logit for positive scales only"
         return None if self.configs(p, hw) else "the head size is too large, or the keys too few"
@@ -384,8 +386,10 @@ class Wgmma(Kernel):
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
             # a mask's row takes registers that three warpgroups do not leave
             if tile[0] < 3 or not p.mask
+            if tile[1] == 1 or not p.lengths  # all warpgroups come to the end of the keys at once
         ]
-        if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
+        # both take more registers than a third block leaves
+        if (p.keep and MMA.mask(p) == 2) or (p.lengths and p.softcap):
             configs = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in configs]
         return [c for c in configs if self.smem(p, c) <= hw.smem_per_block]
 
@@ -399,7 +403,8 @@ class Wgmma(Kernel):
         columns = -(-p.k // 16) * 16 + next((n for n in _WIDTHS if p.dv <= n), p.dv)
         one = 64 * tile * (2 * columns * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
         one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.causal else 1.0
-        keys = (p.n + 64 * row_tiles) / 2 if p.causal else p.seen(p.n, 64 * row_tiles + tile)
+        triangle = p.causal or p.lengths
+        keys = (p.n + 64 * row_tiles) / 2 if triangle else p.seen(p.n, 64 * row_tiles + tile)
         waves = blocks / (hw.sm_count * most)
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
         if waves > 1 and config.integer("wgs") * most == 1:
@@ -437,10 +442,13 @@ class Wgmma(Kernel):
             Ptr("v"), *(Num("i64", s) for s in p.v_strides),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
             Num("f32", p.scale), Num("f32", p.softcap),
-            Num("f32", p.lowest), Num("f64", p.fill), *reach(p),
+            Num("f32", p.lowest), Num("f64", p.fill),
+            *(reach(replace(p, window=p.window or (-1, 0))) if p.lengths else reach(p)),
+            *((Ptr("lengths"),) if p.lengths else ()),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
-        how |= {"WINDOW": 1} if p.window else {}
+        how |= {"WINDOW": 1} if p.window or p.lengths else {}
+        how |= {"LENGTHS": 1} if p.lengths else {}
         macros = defines(**{**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how})
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source

@@ -161,11 +161,10 @@ def _attend(
         y_strides=() if split.dense else split.strides[:3],
     )  # fmt: skip
     reads = {"q": q, "k": key, "v": value}
-    if rows == 1:
-        behind = (window - 1, 0) if window > 0 else ()
-        own = replace(problem, lengths=True, window=behind)
-        if serves(own.op, own, ctx.hw, ctx.prefs):
-            return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
+    behind = (window - 1, 0) if window > 0 else ()
+    own = replace(problem, lengths=True, window=behind, guard=int(rows > 1))
+    if serves(own.op, own, ctx.hw, ctx.prefs):
+        return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
     mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)
     reads["mask"] = mask.expand((batch, heads, rows, key.shape[2]))
     problem = replace(problem, mask=reads["mask"].strides, guard=1)

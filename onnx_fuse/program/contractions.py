@@ -54,8 +54,9 @@ class Attention(AnyProblem):
     guard: int = 0
     """1: a row that is -inf throughout gives 0; 2: weights that are NaN are 0."""
     lengths: bool = False
-    """The one query of sequence b stands at place lengths[b] and sees the keys up to there, those
-    in its window. Pointer: lengths, int32 [B]."""
+    """The last query of sequence b stands at place lengths[b], those before it at the places
+    before, the first at 0 or later; each sees the keys up to its place and lengths[b], those in its
+    window. Pointer: lengths, int32 [B]."""
 
     @property
     def wide(self) -> Collection[str]:

@@ -26,6 +26,7 @@ from test_caches import (
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.autodiff.load import load
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import DeviceTensor
 
@@ -110,6 +111,37 @@ def test_a_cache_of_a_fixed_size_is_filled_where_it_stands(case: Fixed) -> None:
         ours.run_with_iobinding(binding)
         for name, array in zip([*names, "y"], binding.copy_outputs_to_cpu(), strict=True):
             np.testing.assert_array_equal(array, wanted[name], err_msg=f"{name} {sizes}")
+
+
+@pytest.mark.launches("sdpa/wgmma_sm90.cu", "sdpa_wgmma")
+@pytest.mark.parametrize("head", [16, 64, 128])
+@pytest.mark.parametrize("attributes", ["", ", local_window_size = 70", ", softcap = 5.0"])
+def test_prompts_see_the_tokens_of_their_sequence(head: int, attributes: str) -> None:
+    """Sequences of other lengths, some shorter than the rows; what is behind them is no number."""
+    model = text_model(
+        '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+        f" prompt (float16[B,S,{8 * head}] q, float16[B,2,P,{head}] past_k,"
+        f" float16[B,2,P,{head}] past_v, int32[B] l, int32 total) => (float16[B,S,{4 * head}] y,"
+        f" float16[B,2,P,{head}] present_k, float16[B,2,P,{head}] present_v) {{"
+        " y, present_k, present_v = com.microsoft.GroupQueryAttention"
+        f" <num_heads = 4, kv_num_heads = 2 {attributes}> (q, , , past_k, past_v, l, total) }}"
+    )
+    proto, rng = ir.serde.serialize_model(model), np.random.default_rng(head)
+    ours = InferenceSession(model, device="cuda")
+    for batch, new, room in ((1, 5, 40), (2, 150, 400), (3, 70, 300), (1, 200, 200)):
+        last = rng.integers(0, room, batch)
+        feed = {"q": rng.standard_normal((batch, new, 8 * head)).astype(np.float16)}
+        for name in ("past_k", "past_v"):
+            feed[name] = rng.standard_normal((batch, 2, room, head)).astype(np.float16)
+            for b, end in enumerate(last):
+                feed[name][b, :, end + 1 :] = np.nan
+        feed |= {"l": last.astype(np.int32), "total": np.array(room, np.int32)}
+        wanted = interpreted(load(proto.SerializeToString()), feed)["y"]
+        assert np.isfinite(wanted).all()
+        got, again = (ours.run(["y"], feed)[0] for _ in range(2))
+        np.testing.assert_array_equal(got, again)
+        note = f"{batch} of {new} rows that end at {last}"
+        np.testing.assert_allclose(got, wanted, rtol=4e-3, atol=4e-3, err_msg=note)
 
 
 def test_a_cache_is_filled_where_it_stands() -> None:

@@ -49,8 +49,9 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
     left, right = (np.inf if n < 0 else n for n in p.window or (-1, -1))
     right = min(right, 0) if p.causal else right
     if p.lengths:
-        ahead = (np.arange(p.n) - of.raw("lengths").reshape(-1, 1))[:, None, None]
-        right = 0
+        last = of.raw("lengths").reshape(-1, 1, 1, 1)
+        places = np.maximum(last + 1 - p.m, 0) + np.arange(p.m)[:, None]
+        ahead, right = np.arange(p.n) - places, np.minimum(last - places, 0)
     z = np.where((ahead >= -left) & (ahead <= right), z, -np.inf)
     top = z.max(-1, keepdims=True)
     e = np.exp(z - top)
@@ -67,7 +68,7 @@ def attention(p: Attention, of: Operands) -> Results:
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))
     if p.lengths:  # what stands behind the tokens, or before their window, is not read
         ahead = np.arange(p.n) - of.raw("lengths").reshape(-1, 1)
-        read = (ahead <= 0) & (ahead >= (-p.window[0] if p.window else -np.inf))
+        read = (ahead <= 0) & (ahead > (-p.window[0] - p.m if p.window else -np.inf))
         v = np.where(read[:, None, :, None], v, 0)
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
