@@ -47,14 +47,15 @@ def _in_c(text: str) -> str:
 
 
 def text_of(path: str) -> str:
-    """A source under cuda_src with what it includes, each file once, as C++ of the host."""
+    """A source under cuda_src, or a text, with what it includes, each once, as C++ of the host."""
     seen: set[str] = set()
 
     def expanded(name: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        text = (source_root() / name).read_text().replace("#pragma once", "")
+        text = name if "\n" in name else (source_root() / name).read_text()
+        text = text.replace("#pragma once", "")
         return re.sub(r'#include "(.+)"', lambda match: expanded(match[1]), text)
 
     return _in_c(expanded(path))
@@ -62,7 +63,8 @@ def text_of(path: str) -> str:
 
 def library(text: str, folder: Path) -> ctypes.CDLL:
     """C++ text as a library, behind what stands for CUDA's own functions."""
-    source, made = folder / "host.cpp", folder / "host.so"
+    source = folder / "host.cpp"
+    made = folder / f"{len(list(folder.iterdir()))}.so"  # the loader takes one name for one library
     source.write_text(HOST + text)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "the CUDA text of activations is tried by a C++ compiler: install g++"

@@ -526,6 +526,9 @@ def _indexing() -> Iterator[Case]:
     yield Case("ScatterND", ((7, 50, 24), pairs, (500, 24)), add, 1, F16, note="pairs of indices")
     places = rng.integers(0, 4000, 900)
     yield Case("ScatterElements", (np.zeros(4000), places, (900,)), add, note="a vector")
+    most, update = {"reduction": "max"}, rng.normal(size=900)
+    update[::90] = np.nan
+    yield Case("ScatterElements", (np.ones(4000), places % 40, update), most, note="a vector")
 
 
 def _losses() -> Iterator[Case]:

@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 6884, "validation": 4715,
     "generation": 1495,
     "quantization": 727,
-    "tests": 50120, "tools": 11560,
+    "tests": 50190, "tools": 11560,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -5,7 +5,9 @@ from pathlib import Path
 import blocks_on_host
 import numpy as np
 import pytest
+from lowering import with_values
 from math_cases import TOLERANCE, cases
+from special_values import assert_same, special_row
 
 SOURCES = {
     "Det-float32-3x5x5": "linalg/det_rows.cu",
@@ -27,3 +29,10 @@ def test_a_kernels_text_gives_float64s_results(name: str, tmp_path: Path) -> Non
     found = blocks_on_host.run(program, feeds, tmp_path)
     for i, truth in enumerate(truths):
         assert np.abs(found[f"y{i}"] - truth).max() <= TOLERANCE[case.dtype] * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("how", ["exclusive = 0", "exclusive = 1"])
+def test_a_running_sum_begins_with_onnxruntimes_zero(how: str, tmp_path: Path) -> None:
+    model, feeds, wanted = special_row(how, "float")
+    found = blocks_on_host.run(with_values(model, feeds), feeds, tmp_path)
+    assert_same(found["y"], wanted["y"])

@@ -15,6 +15,7 @@ from every_size import Subject, differ, sample
 from every_size_models import GRAPHS, subjects
 from lowering import arrays, interpreted, lowered, with_values
 from math_cases import TOLERANCE, Case, cases, widen
+from special_values import ROWS, assert_same, special_row
 
 from onnx_fuse import program, rewrite
 from onnx_fuse.autodiff.load import load
@@ -116,14 +117,12 @@ def test_the_place_of_an_extreme_beside_nan(operator: str, axis: int, last: int)
         np.testing.assert_array_equal(interpreted(model, {"x": x})["y"], want, strict=True)
 
 
-def test_a_hardmax_of_nan() -> None:
-    """onnxruntime looks for what equals the maximum; a later NaN of many depends on lanes."""
-    nan = np.nan
-    model = text_model("agraph (float[N,M] x) => (float[N,M] y) { y = Hardmax (x) }")
-    for rows in ([[nan], [1]], [[nan, 1], [1, nan], [nan, nan], [2, 2]], [[1, nan, 2]]):
-        feeds = {"x": np.array(rows, "f")}
-        want = ort.run(ort.session(model), feeds)[0]
-        np.testing.assert_array_equal(interpreted(model, feeds)["y"], want, strict=True)
+@pytest.mark.parametrize(("name", "kind"), ROWS)
+def test_nan_infinities_and_zeros_have_onnxruntimes_answer(name: str, kind: str) -> None:
+    model, feeds, wanted = special_row(name, kind)
+    found = interpreted(model, feeds)
+    for output, want in wanted.items():
+        assert_same(found[output], want)
 
 
 @pytest.mark.parametrize("mode", ["avg", "max"])

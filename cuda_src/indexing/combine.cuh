@@ -1,14 +1,19 @@
 // combine.cuh: how an update joins what is there: REDUCE 0 none (the last one stays), 1 add, 2 mul, 3 max, 4 min.
+// An extreme is onnxruntime's comparison, one update after the other: what stands before a NaN is forgotten, and the
+// NaN itself once another update follows. So extremes of floats are combined in order, or with `resets` in mind.
 #pragma once
 #include "pointwise/math.cuh"
 
 template <class S> DEVICE S combine(S a, S b) {
     if constexpr (REDUCE == 1) return a + b;
     else if constexpr (REDUCE == 2) return a * b;
-    else if constexpr (REDUCE == 3) return m_max(a, b);
-    else if constexpr (REDUCE == 4) return m_min(a, b);
+    else if constexpr (REDUCE == 3) return a > b ? a : b;
+    else if constexpr (REDUCE == 4) return a < b ? a : b;
     else return b;
 }
+
+// Whether nothing that stands before x counts any more.
+template <class S> DEVICE bool resets(S x) { return REDUCE >= 3 && is_nan(x); }
 
 // What combines with any number to that number: -0 of a sum, which keeps -0 + -0.
 template <class S> DEVICE S least() { return (S)-1 < (S)0 ? (S)(1ull << (8 * sizeof(S) - 1)) : (S)0; }

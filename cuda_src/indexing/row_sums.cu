@@ -16,7 +16,7 @@
 //            number more for the zeros. sum_parts: a block for `part` places (x) and TEAM VEC columns (y). sum_rows:
 //            TEAM threads for a sorted place (x) and TEAM VEC columns (y).
 // Numerics : sums of floats in 16 bits are kept in fp32 and rounded once. Their order is that of j, within parts that
-//            depend on the index alone: no atomics on floats, same bits.
+//            depend on the index alone: no atomics on floats, same bits. Extremes of floats have no parts (combine.cuh).
 // Bound    : memory: update read once, the rows written once.
 #include "indexing/combine.cuh"
 #ifdef IDX

@@ -17,9 +17,14 @@ typedef Accumulator<T>::type Acc;
 // Of the tile's last run `last`, all of it here if the tile has a `start`; of its first run, which began in a tile
 // before, `first`, if it ends here and is for `row`.
 struct Tile { Acc last, first; u32 row, start; };
-struct Open { Acc sum; bool start; };
+// The sum of what is open: OPEN from before, a run from its START on, or what a RESET left, of which y is no part.
+enum { OPEN, START, RESET };
+struct Open { Acc sum; u32 start; };
 
-DEVICE Open joined(Open a, Open b) { return {b.start ? b.sum : combine(a.sum, b.sum), a.start || b.start}; }
+DEVICE Open joined(Open a, Open b) {
+    return {b.start ? b.sum : combine(a.sum, b.sum), b.start ? b.start : a.start};
+}
+DEVICE Open opened(Acc value, bool start) { return {value, resets(value) ? RESET : start ? START : OPEN}; }
 
 template <class S> DEVICE S shuffled(S x, int step) { return __shfl_up_sync(~0u, x, step); }
 template <> DEVICE bool shuffled(bool x, int step) { return __shfl_up_sync(~0u, (int)x, step); }
@@ -31,7 +36,7 @@ template <> DEVICE u16 shuffled(u16 x, int step) { return (u16)__shfl_up_sync(~0
 // What is open in front of this thread; `all` is that of all threads.
 template <int COUNT> DEVICE Open open_before(Open own, Open& all, Open* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Open none = {combine_unit<Acc>(), false};
+    const Open none = {combine_unit<Acc>(), OPEN};
     Open s = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -51,8 +56,8 @@ template <int COUNT> DEVICE Open open_before(Open own, Open& all, Open* scratch)
     return lane ? joined(left, up) : left;
 }
 
-DEVICE void combine_into(T* y, u32 row, u32 rows, Acc sum) {
-    if (row < rows) y[row] = narrow<T>(combine((Acc)widen(y[row]), sum));
+DEVICE void combine_into(T* y, u32 row, u32 rows, Open run) {
+    if (row < rows) y[row] = narrow<T>(run.start == RESET ? run.sum : combine((Acc)widen(y[row]), run.sum));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -81,20 +86,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
         }
     }
-    Open mine = {combine_unit<Acc>(), false};
+    Open mine = {combine_unit<Acc>(), OPEN};
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         const bool start = i < live && own[i + 1] != own[i];
-        mine = joined(mine, {value[i], start});
+        mine = joined(mine, opened(value[i], start));
     }
     if (threadIdx.x == 0) first_row = ~0u;
     Open all, open = open_before<THREADS>(mine, all, scratch);
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         if (i >= live) break;
-        open = joined(open, {value[i], own[i + 1] != own[i]});
+        open = joined(open, opened(value[i], own[i + 1] != own[i]));
         if (own[i + 2] == own[i + 1]) continue;
-        if (open.start) combine_into(y, own[i + 1], rows, open.sum);
+        if (open.start) combine_into(y, own[i + 1], rows, open);
         else first_sum = open.sum, first_row = own[i + 1];  // the one run that began before the tile
     }
     __syncthreads();
@@ -104,14 +109,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(JOINERS) run_joins(const Tile* tiles, T* y, u32 count, u32 rows) {
     after_previous_launch();
     __shared__ Open scratch[JOINERS / 32];
-    Open carry = {combine_unit<Acc>(), false};
+    Open carry = {combine_unit<Acc>(), OPEN};
     for (u32 begin = 0; begin < count; begin += JOINERS) {
         const u32 t = begin + threadIdx.x;
         Tile own = {combine_unit<Acc>(), combine_unit<Acc>(), ~0u, 0};
         if (t < count) own = tiles[t];
-        Open all, left = open_before<JOINERS>({own.last, own.start != 0}, all, scratch);
+        Open all, left = open_before<JOINERS>({own.last, own.start}, all, scratch);
         left = joined(carry, left);
-        if (own.row != ~0u) combine_into(y, own.row, rows, combine(left.sum, own.first));
+        if (own.row != ~0u) combine_into(y, own.row, rows, {combine(left.sum, own.first), left.start});
         carry = joined(carry, all);
     }
 }

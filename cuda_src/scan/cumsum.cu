@@ -12,7 +12,7 @@
 // Bound    : HBM, a read and a write (columns, and what is cut: two reads).
 #include "common.cuh"
 
-#define UNIT ((ACC)PRODUCT)  // 0 of a sum, 1 of a product
+#define UNIT ((ACC)(PRODUCT ? 1.0 : EXCLUSIVE ? 0.0 : -0.0))  // -0 + -0 is -0: the first sum is the first element
 DEVICE ACC join(ACC a, ACC b) { return PRODUCT ? a * b : a + b; }
 
 #ifdef BLOCK

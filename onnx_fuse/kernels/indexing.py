@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
@@ -322,13 +322,14 @@ class Grouped(HeuristicKernel):
 
     def configs(self, problem: Scatter, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then smaller and larger parts."""
-        part = _part(_Updates.of(problem).count)
-        return [KernelConfig.of(), *(KernelConfig.of(part=n) for n in (part // 2, 2 * part))]
+        part = _part(problem)
+        more = (part // 2, 2 * part) if part < _WHOLE else ()
+        return [KernelConfig.of(), *(KernelConfig.of(part=n) for n in more)]
 
     def _room(self, problem: Scatter, config: KernelConfig) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
         updates = _Updates.of(problem)
-        part = config.integer("part") or _part(updates.count)
+        part = config.integer("part") or _part(problem)
         at = aligned(4 * (updates.rows + 1)) + 2 * aligned(4 * updates.count)
         size = max(4, ITEMSIZE[problem.dtype])
         return part, at, at + 2 * -(-updates.count // part) * updates.inner * size
@@ -411,9 +412,17 @@ class _RowSums:
         )
 
 
-def _part(count: int) -> int:
-    """About the square root of all, so that parts and their sums are about as long."""
-    return 1 << max(6, (coarse(count) - 1).bit_length() // 2)
+_WHOLE = 1 << 30
+
+
+def _part(problem: Scatter) -> int:
+    """About the square root of all, so that parts and their sums are about as long.
+
+    Updates of which a NaN may undo those before it are no parts.
+    """
+    if problem.reduction in ("max", "min") and problem.dtype in FLOATS:
+        return _WHOLE
+    return 1 << max(6, (coarse(_Updates.of(problem).count) - 1).bit_length() // 2)
 
 
 class Sorted(_Many):
@@ -447,7 +456,7 @@ class Sorted(_Many):
         updates = _Updates.of(problem)
         if updates.inner == 1:
             return self._sort(problem).end + TILE_BYTES * -(-updates.count // RUN_TILE)
-        parts = -(-updates.count // _part(updates.count))
+        parts = -(-updates.count // _part(problem))
         return self._room(problem)[2] + 16 * parts * updates.inner
 
     def moved(self, problem: Scatter) -> int:
@@ -474,7 +483,7 @@ class Sorted(_Many):
         stop, kept_at, sums = self._room(problem)
         ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", kept_at))
         adding = _RowSums(
-            updates.count, updates.rows, updates.inner, _part(updates.count), problem.dtype,
+            updates.count, updates.rows, updates.inner, _part(problem), problem.dtype,
             (*ends, row, order), Ptr("workspace", sums), (("FRESH", False), ("REDUCE", reduce)),
         )  # fmt: skip
         return (

@@ -67,6 +67,10 @@ def _simple(name: str) -> Lowering:
                 raised = code.step("Pow", inner, *args)
                 _store(ctx, code, node, code.step("Cast", dtype, raised), shape, dtype)
                 return None
+        if name == "Sign" and dtype in ("float16", "bfloat16"):  # onnxruntime's of a NaN is 0 there
+            zero = code.scalar(0.0, dtype)
+            sides = [code.step(side, "bool", *args, zero) for side in ("Greater", "Less")]
+            step, args = "Sub", [code.step("Cast", dtype, side) for side in sides]
         for attribute, default in ATTRIBUTES.get(name, ()):
             value = ctx.attr(node, attribute, default)
             args.append(code.scalar(value, dtype if name != "IsInf" else "int32"))

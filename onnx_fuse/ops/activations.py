@@ -145,8 +145,8 @@ ACTIVATIONS: dict[str, Activation] = {
             "Selu(z)",
             "dy * Where(z < 0, @alpha * @gamma * Exp(z), @gamma)",
             fixed=SELU,
-            pointwise="{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
-            value="return 1.05070102f * (x > 0.0f ? x : 1.67326319f * expm1f(x));",
+            pointwise="{2} * ({0} > 0 ? {0} : {1} * m_expm1({0} + ({t})0))",  # of -0 it is +0
+            value="return 1.05070102f * (x > 0.0f ? x : 1.67326319f * expm1f(x + 0.0f));",
             slope="return y * (z < 0.0f ? 1.75809932f * __expf(z) : 1.05070102f);",
         ),
         Activation(

@@ -15,6 +15,7 @@ from onnx_fuse.runtime.executable import Executable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import TOLERANCE, Case, cases, only, widen
+from special_values import ROWS, assert_same, special_row
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
@@ -52,3 +53,11 @@ def check(case: Case, truths: list[np.ndarray]) -> None:
         assert error <= allowed, (
             f"output {i}: error {error:.1e} of the largest, {allowed:.0e} allowed"
         )
+
+
+@pytest.mark.parametrize(("name", "kind"), ROWS)
+def test_nan_infinities_and_zeros_have_onnxruntimes_answer(name: str, kind: str) -> None:
+    model, feeds, wanted = special_row(name, kind)
+    found = Executable(model).run(list(wanted), feeds)
+    for y, want in zip(found, wanted.values(), strict=True):
+        assert_same(y, want)

@@ -93,17 +93,16 @@ def gather_nd(p: GatherND, of: Operands) -> Results:
     return {"y": np.where(inside[..., None], gathered, np.zeros((), x.dtype))}
 
 
-_COMBINED = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
-
+_COMBINED = {"add": np.add, "mul": np.multiply}
 
 def _combined(y: np.ndarray, at: np.ndarray, updates: np.ndarray, reduction: str) -> None:
     """y[at] (op)= updates, the first axis in order."""
     if reduction in _COMBINED:
         _COMBINED[reduction].at(y, at, updates)
         return
-    assert reduction == "none", reduction
     for place, update in zip(at, updates, strict=True):
-        y[place] = update
+        stays = {"max": y[place] > update, "min": y[place] < update}.get(reduction, False)
+        y[place] = np.where(stays, y[place], update)  # no NaN stays, by onnxruntime's comparison
 
 
 def scatter_elements(p: ScatterElements, of: Operands) -> Results:
@@ -134,10 +133,11 @@ def cumulative_sum(p: CumulativeSum, of: Operands) -> Results:
     """Running sums or products along the middle axis."""
     x = of.shaped("x", p.outer, p.length, p.inner)
     x = x[:, ::-1] if p.reverse else x
-    y = (np.cumprod if p.product else np.cumsum)(x, 1, dtype=x.dtype)
     if p.exclusive:
-        first = np.full_like(y[:, :1], int(p.product))
-        y = np.concatenate([first, y[:, :-1]], 1)[:, : p.length]
+        first = np.full_like(x[:, :1], int(p.product))  # a sum begins at +0, as onnxruntime's
+        x = np.concatenate([first, x[:, :-1]], 1)[:, : p.length]
+    with np.errstate(all="ignore"):
+        y = (np.cumprod if p.product else np.cumsum)(x, 1, dtype=x.dtype)
     return {"y": y[:, ::-1] if p.reverse else y}
 
 

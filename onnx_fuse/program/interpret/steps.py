@@ -123,7 +123,7 @@ STEPS: dict[str, Any] = {
     "Round": np.rint,
     "Saturate": lambda x, low, high: np.where(x >= low, np.minimum(x, high), low),
     "Scale": np.multiply,
-    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x),
+    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x + 0),
     "ShiftLeft": _shift_left,
     "ShiftRight": _shift_right,
     "Shrink": lambda x, b, end: np.where(x < -end, x + b, np.where(x > end, x - b, 0)),
