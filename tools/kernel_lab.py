@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -347,39 +346,49 @@ class Runner:
         arms = {"us": ours, "cublas": theirs}
         if parts:
             arms |= {f"part {i}": alone(i) for i in range(len(bound[0]))}
-        seconds = tune.medians([replay_of(run, sets, launches) for run in arms.values()])
-        return {name: 1e6 * each for name, each in zip(arms, seconds, strict=True)}
+        return interleaved(arms, sets, launches)
 
 
-def replay_of(run: Callable[[int], Any], sets: int, launches: int) -> Callable[[], float]:
-    """Seconds of a call, by a replay of a graph of `launches` calls over `sets` operands.
+def interleaved(
+    arms: dict[str, Any], sets: int, launches: int, rounds: int = 9, rest: float = 0.0
+) -> dict[str, float]:
+    """Arm -> median us a call: a graph an arm, `launches` calls over `sets` operands.
 
-    It is replayed for WARM seconds before: a chip's clock depends on what ran before.
+    The arms take turns after WARM seconds, each round begun by the next: a chip's clock depends on
+    what ran before. With `rest`, after as many idle seconds instead: what a cool chip takes.
     """
     import torch as t
 
-    stream, graph = t.cuda.Stream(), t.cuda.CUDAGraph()
+    graphs = {}
+    stream = t.cuda.Stream()
     with t.cuda.stream(stream):
-        for i in range(sets):
-            run(i)
+        for name, run in arms.items():
+            for i in range(sets):
+                run(i)
+            t.cuda.synchronize()
+            graphs[name] = t.cuda.CUDAGraph()
+            with t.cuda.graph(graphs[name], stream=stream):
+                for i in range(launches):
+                    run(i % sets)
+        times: dict[str, list[float]] = {name: [] for name in arms}
         t.cuda.synchronize()
-        with t.cuda.graph(graph, stream=stream):
-            for i in range(launches):
-                run(i % sets)
-
-    def seconds() -> float:
-        start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
-        with t.cuda.stream(stream):
-            start.record()
-            graph.replay()
-            stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3 / launches
-
-    until = time.monotonic() + WARM
-    while time.monotonic() < until:
-        seconds()
-    return seconds
+        time.sleep(rest)
+        until = time.monotonic() + (0 if rest else WARM)
+        while time.monotonic() < until:
+            for graph in graphs.values():
+                graph.replay()
+            t.cuda.synchronize()
+        names = list(graphs)
+        for turn in range(rounds):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record(stream)
+                graphs[name].replay()
+                stop.record(stream)
+                stop.synchronize()
+                times[name].append(start.elapsed_time(stop) * 1e3 / launches)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def rotation(problem: GemmProblem, hw: Hardware) -> tuple[int, int]:
