@@ -118,7 +118,11 @@ def compare(
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
     if loss:
-        feeds = feeds | _labels(graph, feeds, loss)
+        from onnx_fuse.training import data
+        from onnx_fuse.training.trainer import Trainer
+
+        # besides the model's inputs a step reads labels
+        feeds = data.with_labels(feeds, Trainer(graph.clone(), loss=loss).spec().feeds)
         makers = [partial(_step_clock, graph, feeds, loss, level, device, precision, mode)
                   for level in (0, None)]  # fmt: skip
     elif grad:
@@ -267,29 +271,6 @@ def _step_clock(
         return (time.perf_counter() - started) / runs
 
     return seconds
-
-
-def _labels(graph: onnx_ir.Model, feeds: Feeds, loss: str) -> Feeds:
-    """What a training step reads besides the model's inputs: zeros of the labels' shapes."""
-    from onnx_fuse.training.trainer import Trainer
-
-    spec = Trainer(graph.clone(), loss=loss).spec()
-    sizes = {
-        dim.value: size
-        for value in spec.feeds
-        if value.name in feeds and value.shape is not None
-        for dim, size in zip(value.shape, feeds[value.name].shape, strict=True)
-        if not isinstance(dim, int)
-    }
-    labels: dict[str, Array] = {}
-    for value in spec.feeds:
-        if value.name in feeds or value.name is None:
-            continue
-        dims = [d if isinstance(d, int) else sizes.get(d.value) for d in value.shape or ()]
-        if None in dims or value.dtype is None:
-            raise UsageError(f"the shape of '{value.name}' is open: give it by --inputs")
-        labels[value.name] = np.zeros([int(d or 0) for d in dims], value.dtype.numpy())
-    return labels
 
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:

@@ -342,6 +342,13 @@ class InferenceSession:
         }
         return checked_feeds(self._input_specs, {**self._interface.defaults, **feeds})
 
+    def __repr__(self) -> str:
+        source = self._source if isinstance(self._source, str | os.PathLike) else ""
+        ends = (self.get_inputs(), self.get_outputs())
+        inputs, outputs = (", ".join(f"{v.name} {v.shape}" for v in values) for values in ends)
+        name = f"'{os.fspath(source)}', " if source else ""
+        return f"InferenceSession({name}device='{self.device}', {inputs} -> {outputs})"
+
     def get_providers(self) -> list[str]:
         """The names of the execution providers in use, as onnxruntime has them."""
         if self.device == "cuda":

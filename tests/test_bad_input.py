@@ -249,6 +249,7 @@ FOREIGN: dict[str, tuple[bytes | dict[str, bytes], str]] = {
     "html": (b"\n  <!DOCTYPE html><html>", "an HTML page: download the file itself"),
     "openvino": (b'<?xml version="1.0"?><net name="m">', "an XML file, as of OpenVINO"),
     "json": (b'{"architectures": ["BertModel"]}', "a JSON file"),
+    "nothing": (b"", "an empty file: export or download it again"),
     "safetensors": (b'\x40\0\0\0\0\0\0\0{"w": {"dtype"', "a safetensors file, which has weights"),
 }
 
@@ -272,8 +273,9 @@ def test_a_file_of_another_kind_is_named(cli: Cli, tmp_path: Path, kind: str) ->
 
 def test_a_saved_model_folder_is_named(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
-    err = cli.fails(1, "validate", tmp_path)
-    assert "a SavedModel folder of TensorFlow: python -m tf2onnx.convert" in " ".join(err.split())
+    for path in (tmp_path, tmp_path / "saved_model.pb"):
+        err = cli.fails(1, "validate", path)
+        assert "a SavedModel of TensorFlow: python -m tf2onnx.convert" in " ".join(err.split())
 
 
 def test_a_file_that_was_cut_short_is_named(cli: Cli, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`Trainer.fit`: the forms of data, metrics, callbacks, and runs that go on in the middle."""
 
+import copy
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,39 @@ def trainer(**options: Any) -> Trainer:
 def in_order() -> list[dict[str, Array]]:
     """The batches of an epoch without shuffling."""
     return [{k: a[i : i + BATCH] for k, a in arrays().items()} for i in range(0, ROWS, BATCH)]
+
+
+def test_a_step_takes_what_a_batch_of_fit_is() -> None:
+    named, ordered = trainer(), trainer(optimizer=optim.Adam(lr=0.05))
+    for batch in in_order():
+        assert named.step(batch) == ordered.step((batch["x"], batch["labels"]))
+    for wrong in (3, "x", (1, 2, 3), {"x": batch["x"]}):
+        with pytest.raises(DataError, match="the model reads 'x', 'labels'"):
+            named.step(wrong)
+    with pytest.raises(UsageError, match="metrics need data to evaluate"):
+        named.fit(arrays(), metrics=["accuracy"])
+
+
+def test_predict_needs_no_labels() -> None:
+    run, batch = trainer(ema=0.5), arrays()
+    run.step(batch)
+    for ema in (False, True):
+        expected = run.evaluate(batch, ema=ema).outputs["y"]
+        for feeds in (batch["x"], (batch["x"],), {"x": batch["x"]}, batch):
+            np.testing.assert_array_equal(run.predict(feeds, ema=ema)["y"], expected)
+
+
+def test_an_optimizer_has_a_name() -> None:
+    run = trainer(optimizer="adam")
+    assert run.optimizer == optim.Adam()
+    history = run.fit(arrays(), validation=arrays())
+    assert repr(run) == "Trainer(Adam, 16 weights in 2 tensors, 1 steps, device='cpu')"
+    assert repr(history).startswith("History(1 steps, 1 epochs, loss ")
+    with pytest.raises(UsageError, match="a Trainer cannot be copied: checkpoint"):
+        copy.deepcopy(run)
+    for wrong, words in (("adm", "did you mean 'adam'"), (3, "an optimizer of type int")):
+        with pytest.raises(UsageError, match=words):
+            trainer(optimizer=wrong)
 
 
 # ---- the forms of data -------------------------------------------------------------------------
@@ -366,7 +400,7 @@ MONITORS: dict[str, tuple[callbacks.Callback, dict[str, Any], str]] = {
         "no metric 'f1' to monitor: the evaluations give validation_loss, accuracy",
     ),
     "patience": (callbacks.EarlyStopping(patience=0), {"validation": arrays()}, "patience is 0"),
-    "every": (callbacks.Callback(), {"evaluate_every": 2}, "evaluate_every needs data"),
+    "every": (callbacks.Callback(), {"evaluate_every": 2}, "evaluate_every and metrics need data"),
 }
 
 

@@ -38,8 +38,8 @@ def refuse_foreign(source: Path | bytes) -> None:
     kind: tuple[str, str] | None = None
     if isinstance(source, bytes):
         kind = _starting(source[:64])
-    elif (source / "saved_model.pb").is_file():
-        kind = ("a SavedModel folder of TensorFlow", _SAVED_MODEL)
+    elif source.name == "saved_model.pb" or (source / "saved_model.pb").is_file():
+        kind = ("a SavedModel of TensorFlow", _SAVED_MODEL)
     elif source.is_file():
         with source.open("rb") as file:
             head = file.read(64)
@@ -49,6 +49,8 @@ def refuse_foreign(source: Path | bytes) -> None:
 
 
 def _starting(head: bytes) -> tuple[str, str] | None:
+    if not head:
+        return "an empty file", "export or download it again"
     if head[2:4] == b"\0\0" and head[4:8] in (b"TFL3", b"ORTM"):
         return _TFLITE if head[4:8] == b"TFL3" else _ORT
     if head[5:8] == b"\0\0\0" and head[8:10] == b'{"':

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.errors import DataError, ModelError
+from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
@@ -106,6 +106,29 @@ def fit(
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
         fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
+
+
+def with_labels(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
+    """The arrays, and zeros for those of `inputs` that are not among them, which are labels.
+
+    Raises UsageError where the size of a label is that of none of the arrays.
+    """
+    sizes = {
+        dim.value: size
+        for value in inputs
+        if value.name in arrays
+        for dim, size in zip(value.shape or (), arrays[value.name or ""].shape, strict=False)
+        if not isinstance(dim, int)
+    }
+    fed = dict(arrays)
+    for value in inputs:
+        if value.name in fed or value.name is None:
+            continue
+        dims = [d if isinstance(d, int) else sizes.get(d.value) for d in value.shape or ()]
+        if None in dims or value.dtype is None:
+            raise UsageError(f"the shape of '{value.name}' is not that of an input: give its array")
+        fed[value.name] = np.zeros([int(d or 0) for d in dims], value.dtype.numpy())
+    return fed
 
 
 class Fitting:

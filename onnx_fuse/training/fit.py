@@ -77,8 +77,8 @@ def fit(options: _FitArguments) -> History:
             "validation_loss",
             *(m.name for m in begin(options.metrics, trainer.spec("evaluate"))),
         ]
-    elif options.evaluate_every:
-        raise UsageError("evaluate_every needs data to evaluate: give validation")
+    elif options.evaluate_every or options.metrics:
+        raise UsageError("evaluate_every and metrics need data to evaluate: give validation")
     with contextlib.ExitStack() as stack:
         if options.folder and is_first(trainer):
             stack.enter_context(checkpoint.locked(options.folder))

@@ -13,7 +13,7 @@ __all__ = ["History", "read"]
 __dir__ = __all__.copy
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """The course of a training run, which a resumed run continues."""
 
@@ -36,6 +36,13 @@ class History:
     metrics by name."""
     examples_per_second: list[float] = field(default_factory=list, compare=False)
     """The speed at each step, over the time since the step before it."""
+
+    def __repr__(self) -> str:
+        last = self.metrics[-1] if self.metrics else {}
+        ends = {"loss": self.losses[-1]} if self.losses else {}
+        ends |= {name: value for name, value in last.items() if name not in ("step", "epoch")}
+        shown = "".join(f", {name} {value:.4g}" for name, value in ends.items())
+        return f"History({len(self.losses)} steps, {len(self.epochs)} epochs{shown})"
 
 
 _DAMAGED = "the checkpoint is damaged: its history lacks"

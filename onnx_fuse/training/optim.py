@@ -331,6 +331,16 @@ def make(name: str, **options: Any) -> Optimizer:
     return cls(**settings)
 
 
+def chosen(optimizer: Optimizer | str | None) -> Optimizer:
+    """The optimizer that an argument is or names; AdamW for None. Raises UsageError."""
+    if isinstance(optimizer, str):
+        return make(optimizer)
+    if optimizer is not None and not hasattr(optimizer, "groups"):
+        kind = type(optimizer).__name__
+        raise UsageError(f"an optimizer of type {kind}: give one of onnx_fuse.optim, or its name")
+    return optimizer or AdamW()
+
+
 def to_json(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer as JSON values, such as {"name": "adamw", "lr": {...}, ...}."""
     return {"name": type(optimizer).__name__.lower(), **dataclasses.asdict(optimizer)}

@@ -20,13 +20,15 @@ from onnx_fuse.training import data as arrays_of
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
 
-__all__ = ["Data", "Source", "as_feeds", "source"]
+__all__ = ["Batch", "Data", "Source", "as_feeds", "source"]
 __dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Data: TypeAlias = Any
 """Arrays by input name; a data set with columns; or an iterable of batches, or a function of the
 epoch's number (from 0) that makes one. A batch is a mapping, or a tuple in the order of inputs."""
+Batch: TypeAlias = Any
+"""Arrays by input name, a tuple of them in the order of inputs, or the array of the only input."""
 _CHUNK = 1 << 16  # labels checked at once, where the file is mapped
 
 

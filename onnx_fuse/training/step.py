@@ -140,7 +140,7 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     bind_defaults(source)
     if options.free_batch:
         batch.free_batch(source)
-    optimizer = options.optimizer or optim.AdamW()
+    optimizer = optim.chosen(options.optimizer)
     choice = TrainableSelection(options.trainable, options.frozen, optimizer.groups)
     prepared = _prepare(source, choice, optimizer, options.level or 0, *float8.skipped(precision))
     if options.fused:

@@ -28,7 +28,7 @@ from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.session import load
-from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings
+from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, sources
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.distillation import distilled
 from onnx_fuse.training.fault import fault_of
@@ -40,7 +40,6 @@ from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, whole_states
-from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import UNREAD, Mode, Spec, training_model
 from onnx_fuse.training.stored_codes import as_floats, notes_of
@@ -86,7 +85,7 @@ class Trainer:
         """The ranks that train together, or None."""
         self._options = options = backends.placed(arguments, self.world)
         self._ranks = ranks_of(options, self.world)
-        self.optimizer = options.optimizer or optim.AdamW()
+        self.optimizer = optim.chosen(options.optimizer)
         self._original = read(exported(arguments.model, arguments.args))
         if options.teacher is not None:
             term = distilled(
@@ -155,6 +154,20 @@ class Trainer:
             self.world.agree("model or settings", hashlib.sha256(identity.encode()).hexdigest())
         self._device = backends.backend(spec.states, options, self.world)
         self._device.add("update", graph)
+
+    def __repr__(self) -> str:
+        sizes = [s.initial.size for s in self._specs["update"].states if s.kind == "parameter"]
+        return (
+            f"Trainer({type(self.optimizer).__name__}, {sum(sizes):,} weights in {len(sizes)} "
+            f"tensors, {self.calls} steps, device='{self._options.device}')"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises UsageError: neither copy nor pickle can take what runs the steps."""
+        raise UsageError(
+            "a Trainer cannot be copied: checkpoint(folder) keeps it for Trainer.resume, and "
+            "save(path) writes its model"
+        )
 
     # -- graphs --
 
@@ -235,12 +248,13 @@ class Trainer:
         """The number of updates so far: one for every `accumulate` steps."""
         return self.calls // self.accumulate
 
-    def step(self, feeds: Mapping[str, Any]) -> float | Loss:
+    def step(self, feeds: sources.Batch) -> float | Loss:
         """Train on one batch: forward, backward and, every `accumulate` calls, the update.
 
         Args:
             feeds: The model's inputs by name, and "labels", as arrays of the model's types, or as
-                tensors on the GPU, which must not change before the loss is known.
+                tensors on the GPU, which must not change before the loss is known; or a tuple in
+                the order of the inputs, the labels last.
 
         Returns:
             The loss of the batch. On a GPU it is a Loss, which waits for the step when it is used
@@ -254,7 +268,7 @@ class Trainer:
         run = self.start(feeds)
         return Loss(run, self.finish) if self._device.in_flight else self.finish(run)
 
-    def start(self, feeds: Mapping[str, Any]) -> Run:
+    def start(self, feeds: sources.Batch) -> Run:
         """Begin a step on the batch `feeds`, of which `finish` gives the loss; errors as `step`."""
         self._finish_steps(max(self._device.in_flight - 1, 0))
         mode: Mode = "update" if (self.calls + 1) % self.accumulate == 0 else "accumulate"
@@ -335,7 +349,7 @@ class Trainer:
             self._device.resume_updates()
             raise CheckFailed(fault)
 
-    def fit(self, data: Data, **options: Any) -> History:
+    def fit(self, data: sources.Data, **options: Any) -> History:
         """Train over a data set: epochs, evaluations, callbacks and checkpoints.
 
         Args:
@@ -348,7 +362,24 @@ class Trainer:
         """
         return fit.fit(self, data, **options)
 
-    def evaluate(self, feeds: Mapping[str, Any], *, ema: bool = False) -> Evaluation:
+    def predict(self, feeds: sources.Batch, *, ema: bool = False) -> dict[str, Array]:
+        """The model's outputs for a batch, by name, in inference mode and without labels.
+
+        Args:
+            feeds: The model's inputs by name, as a tuple in their order, or the array of the only
+                one.
+            ema: Take the running averages of the weights.
+
+        Raises:
+            DataError: The arrays do not fit the model.
+            UsageError: The labels' shapes do not follow from the inputs', or there are no averages.
+        """
+        read = self.spec("evaluate").feeds
+        names = {v.name for v in self._source.graph.inputs}
+        arrays = sources.as_feeds(feeds, [v for v in read if v.name in names])
+        return self.evaluate(data.with_labels(arrays, read), ema=ema).outputs
+
+    def evaluate(self, feeds: sources.Batch, *, ema: bool = False) -> Evaluation:
         """Compute loss and outputs of a batch in inference mode.
 
         Args:
@@ -375,7 +406,9 @@ class Trainer:
             raise UsageError("the Trainer keeps no averages of the weights: give it ema=0.999")
         return wanted
 
-    def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
+    def _fit(self, spec: Spec, feeds: sources.Batch) -> dict[str, Array]:
+        if not isinstance(feeds, Mapping):
+            feeds = sources.as_feeds(feeds, spec.feeds)
         if self.world is None:  # ranks look at what they are fed
             feeds = self._device.adopt(feeds)
         arrays = self._fitting(feeds, spec.feeds)

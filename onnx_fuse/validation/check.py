@@ -48,7 +48,7 @@ _OTHER_TIES = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class Check:
     """The outcome of one validation."""
 
@@ -78,6 +78,11 @@ class Check:
     def worst(self) -> Difference | None:
         """The difference that is largest as a multiple of its limit; None without outputs."""
         return max(self.differences, key=severity, default=None)
+
+    def __repr__(self) -> str:
+        worst = self.worst
+        shown = f", {worst.max_abs:.3g} of {worst.limit:.3g} at {worst.where}" if worst else ""
+        return f"Check(ok={self.ok}{shown})"
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON values, as `--json` writes it."""

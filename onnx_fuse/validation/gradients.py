@@ -87,7 +87,7 @@ class GradientError:
     """Whether the slope and the gradient in its own type are both within their limits."""
 
 
-@dataclass
+@dataclass(repr=False)
 class GradientCheck:
     """The outcome of a gradient check."""
 
@@ -110,6 +110,9 @@ class GradientCheck:
         A wrong rule spoils every tensor before its node, so the first one is the guilty one.
         """
         return [e for e in reversed(self.errors) if not e.ok]
+
+    def __repr__(self) -> str:
+        return f"GradientCheck(ok={self.ok}, {len(self.errors)} tensors, {len(self.failed)} wrong)"
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON values, as `--json` writes it."""
