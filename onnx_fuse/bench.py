@@ -29,7 +29,7 @@ from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
-from onnx_fuse.validation.inputs import Feeds, generate
+from onnx_fuse.validation.inputs import Feeds, cotangents_of, generate
 from onnx_fuse.validation.request import Request
 
 if TYPE_CHECKING:
@@ -169,13 +169,8 @@ def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model],
     plain = ort.session(graph)
     names = [v.name for v in plain.get_outputs()]
     cotangents = autodiff.gradient_names(graphs[0].graph.inputs)
-    rng = np.random.default_rng(0)
-    seeds = {
-        cotangents[name]: np.asarray(rng.standard_normal(np.shape(y)), np.asarray(y).dtype)
-        for name, y in zip(names, ort.run(plain, feeds), strict=True)
-        if onnx_ir.DataType.from_numpy(np.asarray(y).dtype).is_floating_point()
-    }
-    return graphs, feeds_of(graphs[0], feeds | seeds)
+    seeds = cotangents_of(names, ort.run(plain, feeds), np.random.default_rng(0))
+    return graphs, feeds_of(graphs[0], feeds | {cotangents[y]: seeds[y] for y in seeds})
 
 
 def _rounds(clocks: Sequence[Clock], count: int) -> Array:
@@ -191,16 +186,16 @@ def _rounds(clocks: Sequence[Clock], count: int) -> Array:
 
 def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
     """A clock over a new session of onnxruntime."""
-    session = _session(model, threads)
-    now = time.process_time if threads == 1 else time.perf_counter
+    run = partial(ort.run, _session(model, threads), feeds)
+    return partial(_mean, run, time.process_time if threads == 1 else time.perf_counter)
 
-    def seconds(runs: int) -> float:
-        started = now()
-        for _ in range(runs):
-            ort.run(session, feeds)
-        return (now() - started) / runs
 
-    return seconds
+def _mean(run: Callable[[], object], now: Callable[[], float], runs: int) -> float:
+    """Mean seconds of so many runs by a clock of the host."""
+    started = now()
+    for _ in range(runs):
+        run()
+    return (now() - started) / runs
 
 
 class _GpuClock:
@@ -224,10 +219,7 @@ class _GpuClock:
         """Mean seconds of a run, over this number of runs."""
         if self._whole is None:
             return self._stream.timed(self._launch, runs)
-        started = time.perf_counter()
-        for _ in range(runs):
-            self._whole()
-        return (time.perf_counter() - started) / runs
+        return _mean(self._whole, time.perf_counter, runs)
 
 
 def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str, mode: str) -> Clock:
@@ -263,14 +255,7 @@ def _step_clock(
         update = states._executables["update"]
         held = states._home.weights.nbytes
         return _GpuClock(update, update.instances()[0], step if mode == "end2end" else None, held)
-
-    def seconds(runs: int) -> float:
-        started = time.perf_counter()
-        for _ in range(runs):
-            step()
-        return (time.perf_counter() - started) / runs
-
-    return seconds
+    return partial(_mean, step, time.perf_counter)
 
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:

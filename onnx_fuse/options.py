@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 P = ParamSpec("P")
 A_co = TypeVar("A_co", covariant=True)
@@ -76,16 +76,86 @@ def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
 
         shown = signature.replace(parameters=[*before, *fields])
         call.__signature__ = shown  # type: ignore[attr-defined]
-        call.__doc__ = (function.__doc__ or "").replace("{options}", described(cls).lstrip())
+        text = function.__doc__ or ""
+        indent = text.partition("{options}")[0].rpartition("\n")[2]
+        call.__doc__ = text.replace("{options}", described(cls, indent).lstrip())
         return call
 
     return decorate
 
 
-def described(cls: type) -> str:
+def described(cls: type, indent: str) -> str:
     """The fields of a dataclass of options as lines of a docstring."""
     lines = []
     for name, option in options_of(cls).items():
         text = f"{name}: {option.help} {option.more or ''}"
-        lines += textwrap.wrap(text, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
+        lines += textwrap.wrap(text, 88, initial_indent=indent, subsequent_indent=f"{indent}    ")
     return "\n".join(lines)
+
+
+def shared(cls: type, options: Any) -> dict[str, Any]:
+    """The values of the fields that a dataclass has in common with that of `options`."""
+    return {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """The sizes of a model's inputs."""
+
+    TEXTS: ClassVar = """
+        shapes (--input-shapes NAME:1,128 ...): Fix the shapes of these inputs; a size of -1 stays
+            dynamic.
+        dims (--dim SYMBOL=8 ...): Fix sizes by the names that the model's inputs have for them,
+            such as batch=8.
+        """
+    shapes: Mapping[str, Sequence[int]] | None = None
+    dims: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SizeOptions):
+    """Where a model runs, and in what."""
+
+    TEXTS: ClassVar = """
+        device (--device cpu|cuda): Run on cpu (by onnxruntime) or on cuda (by this package's
+            kernels).
+        precision (--precision NAME): Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6,
+            bf16 or fp16.
+        """
+    device: str = "cpu"
+    precision: str = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(RunOptions):
+    """How the outputs of a model are compared with its original's."""
+
+    TEXTS: ClassVar = """
+        seed: The seed of generated values.
+        blame (--blame): Name the nodes that cause the difference. | They are `Check.culprits`.
+        rtol (--rtol, 0.0 or more): Allow this difference, as a share of an output's largest value.
+            | The default depends on the coarsest float type in the graph.
+        atol (--atol, 0.0 or more): Also allow this absolute difference.
+        """
+    seed: int = 0
+    blame: bool = False
+    rtol: float | None = None
+    atol: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions(RunOptions):
+    """How the gradients of a model are compared with differences."""
+
+    TEXTS: ClassVar = """
+        seed: The seed of generated values, of the cotangents and of the directions.
+        every (--all): Compare each tensor's gradient by itself, not many at once. | That takes four
+            runs of the model for each tensor.
+        """
+    seed: int = 0
+    every: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(OutputOptions, GradientOptions):
+    """What a check of a model is asked for."""

@@ -71,13 +71,17 @@ def api_page() -> str:
 def _options(name: str) -> list[str]:
     """The table of a public name's options, which its signature has from a dataclass."""
     from onnx_fuse.generation.options import BatcherOptions, GeneratorOptions
-    from onnx_fuse.options import options_of
+    from onnx_fuse.options import GradientOptions, OutputOptions, options_of
+    from onnx_fuse.quantization.options import QuantizeOptions
     from onnx_fuse.training import fit_options, options
 
     takers: dict[str, type] = {
         "training.trainer.Trainer": options.TrainingOptions,
         "training.fit.fit": fit_options.FitOptions,
         "training.step.training_model": options.StepOptions,
+        "validation.validate": OutputOptions,
+        "validation.check_gradients": GradientOptions,
+        "quantization.quantizer.quantize": QuantizeOptions,
         "generation.generator.Generator": GeneratorOptions,
         "generation.batcher.Batcher": BatcherOptions,
     }

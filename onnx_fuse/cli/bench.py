@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import (
-    check_device,
-    check_precision,
-    hardware_of,
-    parse_dims,
-    parse_mkn,
-    parse_shapes,
-    with_options,
-)
+from onnx_fuse.cli.options import hardware_of, parse_mkn, with_options
 from onnx_fuse.errors import UsageError
+from onnx_fuse.options import RunOptions, shared
 
 if TYPE_CHECKING:
     from onnx_fuse import report
-    from onnx_fuse.report.page import Section
-
 
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
@@ -52,11 +43,10 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def bench(
+    *,
     model: Path,
     inputs: Path | None = None,
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
-    device: str = "cpu",
+    options: RunOptions,
     repeat: int = 50,
     threads: int = 0,
     grad: bool = False,
@@ -66,14 +56,11 @@ def bench(
     against: str = "unfused",
     tune: bool = False,
     shape: list[str] | None = None,
-    precision: str = "fp32",
     limit: float = 120,
     top: int = 6,
     records: Path | None = None,
     trace: Path | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Time MODEL as it is and fused, in turns, and show the ratio; or tune its kernels.
 
@@ -82,7 +69,7 @@ def bench(
     """
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
-        {"--records": records, "--trace": trace, "--json": json, "--html": html},
+        {"--records": records, "--trace": trace, **reports.paths},
     )
     from onnx_fuse import bench as timing
     from onnx_fuse.importer.shapes import fix_shapes
@@ -91,38 +78,30 @@ def bench(
 
     printer = show.printer()
     if tune:
-        calls, counts, hw = _to_tune(
-            model, inputs, parse_shapes(input_shapes), parse_dims(dim), shape or [], precision
-        )
+        calls, counts, hw = _to_tune(model, inputs, options, shape or [])
         data = _tune(printer, calls, counts, hw, limit, top, records)
-        show.write_reports(
-            printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
-        )
+        reports.write(printer, {"model": str(model), "gpu": hw.name, "tuned": data})
         return
-    if (grad or train) and (html or trace):
+    device, precision = options.device, options.precision
+    if (grad or train) and (reports.html or trace):
         raise UsageError("--grad and --train show a table and --json: leave --html and --trace out")
     _check_way(grad, train, mode, against, device)
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
-    check_device(device)
-    check_precision(precision)
     if precision != "fp32" and device != "cuda":
         raise UsageError(f"--precision {precision} needs --device cuda or --tune")
     if threads and device == "cuda":
         raise UsageError(f"--threads {threads} needs --device cpu")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
-    request = Request(
-        feeds=None if feeds is None else [feeds], shapes=parse_shapes(input_shapes),
-        dims=parse_dims(dim), device=device, precision=precision,
-    )  # fmt: skip
+    request = Request(**shared(Request, options), feeds=None if feeds is None else [feeds])
 
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         comparison = timing.compare(
             model, graph, request, repeat=repeat, threads=threads,
             grad=grad, loss=loss if train else "", mode=mode, against=against,
         )  # fmt: skip
-        if not html and not trace:
+        if not reports.html and not trace:
             return comparison, None
         fix_shapes(graph, request.shapes or {}, request.dims)
         return comparison, timing.run_once(
@@ -151,7 +130,7 @@ def bench(
 
         traces.write(trace, str(model), traces.of_profile(run.profile, run.program))
 
-    def sections() -> list[Section]:
+    def sections() -> Any:
         from onnx_fuse import rewrite
         from onnx_fuse.report import timing as pages
 
@@ -159,11 +138,9 @@ def bench(
         rewrite.optimize(fused, own_kernels=device == "cuda")
         return pages.compared(result, run, fused)
 
-    show.write_reports(
+    reports.write(
         printer,
         {"model": str(model)} | result.to_dict(),
-        json,
-        html,
         verdict=f"fused takes {result.ratio:.3f} of the original's time",
         device=where,
         sections=sections,
@@ -185,12 +162,7 @@ def _check_way(grad: bool, train: bool, mode: str, against: str, device: str) ->
 
 
 def _to_tune(
-    model: Path,
-    inputs: Path | None,
-    shapes: Mapping[str, Sequence[int]],
-    dims: Mapping[str, int],
-    shape: list[str],
-    how: str,
+    model: Path, inputs: Path | None, options: RunOptions, shape: list[str]
 ) -> tuple[list[Any], Mapping[str, int], Any]:
     """The calls to tune (of a model, or of an operator at each of `shape`), and the Hardware.
 
@@ -202,7 +174,7 @@ def _to_tune(
     from onnx_fuse.session import InferenceSession
     from onnx_fuse.validation.inputs import generate, read_feeds
 
-    check_precision(how)
+    how = options.precision
     if not model.exists() and str(model) in single_op_models.OPS:
         op = str(model)
         sizes = [parse_mkn(text) for text in shape]
@@ -215,7 +187,7 @@ def _to_tune(
         operators = ", ".join(single_op_models.OPS)
         raise UsageError(f"{model} is neither a file nor an operator: give one of {operators}")
     graph = files.load(model, str(model))
-    fix_shapes(graph, shapes, dims)
+    fix_shapes(graph, options.shapes or {}, options.dims)
     session = InferenceSession(graph, device="cuda", precision=how)
     feeds = read_feeds(inputs, graph) if inputs else None
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]

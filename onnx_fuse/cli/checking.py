@@ -12,7 +12,6 @@ from onnx_fuse.cli import files
 if TYPE_CHECKING:
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
-    from onnx_fuse.validation.inputs import Feeds
     from onnx_fuse.validation.request import Request
 
 
@@ -38,6 +37,7 @@ def gradients(
 
     Raises the errors of `check_gradients`.
     """
+    from onnx_fuse.autodiff import gradient_names
     from onnx_fuse.validation.gradients import check_written, compare_gradients
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -46,38 +46,12 @@ def gradients(
         feeds = None
         if inputs is not None:
             graph = files.load(source, str(source))
-            feeds = [
-                _with_cotangents(inputs, graph, model) if written else read_feeds(inputs, graph)
-            ]
+            seeds = gradient_names(graph.graph.inputs).values() if written else ()
+            feeds = [read_feeds(inputs, graph, seeds)]
         check = compare_gradients if written is None else check_written
         return check(source, replace(request, feeds=feeds))
 
     return guarded(work, str(model), request.device)
-
-
-def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:
-    """The arrays of a file for a graph of gradients; random `y.grad` for outputs it has none of."""
-    import numpy as np
-
-    from onnx_fuse.autodiff import gradient_names
-    from onnx_fuse.runtime import ort
-    from onnx_fuse.validation.inputs import read_feeds
-
-    forward = files.load(model, str(model))
-    names = [v.name for v in forward.graph.outputs]
-    gradients = gradient_names(backward.graph.inputs)
-    feeds = read_feeds(inputs, backward, [*gradients.values()])
-    asked = {v.name for v in backward.graph.inputs} - set(feeds)
-    if asked:
-        input_names = {v.name for v in forward.graph.inputs}
-        forward_feeds = {name: array for name, array in feeds.items() if name in input_names}
-        with ort.faults(str(model)):
-            outputs = ort.run(ort.session(forward), forward_feeds, names)
-        rng = np.random.default_rng(0)
-        for name, y in zip(names, outputs, strict=True):
-            if gradients.get(name) in asked:
-                feeds[gradients[name]] = np.asarray(rng.standard_normal(y.shape), y.dtype)
-    return feeds
 
 
 def guarded(work: Callable[[], Any], name: str, device: str) -> Any:

@@ -19,30 +19,27 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def compare(
+    *,
     a: Path,
     b: Path,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Show two reports of one command side by side: times, sizes, errors, or training curves."""
-    from onnx_fuse.report import compare as reports
+    from onnx_fuse.report import compare as comparison
 
-    files.check_paths({"A": a, "B": b}, {"--json": json, "--html": html})
+    files.check_paths({"A": a, "B": b}, reports.paths)
     printer = show.printer()
-    left, right = reports.read(a), reports.read(b)
+    left, right = comparison.read(a), comparison.read(b)
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
-    reports.check_alike(names, left, right)
-    rows = reports.rows(left, right)
+    comparison.check_alike(names, left, right)
+    rows = comparison.rows(left, right)
     printer.table("", ["", *names, "change"], rows)
     if not rows:
         printer.text("these reports have no numbers in common")
     data = {"a": str(a), "b": str(b), "rows": rows}
-    show.write_reports(
+    reports.write(
         printer,
         {"model": " and ".join(names)} | data,
-        json,
-        html,
-        verdict=reports.verdict(names, left, right),
-        sections=lambda: reports.sections(names, left, right),
+        verdict=comparison.verdict(names, left, right),
+        sections=lambda: comparison.sections(names, left, right),
     )

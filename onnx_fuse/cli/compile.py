@@ -11,7 +11,6 @@ import typer
 
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import (
-    check_precision,
     hardware_of,
     shape_sets,
     size_ranges,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from onnx_fuse.deploy import Compiled
     from onnx_fuse.program.problem import Hardware
     from onnx_fuse.report import Printer
-    from onnx_fuse.report.page import Section
     from onnx_fuse.training.trainer import Trainer
 
 EXAMPLES = (
@@ -37,9 +35,9 @@ OPTIONS = """
         this machine, which is the default.
     output (-o, --output OUT): Write to this file. The default is MODEL with the ending .fused.
     level (--level, 0 to 3): Fuse up to this level, as onnx-fuse optimize does.
-    input_shapes (--input-shapes NAME:1,128 ...): Compile for these shapes of the inputs. A
+    shapes (--input-shapes NAME:1,128 ...): Compile for these shapes of the inputs. A
         repeated name begins another program.
-    dim (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
+    dims (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
         for them: 8, several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.
     train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
         train --config in this file. OUT is then a folder, for onnx-fuse train --compiled.
@@ -49,17 +47,16 @@ OPTIONS = """
 @with_options(OPTIONS)
 def compile(
     context: typer.Context,
+    *,
     model: Path,
     target: list[str] | None = None,
     output: Path | None = None,
     precision: str = "fp32",
     level: int = 2,
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
+    shapes: list[str] | None = None,
+    dims: list[str] | None = None,
     train: Path | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Compile MODEL for a GPU into one file that runs without NVRTC and without ONNX libraries.
 
@@ -67,13 +64,10 @@ def compile(
     """
     output = output or files.default_output(model, ".fused" if train is None else ".steps")
     where = "-o" if train is None else "-o DIR"
-    files.check_paths(
-        {"MODEL": model, "--train": train}, {where: output, "--json": json, "--html": html}
-    )
+    files.check_paths({"MODEL": model, "--train": train}, {where: output, **reports.paths})
     from onnx_fuse import deploy
 
     printer = show.printer()
-    check_precision(precision)
     try:
         targets = {name: hardware_of(name) for name in split_names(target) or ["cuda"]}
     except DeviceError as error:
@@ -81,23 +75,23 @@ def compile(
             f"this machine has no usable GPU ({error}): name the one that will run the file, as in "
             "--target h200"
         ) from error
-    named, ranges = size_ranges(dim)
+    named, ranges = size_ranges(dims)
     largest = [f"{symbol}={high}" for symbol, (_, high) in ranges.items()]
     started = time.perf_counter()
     if train is not None:
         trainer = _trainer(context, model, train, targets)
         graph = trainer.graphs()["update"][0]
-        sets = shape_sets(graph, input_shapes, [*named, *largest])
+        sets = shape_sets(graph, shapes, [*named, *largest])
         steps = deploy.compile_training(trainer, output, shapes=sets, ranges=ranges)
         seconds = time.perf_counter() - started
         _show_training(printer, steps)
         printer.text(f"{output}: training in {trainer.precision}, in {seconds:.1f} s")
         graphs = {mode: one.modules for mode, one in steps.items()}
         written = {"model": str(model), "output": str(output), "kernels": graphs}
-        show.write_reports(printer, written | {"seconds": seconds}, json, html)
+        reports.write(printer, written | {"seconds": seconds})
         return
     graph = files.load(model, str(model))
-    sets = shape_sets(graph, input_shapes, [*named, *largest])
+    sets = shape_sets(graph, shapes, [*named, *largest])
     built = files.named(
         str(model),
         lambda: deploy.compile(
@@ -135,7 +129,7 @@ def compile(
         "seconds": seconds,
     }
 
-    def sections() -> list[Section]:
+    def sections() -> Any:
         from onnx_fuse.report import timing
 
         return [
@@ -144,11 +138,9 @@ def compile(
             for section in timing.predicted(programs[0], targets[name], name)  # others are alike
         ]
 
-    show.write_reports(
+    reports.write(
         printer,
         data,
-        json,
-        html,
         verdict=f"{output.name}: {built.file_bytes / 1e6:,.1f} MB",
         device=", ".join(hw.name for hw in targets.values()),
         sections=sections,

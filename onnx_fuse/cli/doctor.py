@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from onnx_fuse import __version__
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import with_options
@@ -55,11 +53,7 @@ EXAMPLES = ("onnx-fuse doctor", "onnx-fuse doctor --json doctor.json")
 
 
 @with_options()
-def doctor(
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
-) -> None:
+def doctor(*, reports: show.Reports) -> None:
     """Show versions, devices and settings, run a small model, and say what is missing."""
     import platform
     from importlib import metadata
@@ -67,7 +61,7 @@ def doctor(
     from onnx_fuse import config
     from onnx_fuse.runtime import ort
 
-    files.check_paths({}, {"--json": json, "--html": html})
+    files.check_paths({}, reports.paths)
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     versions = {"python": platform.python_version(), "onnx-fuse": __version__}
@@ -105,7 +99,7 @@ def doctor(
         "cpu": cpu,
         "cuda": gpu,
     }
-    show.write_reports(printer, data, json, html)
+    reports.write(printer, data)
 
 
 def _try_onnxruntime() -> str:

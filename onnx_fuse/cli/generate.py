@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import check_device, check_precision, with_options
+from onnx_fuse.cli.options import with_options
 from onnx_fuse.errors import UsageError
 from onnx_fuse.generation.options import GeneratorOptions
 
@@ -66,8 +66,6 @@ def generate(
     files.check_paths(
         {"MODEL": package.model, "--tokenizer": tokenizer, "--draft": draft}, {"--json": json}
     )
-    check_device(device)
-    check_precision(precision)
     if (prompt is None) == (ids is None):
         both = "" if ids is None else ", not both"
         raise UsageError(f"give a prompt, or ids with --ids 5,6,7{both}")
@@ -113,7 +111,7 @@ def generate(
     }  # fmt: skip
     sys.stdout.flush()
     print(_summary(data), file=sys.stderr)
-    show.write_reports(show.printer(), data, json, None)
+    show.Reports(json=json).write(show.printer(), data)
 
 
 def _numbers(text: str) -> list[int]:

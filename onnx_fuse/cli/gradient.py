@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, with_options
+from onnx_fuse.cli.options import split_names, with_options
 from onnx_fuse.errors import CheckFailed
+from onnx_fuse.options import SizeOptions, shared
 
 if TYPE_CHECKING:
-    from onnx_fuse.report.page import Section
     from onnx_fuse.validation.gradients import GradientCheck
 
 
@@ -31,17 +31,15 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def gradient(
+    *,
     model: Path,
     output: Path | None = None,
     loss: str | None = None,
     wrt: list[str] | None = None,
     check: bool = False,
     inputs: Path | None = None,
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    sizes: SizeOptions,
+    reports: show.Reports,
 ) -> None:
     """Write a graph that computes MODEL's gradients, as ONNX that any runtime can run.
 
@@ -57,7 +55,7 @@ def gradient(
     output = output or files.default_output(model, ".grad.onnx")
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
-        {"-o": files.with_weights(output), "--json": json, "--html": html},
+        {"-o": files.with_weights(output), **reports.paths},
     )
     printer = show.printer()
     original = read(model)
@@ -65,7 +63,7 @@ def gradient(
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
     )
-    request = Request(shapes=parse_shapes(input_shapes), dims=parse_dims(dim))
+    request = Request(**shared(Request, sizes))
     checked: GradientCheck | None = None
     with written(output) as draft:
         progress.report(f"writing {output.name}")
@@ -94,19 +92,12 @@ def gradient(
     if checked is not None:
         printer.text(*report.gradient_lines(checked))
 
-    def sections() -> list[Section]:
-        from onnx_fuse.report import pages
-
-        return pages.inspected({"model": original, "gradient": result})
-
-    show.write_reports(
+    reports.write(
         printer,
         data,
-        json,
-        html,
         verdict=f"{len(added)} gradients" + ("" if checked is None else ", checked"),
         ok=None if checked is None else checked.ok,
-        sections=sections,
+        sections=lambda: show.pages().inspected({"model": original, "gradient": result}),
     )
     if checked is not None and not checked.ok:
         first = checked.failed[0]

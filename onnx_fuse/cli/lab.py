@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import check_precision, hardware_of, parse_mkn, with_options
+from onnx_fuse.cli.options import hardware_of, parse_mkn, with_options
 from onnx_fuse.errors import CheckFailed, UsageError, unknown
 
 EXAMPLES = (
@@ -28,6 +28,7 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def lab(
+    *,
     op: str,
     shape: list[str] | None = None,
     precision: str = "fp32",
@@ -36,25 +37,20 @@ def lab(
     freeze: bool = False,
     records: Path | None = None,
     limit: float = 120,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
 
     Results are compared with those of the operator's most general kernel, at sizes of all kinds.
     ONNX_FUSE_DUMP=folder keeps the source, the macros and the SASS of each kernel.
     """
-    files.check_paths(
-        {"--candidate": candidate}, {"--records": records, "--json": json, "--html": html}
-    )
+    files.check_paths({"--candidate": candidate}, {"--records": records, **reports.paths})
     import time
 
     from onnx_fuse import config, single_op_models
     from onnx_fuse import lab as bench
     from onnx_fuse.report import timing
 
-    check_precision(precision)
     if op not in single_op_models.OPS:
         raise UsageError(unknown("operator", op, single_op_models.OPS))
     sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
@@ -94,11 +90,9 @@ def lab(
         printer.text(f"wrote {bench.freeze(op, winners, hw, folder)}")
     data = {"op": op, "gpu": hw.name, "checked": [asdict(r) for r in checked],
             "timed": [asdict(r) for r in timed]}  # fmt: skip
-    show.write_reports(
+    reports.write(
         printer,
         data,
-        json,
-        html,
         verdict=f"{len(wrong)} configurations wrong" if wrong else "every configuration is right",
         ok=not wrong,
         device=hw.name,

@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import (
-    check_precision,
-    hardware_of,
-    parse_dims,
-    parse_shapes,
-    split_names,
-    with_options,
-)
+from onnx_fuse.cli.options import hardware_of, split_names, with_options
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError
+from onnx_fuse.options import SizeOptions, shared
 
 if TYPE_CHECKING:
     from onnx_fuse import report
-    from onnx_fuse.report.page import Section
     from onnx_fuse.validation.check import Check
 
 EXAMPLES = (
@@ -49,6 +42,7 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def optimize(
+    *,
     model: Path | None = None,
     output: Path | None = None,
     level: int = 2,
@@ -63,24 +57,21 @@ def optimize(
     check: bool = True,
     keep: bool = False,
     inputs: Path | None = None,
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
+    sizes: SizeOptions,
     external: bool = False,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Fuse MODEL into a file that still runs on stock onnxruntime, and check the result."""
     if list_:
-        files.check_paths({}, {"--json": json, "--html": html})
-        _list_fusions(show.printer(), json, html)
+        files.check_paths({}, reports.paths)
+        _list_fusions(show.printer(), reports)
         return
     if model is None:
         raise UsageError("no MODEL was given: onnx-fuse optimize model.onnx, or --list")
     output = output or files.default_output(model, ".fused.onnx")
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
-        {"-o": files.with_weights(output), "--json": json, "--html": html},
+        {"-o": files.with_weights(output), **reports.paths},
     )
     started = time.perf_counter()
     printer = show.printer()
@@ -93,7 +84,6 @@ def optimize(
     from onnx_fuse.validation.inputs import read_feeds
     from onnx_fuse.validation.request import Request
 
-    check_precision(precision)
     if precision != "fp32" and not target:
         raise UsageError(
             f"--precision {precision} is for the kernels that --target lists, and the file keeps "
@@ -104,14 +94,13 @@ def optimize(
     original = read(model)
     before = report.summary(original, "original", model)
     graph = files.load(original, str(model))
-    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     feeds = read_feeds(inputs, graph) if inputs else None
-    fix_shapes(graph, shapes, dims)
-    branch = _refusal(graph, model) if (shapes or dims) and "If" in before.ops else None
+    fix_shapes(graph, sizes.shapes or {}, sizes.dims)
+    branch = _refusal(graph, model) if (sizes.shapes or sizes.dims) and "If" in before.ops else None
     if branch:
         # One that these sizes never take: with them written down onnxruntime loads no file.
         graph = files.load(original, str(model))
-    loaded: Any = graph.clone() if html else None
+    loaded: Any = graph.clone() if reports.html else None
     try:
         fused = rewrite.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     except ModelError as error:
@@ -139,7 +128,7 @@ def optimize(
         save(result, draft, external=external, shapes=False)
         after = report.summary(result, "fused", draft)
         if check:
-            request = Request(shapes=shapes, dims=dims, along=html is not None)
+            request = Request(**shared(Request, sizes), along=reports.html is not None)
             checked = checking.check(model, draft, request, inputs)
         failed = checked is not None and not checked.ok
         if failed and not keep:
@@ -167,7 +156,7 @@ def optimize(
         "kernels": kernels,
     }
 
-    def sections() -> list[Section]:
+    def sections() -> Any:
         from onnx_fuse.report import pages, timing
 
         facts = timing.call_facts(kernels)
@@ -176,11 +165,9 @@ def optimize(
             return parts
         return [*parts, *timing.predicted(lowered, hardware)]
 
-    show.write_reports(
+    reports.write(
         printer,
         data,
-        json,
-        html,
         verdict=f"{fused.operators} fused operators, {before.nodes} nodes became "
         f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
         ok=None if checked is None else checked.ok,
@@ -258,7 +245,7 @@ def _shortened(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:_NODES]) + (", …" if len(nodes) > _NODES else "")
 
 
-def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
+def _list_fusions(printer: report.Printer, reports: show.Reports) -> None:
     from onnx_fuse import rewrite
 
     printer.table(
@@ -267,4 +254,4 @@ def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None)
     rows = [[name, str(level)] for name, level in rewrite.FUSIONS.items()]
     printer.table("fusions", ["name (for --fuse, --skip)", "from level"], rows)
     levels = {str(k): v for k, v in rewrite.LEVELS.items()}
-    show.write_reports(printer, {"levels": levels, "fusions": dict(rewrite.FUSIONS)}, json, html)
+    reports.write(printer, {"levels": levels, "fusions": dict(rewrite.FUSIONS)})

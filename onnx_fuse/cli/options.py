@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from onnx_fuse.cli.show import Reports
 from onnx_fuse.errors import UsageError
-from onnx_fuse.options import Option, options_in, options_of
+from onnx_fuse.options import Option, RunOptions, options_in, options_of
 
 _SHARED = """
     model (MODEL): The .onnx file, or a file that onnx-fuse compile has written.
-    json (--json FILE): Write the results to this file as JSON.
-    html (--html FILE): Write a report to this file as one HTML page.
     trace (--trace FILE.json): Write a timeline to this file, as a trace for ui.perfetto.dev.
-    debug (--debug): Show the traceback of an error.
-    device (--device cpu|cuda): Run on cpu (by onnxruntime) or on cuda (by this package's kernels).
     inputs (--inputs FILE.npz): Read the inputs from this file, whose arrays have the inputs' names.
         The default is generated inputs.
-    precision (--precision NAME): Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6,
-        bf16 or fp16.
-    input_shapes (--input-shapes NAME:1,128 ...): Fix the shapes of these inputs; a size of -1 stays
-        dynamic.
-    dim (--dim SYMBOL=8 ...): Fix sizes by the names that the model's inputs have for them, such as
-        batch=8.
     external (--save-as-external-data): Write the weights to OUT.data beside the model.
     """
 """What several commands have."""
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, Path)}
 _KINDS |= {"Sequence[str]": list[str], "Selection": list[str], "str | os.PathLike[str]": Path}
+_KINDS["str | os.PathLike[str] | Mapping[str, Any]"] = Path
+_KINDS |= dict.fromkeys(("Mapping[str, Sequence[int]]", "Mapping[str, int]"), list[str])
 """Types of options by the annotation of a dataclass's field; others are texts."""
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -39,20 +34,27 @@ Command = TypeVar("Command", bound=Callable[..., None])
 def with_options(text: str = "", *classes: type, after: str = "") -> Callable[[Command], Command]:
     """Give the parameters of a command the options that a text and dataclasses declare.
 
-    A field of a dataclass that is no parameter of it becomes one, after its parameter `after`.
+    A parameter that is an object of a dataclass stands for the options of its fields. A field of
+    `classes` that is no parameter becomes one, after the parameter `after`.
     """
-    fields = {
-        name: (inspect.signature(cls).parameters[name], option)
-        for cls in classes
-        for name, option in options_of(cls).items()
-        if option.flag
+    fields = {key: pair for cls in classes for key, pair in _fields(cls).items()}
+    shared = {
+        key: option for cls in (RunOptions, Reports) for key, option in options_of(cls).items()
     }
-    declared = options_in(_SHARED) | {k: v for k, (_, v) in fields.items()} | options_in(text)
+    declared = shared | options_in(_SHARED) | {k: v for k, (_, v) in fields.items()}
+    declared |= options_in(text)
+    read = {key: parse for key, parse in _READ.items() if declared[key] is shared[key]}
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         parameters: list[inspect.Parameter] = []
+        objects: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
+            kind: Any = parameter.annotation
+            if is_dataclass(kind):
+                objects[name] = kind
+                parameters += [_field(*pair) for pair in _fields(kind).values()]
+                continue
             if name in declared:
                 kind = _parsed(parameter.annotation, declared[name])
                 parameter = parameter.replace(annotation=kind)
@@ -61,12 +63,35 @@ def with_options(text: str = "", *classes: type, after: str = "") -> Callable[[C
             if name == after:
                 added = (pair for key, pair in fields.items() if key not in signature.parameters)
                 parameters += [_field(*pair) for pair in added]
-        changed: Any = command
+
+        expanded = {key for cls in objects.values() for key in _fields(cls)}
+
+        @wraps(command)
+        def call(**values: Any) -> None:
+            values |= {key: parse(values[key]) for key, parse in read.items() if key in values}
+            values |= {name: cls(**values_of(cls, values)) for name, cls in objects.items()}
+            command(**{key: value for key, value in values.items() if key not in expanded})
+
+        changed: Any = call
         changed.__signature__ = signature.replace(parameters=parameters)
         changed.__annotations__ = {p.name: p.annotation for p in parameters}
-        return command
+        return changed
 
     return decorate
+
+
+def values_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a command that are those of a dataclass's options, where they are given."""
+    args = {name: values[name] for name in _fields(cls)}
+    several = (list, tuple)  # as the command and its context have them
+    lists = {name: split_names(value) for name, value in args.items() if isinstance(value, several)}
+    return {name: value for name, value in (args | lists).items() if value not in (None, [])}
+
+
+def _fields(cls: Any) -> dict[str, tuple[inspect.Parameter, Option]]:
+    """The parameter and the option of each field that the command line has."""
+    parameters = inspect.signature(cls).parameters
+    return {name: (parameters[name], o) for name, o in options_of(cls).items() if o.flag}
 
 
 def _field(parameter: inspect.Parameter, option: Option) -> inspect.Parameter:
@@ -88,18 +113,20 @@ def _parsed(kind: Any, option: Option) -> Any:
     return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
 
 
-def check_device(device: str) -> None:
-    """Raise UsageError for a device that there is not."""
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device}: choose cpu or cuda")
+def _device(name: str) -> str:
+    """The name of a device. Raises UsageError for one that there is not."""
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose cpu or cuda")
+    return name
 
 
-def check_precision(precision: str) -> None:
-    """Raise UsageError for a precision that there is not."""
+def _precision(name: str) -> str:
+    """The name of a precision. Raises UsageError for one that there is not."""
     from onnx_fuse.program.problem import PRECISIONS
 
-    if precision not in PRECISIONS:
-        raise UsageError(f"--precision {precision}: choose one of {', '.join(PRECISIONS)}")
+    if name not in PRECISIONS:
+        raise UsageError(f"--precision {name}: choose one of {', '.join(PRECISIONS)}")
+    return name
 
 
 def hardware_of(target: str) -> Any:
@@ -152,6 +179,10 @@ def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
     return sizes
 
 
+_READ: dict[str, Callable[[Any], Any]] = {
+    "shapes": parse_shapes, "dims": parse_dims, "device": _device, "precision": _precision,
+}  # fmt: skip
+"""What the values of the options of RunOptions are, by their names."""
 _MOST_PROGRAMS = 1024
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import split_names, with_options
+from onnx_fuse.cli.options import with_options
 from onnx_fuse.errors import CheckFailed
+from onnx_fuse.quantization.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from onnx_fuse.quantization.quantizer import Quantized
-    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse quantize model.onnx --calibrate data.npz --to int8 -o model.int8.onnx",
@@ -21,15 +21,6 @@ EXAMPLES = (
 OPTIONS = """
     output (-o, --output OUT): Write to this file. The default is MODEL with the ending
         .quantized.onnx.
-    to (--to TYPE): The type: int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the
-        layers that cost most accuracy left float until --max-error holds.
-    calibrate (--calibrate DATA.npz): Find the ranges of activations on these inputs, arrays by
-        the inputs' names. The default is random inputs.
-    method (--method NAME): How ranges are found: minmax, entropy or percentile.
-    max_error (--max-error E): The largest error of an output, as a part of its norm. The
-        default is 0.01 for mixed, and no limit for other types.
-    ends (--ends): Quantize the first and the last layers, too.
-    skip (--skip NODE): Leave the layer of this node float.
     explain (--explain): Say of each layer why it has its type.
     keep (--keep): Keep the result even if it is beyond --max-error.
     """
@@ -37,20 +28,14 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def quantize(
+    *,
     model: Path,
     output: Path | None = None,
-    to: str = "int8",
-    calibrate: Path | None = None,
-    method: str = "minmax",
-    max_error: float | None = None,
-    ends: bool = False,
-    skip: list[str] | None = None,
+    options: QuantizeOptions,
     explain: bool = False,
     keep: bool = False,
     external: bool = False,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Write MODEL with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs."""
     from onnx_fuse import progress
@@ -60,18 +45,16 @@ def quantize(
     from onnx_fuse.quantization import quantizer
 
     output = output or files.default_output(model, ".quantized.onnx")
+    calibrate: Any = options.calibrate
     files.check_paths(
         {"MODEL": model, "--calibrate": calibrate},
-        {"-o": files.with_weights(output), "--json": json, "--html": html},
+        {"-o": files.with_weights(output), **reports.paths},
     )
     printer = show.printer()
     progress.report("quantizing")
 
     def work() -> Quantized:
-        return quantizer.quantize(
-            model, to=to, calibrate=calibrate, method=method, max_error=max_error, ends=ends,
-            skip=split_names(skip), strict=False,
-        )  # fmt: skip
+        return quantizer.quantize(model, **vars(options), strict=False)
 
     result: Quantized = checking.guarded(work, str(model), "cpu")
     failed = result.limit is not None and not result.error <= result.limit
@@ -79,36 +62,29 @@ def quantize(
         with written(output) as draft:
             progress.report(f"writing {output.name}")
             save(read(result.model), draft, external=external)
-    columns = ["layer", "operator", "type", "error", *(["cost"] if to == "mixed" else [])]
+    columns = ["layer", "operator", "type", "error", *(["cost"] if options.to == "mixed" else [])]
     printer.table(
         "layers, by their error against float",
         [*columns, "why"] if explain else columns,
-        _rows(result, cost=to == "mixed", explain=explain),
+        _rows(result, cost=options.to == "mixed", explain=explain),
         left=3,
     )
     before, after = (f"{n / 1e3:,.0f} kB" for n in result.bytes)
     float_ms, ms = (f"{s * 1e3:.2f} ms" for s in result.seconds)
     rows = [["weights", before, after], ["onnxruntime, one batch", float_ms, ms]]
     rows += [[f"error of {name}", "0", f"{error:.3g}"] for name, error in result.errors.items()]
-    printer.table("", ["", "float", to], rows)
+    printer.table("", ["", "float", options.to], rows)
     printer.text(*result.notes)
-
-    def sections() -> list[Section]:
-        from onnx_fuse.report import pages
-
-        return pages.quantized(result.layers)
 
     many = sum(layer.to != "float" for layer in result.layers)
     kept = not failed or keep
-    show.write_reports(
+    reports.write(
         printer,
         {"input": str(model), "output": str(output) if kept else None, **result.to_dict()},
-        json,
-        html,
-        verdict=f"{many} of {len(result.layers)} layers in {to}, error {result.error:.3g}",
+        verdict=f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}",
         ok=None if result.limit is None else not failed,
         device="CPU",
-        sections=sections,
+        sections=lambda: show.pages().quantized(result.layers),
     )
     if failed:
         raise CheckFailed(

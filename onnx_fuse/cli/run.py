@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import (
-    check_device,
-    check_precision,
-    parse_dims,
-    parse_shapes,
-    with_options,
-)
+from onnx_fuse.cli.options import with_options
 from onnx_fuse.errors import ModelError, UsageError
-
-if TYPE_CHECKING:
-    from onnx_fuse.report.page import Section
+from onnx_fuse.options import RunOptions
 
 EXAMPLES = (
     "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
@@ -37,26 +29,22 @@ OPTIONS = """
 
 @with_options(OPTIONS)
 def run(
+    *,
     model: Path,
     inputs: Path | None = None,
     output: Path | None = None,
-    device: str = "cpu",
-    precision: str = "fp32",
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
+    options: RunOptions,
     profile: bool = False,
     gpus: int = 1,
     recompile: bool = False,
     explain: bool = False,
     trace: Path | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
 ) -> None:
     """Fuse MODEL and run it on given or generated inputs; show outputs and the median time."""
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
-        {"-o": output, "--trace": trace, "--json": json, "--html": html},
+        {"-o": output, "--trace": trace, **reports.paths},
     )
     import numpy as np
 
@@ -68,10 +56,9 @@ def run(
     from onnx_fuse.validation.inputs import read_feeds
 
     printer = show.printer()
-    check_device(device)
-    if gpus > 1 and (profile or trace or explain or html):
+    device, precision = options.device, options.precision
+    if gpus > 1 and (profile or trace or explain or reports.html):
         raise UsageError("--gpus shows outputs and time: leave out --profile, --explain and --html")
-    check_precision(precision)
     if explain and device != "cuda":
         raise UsageError(
             "--explain needs --device cuda; without a GPU, onnx-fuse optimize MODEL --target h200 "
@@ -80,9 +67,9 @@ def run(
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
     compiled = device == "cuda" and not recompile and is_container(model)
-    if compiled and not (feeds or input_shapes or dim):
+    if compiled and not (feeds or options.shapes or options.dims):
         fix_shapes(graph, first_shapes(model))
-    fix_shapes(graph, parse_shapes(input_shapes), parse_dims(dim))
+    fix_shapes(graph, options.shapes or {}, options.dims)
     result = checking.guarded(
         lambda: bench.run_once(
             graph,
@@ -136,7 +123,7 @@ def run(
 
         traces.write(trace, str(model), traces.of_profile(result.profile, result.program))
 
-    def sections() -> list[Section]:
+    def sections() -> Any:
         from onnx_fuse import rewrite
         from onnx_fuse.report import timing
 
@@ -144,11 +131,9 @@ def run(
         rewrite.optimize(fused, own_kernels=device == "cuda")
         return timing.ran(result, fused)
 
-    show.write_reports(
+    reports.write(
         printer,
         data,
-        json,
-        html,
         verdict=took,
         device=result.hardware.name if result.hardware else device,
         sections=sections,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from onnx_fuse import report
@@ -23,31 +24,54 @@ command_line: ContextVar[str] = ContextVar("command_line", default="")
 """The command as it was called, which a page of --html names."""
 
 
-def write_reports(
-    printer: report.Printer,
-    data: Mapping[str, Any],
-    json: Path | None,
-    html: Path | None,
-    *,
-    verdict: str = "",
-    ok: bool | None = None,
-    device: str = "",
-    sections: Callable[[], list[Section]] = list,
-) -> None:
-    """Write the files of --json and --html, where they were asked for.
+@dataclass(frozen=True, kw_only=True)
+class Reports:
+    """Where a command writes its results, beside the terminal."""
 
-    The page begins with `verdict` and `device` and has `sections`, which are made only for a page;
-    what was printed is its last section. `ok` says whether the verdict is good.
-    """
-    from onnx_fuse import report
+    TEXTS: ClassVar = """
+        json (--json FILE): Write the results to this file as JSON.
+        html (--html FILE): Write a report to this file as one HTML page.
+        debug (--debug): Show the traceback of an error.
+        """
+    json: Path | None = None
+    html: Path | None = None
+    debug: bool = False
 
-    if json:
-        command = command_line.get().partition(" ")[2].partition(" ")[0]
-        report.write_json(json, {"command": command} | dict(data))
-    if html:
-        write_page(
-            html, page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
-        )
+    @property
+    def paths(self) -> dict[str, Path | None]:
+        """The files by the options that name them."""
+        return {"--json": self.json, "--html": self.html}
+
+    def write(
+        self,
+        printer: report.Printer,
+        data: Mapping[str, Any],
+        *,
+        verdict: str = "",
+        ok: bool | None = None,
+        device: str = "",
+        sections: Callable[[], list[Section]] = list,
+    ) -> None:
+        """Write the files that were asked for.
+
+        The page begins with `verdict` and `device` and has `sections`, which are made only for a
+        page; what was printed is its last section. `ok` says whether the verdict is good.
+        """
+        from onnx_fuse import report
+
+        if self.json:
+            command = command_line.get().partition(" ")[2].partition(" ")[0]
+            report.write_json(self.json, {"command": command} | dict(data))
+        if self.html:
+            made = page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
+            write_page(self.html, made)
+
+
+def pages() -> Any:
+    """The module of each command's sections, which is slow to import."""
+    from onnx_fuse.report import pages
+
+    return pages
 
 
 def page(

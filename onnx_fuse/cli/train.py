@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, with_options
+from onnx_fuse.cli.options import (
+    parse_dims,
+    parse_shapes,
+    split_names,
+    values_of,
+    with_options,
+)
 from onnx_fuse.cli.train_options import (
     Config,
     begin_ranks,
     parse_groups,
     parse_terms,
-    values_of,
 )
 from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
@@ -107,8 +112,8 @@ def train(
     lora_alpha: float | None = None,
     lora: list[str] | None = None,
     adapters: Path | None = None,
-    input_shapes: list[str] | None = None,
-    dim: list[str] | None = None,
+    shapes: list[str] | None = None,
+    dims: list[str] | None = None,
     device: str = "cpu",
     explain: bool = False,
     gpus: int | None = None,
@@ -117,16 +122,14 @@ def train(
     tensorboard: Path | None = None,
     curve: Path | None = None,
     trace: Path | None = None,
-    json: Path | None = None,
-    html: Path | None = None,
-    debug: bool = False,
+    reports: show.Reports,
     **options: Any,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
     ranks = begin_ranks(gpus)
     first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
-        csv = tensorboard = curve = trace = json = html = None
+        csv, tensorboard, curve, trace, reports = None, None, None, None, show.Reports()
     output = destination or files.default_output(model, ".tuned.onnx")
     checkpoint, batch_size = options["folder"], options["batch_size"]
     ema = options["ema"] is not None
@@ -148,12 +151,11 @@ def train(
             "--tensorboard": tensorboard,
             "--curve": curve,
             "--trace": trace,
-            "--json": json,
-            "--html": html,
+            **reports.paths,
         },
     )
     from contextlib import nullcontext
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from onnx_fuse import profile
     from onnx_fuse.files import written
@@ -178,7 +180,7 @@ def train(
         raise UsageError("--explain compares a GPU's kernels: add --device cuda")
     arrays, held_out = load(data), load(val) if val else None
     settings = trainer_settings(model, context.params)
-    if html or curve:
+    if reports.html or curve:
         settings.setdefault("clip_norm", inf)  # clips nothing, and the page shows the norm
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGradientWarning)  # they are among the notes
@@ -214,7 +216,7 @@ def train(
     extra: list[Section] = []
     if ranks is not None:
         ranks.barrier()  # from which on the times of all ranks count
-    live = training.Live(html, page)
+    live = training.Live(reports.html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
@@ -264,8 +266,8 @@ def train(
             events += traces.of_profile(step, process=traces.STEP)
             extra = timing.profile_sections(step, "of a step")
         traces.write(trace, str(model), events)
-    show.write_reports(printer, result | curves, json, None)
-    for path in (html, curve):
+    replace(reports, html=None).write(printer, result | curves)
+    for path in (reports.html, curve):
         if path is not None:
             show.write_page(path, page(curves, 0.0))
 
@@ -296,8 +298,8 @@ def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         "lora": Lora(rank, get("lora_alpha") or 2.0 * rank, tuple(adapted) or ("*",))
         if rank
         else None,
-        "shapes": parse_shapes(get("input_shapes")),
-        "dims": parse_dims(get("dim")),
+        "shapes": parse_shapes(get("shapes")),
+        "dims": parse_dims(get("dims")),
     }  # fmt: skip
 
 

@@ -12,22 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_fuse.cli import show
-from onnx_fuse.cli.options import split_names
 from onnx_fuse.errors import INSTALL_YAML, UsageError
-from onnx_fuse.options import options_of
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
     from onnx_fuse.training.groups import Group
     from onnx_fuse.training.losses import Term
-
-
-def values_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a command that are those of a dataclass's options, where they are given."""
-    args = {name: values[name] for name, option in options_of(cls).items() if option.flag}
-    several = (list, tuple)  # as the command and its context have them
-    lists = {name: split_names(value) for name, value in args.items() if isinstance(value, several)}
-    return {name: value for name, value in (args | lists).items() if value not in (None, [])}
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
@@ -15,7 +15,7 @@ from onnx_fuse.generation.engine import Engine
 from onnx_fuse.generation.options import GeneratorOptions
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
-from onnx_fuse.options import takes
+from onnx_fuse.options import shared, takes
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
@@ -247,7 +247,7 @@ def generate(options: _GenerateArguments) -> list[Any]:
         UsageError: An option or a prompt is of no use, or the cache is full.
         ModelError: The model is no decoder, or its logits are not finite.
     """
-    generator = Generator(**{f.name: getattr(options, f.name) for f in fields(GeneratorOptions)})
+    generator = Generator(**shared(GeneratorOptions, options))
     before = [len(t) for t in generator.tokens]
     one = generator.is_one
     for answer in generator:

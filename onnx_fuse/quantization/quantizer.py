@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,8 +20,10 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
+from onnx_fuse.options import takes
 from onnx_fuse.quantization import calibration, place
 from onnx_fuse.quantization.layers import PRODUCTS, Layer, layers
+from onnx_fuse.quantization.options import QuantizeOptions
 from onnx_fuse.rewrite.batch_norm import fold_batch_norm
 from onnx_fuse.rewrite.canonicalize import canonicalize
 from onnx_fuse.runtime import ort
@@ -82,17 +83,14 @@ class Quantized:
         }
 
 
-def quantize(
-    model: Model,
-    *,
-    to: str = "int8",
-    calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
-    method: str = "minmax",
-    max_error: float | None = None,
-    ends: bool = False,
-    skip: Sequence[str] = (),
-    strict: bool = True,
-) -> Quantized:
+@dataclass(frozen=True)
+class _QuantizeArguments(QuantizeOptions):
+    model: Model
+    strict: bool = field(default=True, kw_only=True)
+
+
+@takes(_QuantizeArguments)
+def quantize(options: _QuantizeArguments) -> Quantized:
     """Write a model with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs.
 
     Norms, Softmax, products of two computed tensors, and by default the first and the last layers
@@ -101,17 +99,7 @@ def quantize(
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model, with weights in float32. It is not
             changed.
-        to: "int8" quantizes inputs and weights (by channel) of convolutions and products with
-            onnxruntime's quantizer; "fp8" does so in float8e4m3fn; "int4-weights" stores matrices
-            in blocks of 32, and needs no data; "mixed" is int8 in which the layers that cost most
-            accuracy stay float until the error is within `max_error`.
-        calibrate: An .npz file, or arrays, by the inputs' names: rows of typical data. The default
-            is random inputs.
-        method: How the range of an activation is found: minmax, entropy or percentile.
-        max_error: The largest error of an output: the norm of its difference from the float
-            model's, of that norm. The default is no limit, and 0.01 for "mixed".
-        ends: Whether the first and the last layers are quantized as well.
-        skip: Names of nodes that stay float.
+        {options}
         strict: Whether an error above `max_error` raises CheckFailed.
 
     Raises:
@@ -119,17 +107,18 @@ def quantize(
         UsageError: There is no such kind, method or node, or the data does not fit the model.
         CheckFailed: The error is above `max_error`.
     """
+    model, to, max_error = options.model, options.to, options.max_error
     if to not in KINDS:
         raise UsageError(unknown("type", to, KINDS))
     if max_error is not None and not max_error > 0:
         raise UsageError(f"the largest error is {max_error}: it must be above 0")
-    work = _Work(model, "int8" if to == "mixed" else to, ends, skip)
-    work.calibrated(calibrate, method)
+    work = _Work(model, "int8" if to == "mixed" else to, options.ends, options.skip)
+    work.calibrated(options.calibrate, options.method)
     limit = BUDGET if to == "mixed" and max_error is None else max_error
     if to == "mixed" and limit is not None:
         work.give_back(limit)
     result = work.result(model, limit)
-    if strict and limit is not None and not result.error <= limit:
+    if options.strict and limit is not None and not result.error <= limit:
         raise CheckFailed(
             f"the quantized model is {result.error:.3g} from the float model, more than "
             f'{limit:g}: try to="mixed", other calibration data or another method'

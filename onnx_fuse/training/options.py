@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.options import shared
 
 if TYPE_CHECKING:
     import os
@@ -69,7 +69,7 @@ class StepOptions:
 
     def of_step(self) -> dict[str, Any]:
         """The values of these options by name, without those that a subclass adds."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(StepOptions)}
+        return shared(StepOptions, self)
 
 
 @dataclass(frozen=True, kw_only=True)

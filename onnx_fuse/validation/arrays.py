@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,25 +177,25 @@ def index_bound(value: Value) -> int | None:
 
     Constants that are added, subtracted or multiplied on the way are taken into account.
     """
-    bounds: list[int] = []
-    todo: list[tuple[Value, int, int]] = [(value, 1, 0)]  # entries there are at most a x + b
-    seen = {value}
+    limits = ((_index_limit(node, idx), a, b) for node, idx, a, b in _readers(value))
+    # the largest x with a x + b <= limit - 1, and one more
+    bounds = (max((limit - 1 - b) // a + 1, 1) for limit, a, b in limits if limit is not None)
+    return min(bounds, default=None)
+
+
+def _readers(value: Value) -> Iterator[tuple[Node, int, int, int]]:
+    """(node, input, a, b) of what reads a value's entries x, which there are at most a x + b."""
+    todo, seen = [(value, 1, 0)], {value}
     while todo:
         here, a, b = todo.pop()
         for use in here.uses():
-            limit = _index_limit(use.node, use.idx)
-            if limit is not None:
-                # the largest x with a x + b <= limit - 1, and one more
-                bounds.append(max((limit - 1 - b) // a + 1, 1))
-                continue
+            yield use.node, use.idx, a, b
             carried = _CARRIES.get(use.node.op_type, ())
-            if carried is not None and use.idx not in carried:
-                continue
-            c, d = _affine(use.node, use.idx)
-            fresh = [v for v in use.node.outputs if v not in seen]
-            seen.update(fresh)
-            todo.extend((v, a * c, b * c + d) for v in fresh)
-    return min(bounds, default=None)
+            if carried is None or use.idx in carried:
+                c, d = _affine(use.node, use.idx)
+                fresh = [v for v in use.node.outputs if v not in seen]
+                seen.update(fresh)
+                todo.extend((v, a * c, b * c + d) for v in fresh)
 
 
 def _affine(node: Node, idx: int) -> tuple[int, int]:
@@ -239,17 +239,7 @@ _SHAPES = {"Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 
 def is_size(value: Value) -> bool:
     """Whether an input's entries become sizes of a shape."""
-    todo, seen = [value], {value}
-    while todo:
-        for use in todo.pop().uses():
-            if _SHAPES.get(use.node.op_type) == use.idx:
-                return True
-            carried = _CARRIES.get(use.node.op_type, ())
-            if carried is None or use.idx in carried:
-                fresh = [v for v in use.node.outputs if v not in seen]
-                seen.update(fresh)
-                todo.extend(fresh)
-    return False
+    return any(_SHAPES.get(node.op_type) == idx for node, idx, _, _ in _readers(value))
 
 
 _VIEWS = ("Unsqueeze", "Squeeze", "Expand", "Cast", "Reshape", "Slice", "Transpose", "Identity")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
@@ -17,7 +16,7 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array
-from onnx_fuse.validation.compare import Difference, Tolerance, difference, severity
+from onnx_fuse.validation.compare import Difference, Tolerance, alike, difference, severity
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.values import by_name
@@ -74,7 +73,7 @@ def find_culprits(
     common = [name for name in _computed(suspect) if name in expected]
     seen = values_of(suspect, feeds, common)
     # A value that kept its name but changed its layout cannot be compared with the original's.
-    common = [n for n in common if _alike(expected[n], seen[n])]
+    common = [n for n in common if alike(expected[n], seen[n])]
     cut = _cut(suspect, {name: expected[name] for name in common})
     oracle_feeds = feeds | {name + ORACLE: expected[name] for name in common}
     got = values_of(cut, oracle_feeds, common, request)
@@ -111,15 +110,6 @@ def _computed(model: onnx_ir.Model) -> list[str]:
         for v in node.outputs
         if v.name and (v.uses() or v.is_graph_output())
     ]
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return (
-        isinstance(a, np.ndarray)
-        and isinstance(b, np.ndarray)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-    )
 
 
 def _cut(model: onnx_ir.Model, arrays: Mapping[str, Array]) -> onnx_ir.Model:

@@ -16,6 +16,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.opsets import MENDED
 from onnx_fuse.ir.constants import Model
+from onnx_fuse.options import OutputOptions, shared, takes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validation.blame import Culprit, find_culprits
@@ -103,20 +104,15 @@ class Check:
         }
 
 
-def validate(
-    model: Model,
-    against: Model | None = None,
-    *,
-    feeds: Sequence[Feeds] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    dims: Mapping[str, int] | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    device: str = "cpu",
-    precision: str = "fp32",
-    seed: int = 0,
-    blame: bool = False,
-) -> Check:
+@dataclass(frozen=True)
+class _ValidateArguments(OutputOptions):
+    model: Model
+    against: Model | None = None
+    feeds: Sequence[Feeds] | None = field(default=None, kw_only=True)
+
+
+@takes(_ValidateArguments)
+def validate(arguments: _ValidateArguments) -> Check:
     """Compare every output of `model` with that of its original, under onnxruntime.
 
     Args:
@@ -125,14 +121,7 @@ def validate(
             makes it) is checked against it.
         feeds: One mapping from input names to arrays for each run. Without it, inputs are
             generated that fit the graph, a wholly masked row among them (docs/checking.md).
-        shapes: Shapes of the generated inputs by name; a size of -1 stays free.
-        dims: Sizes of the generated inputs by symbol, such as {"batch": 2}.
-        rtol, atol: An output may differ by `atol + rtol * its largest magnitude`. The defaults
-            depend on the coarsest float type in the graph.
-        device: "cpu" runs the checked model on onnxruntime, "cuda" on this package's kernels.
-        precision: What "cuda" computes in, as in InferenceSession.
-        seed: Seed of the generated values.
-        blame: Trace a difference to the nodes that make it (`Check.culprits`).
+        {options}
 
     Returns:
         A Check: `ok`, the worst difference, and all differences by output.
@@ -142,17 +131,14 @@ def validate(
         UsageError: A name, shape or precision does not fit the model.
         DeviceError: `device` is "cuda" and there is no usable GPU.
     """
-    original: Model = model if against is None else against
-    if against is None:
+    model, original = arguments.model, arguments.against
+    if original is None:
         from onnx_fuse import rewrite
 
-        model = load(model)
+        original, model = model, load(model)
         rewrite.optimize(model)
-    request = Request(
-        feeds=feeds, shapes=shapes, dims=dims, rtol=rtol, atol=atol,
-        device=device, precision=precision, seed=seed, blame=blame,
-    )  # fmt: skip
-    return guarded(lambda: check_outputs(original, model, request), original, device)
+    request = Request(**shared(Request, arguments))
+    return guarded(partial(check_outputs, original, model, request), original, request.device)
 
 
 def check_outputs(original: Model, fused: Model, request: Request | None = None) -> Check:

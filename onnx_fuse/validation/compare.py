@@ -117,9 +117,7 @@ def difference(
     kind = np.complex128 if expected.dtype.kind == "c" else np.float64
     exact = expected.dtype.kind in "biu"
     a, b = expected.astype(kind), got.astype(kind)
-    with np.errstate(invalid="ignore", over="ignore"):
-        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    error = np.where(np.isnan(error), np.inf, error)
+    error = absolute_error(a, b)
     finite = np.abs(a[np.isfinite(a)])
     scale = float(finite.max()) if finite.size else 0.0
     limit = max(0.0 if exact else tolerance.atol + tolerance.rtol * scale, floor)
@@ -136,6 +134,19 @@ def difference(
         worst <= limit,
         scale=scale,
     )
+
+
+def absolute_error(a: Array, b: Array) -> Array:
+    """|a - b|: 0 where both are the same infinity or NaN, infinite where one of them is NaN."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values are arrays of one shape and type."""
+    arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return arrays and a.shape == b.shape and a.dtype == b.dtype
 
 
 def _list_difference(

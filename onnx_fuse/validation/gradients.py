@@ -17,11 +17,12 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import bind_defaults, const_array, defaults, feeds_of, remove_unused_nodes
 from onnx_fuse.ir.constants import Model
+from onnx_fuse.options import GradientOptions, shared, takes
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.freeze import hold, roundings, selections, straight_through
-from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.inputs import Feeds, cotangents_of
 from onnx_fuse.validation.reference import evaluator_in_double, in_double
 from onnx_fuse.validation.request import Request, guarded
 from onnx_fuse.validation.shapes import wrong_sizes
@@ -124,17 +125,14 @@ class GradientCheck:
         }
 
 
-def check_gradients(
-    model: Model,
-    *,
-    feeds: Feeds | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    dims: Mapping[str, int] | None = None,
-    device: str = "cpu",
-    precision: str = "fp32",
-    seed: int = 0,
-    every: bool = False,
-) -> GradientCheck:
+@dataclass(frozen=True)
+class _GradientArguments(GradientOptions):
+    model: Model
+    feeds: Feeds | None = field(default=None, kw_only=True)
+
+
+@takes(_GradientArguments)
+def check_gradients(arguments: _GradientArguments) -> GradientCheck:
     """Check the gradient of every trainable float tensor against central differences.
 
     The loss is sum(output * cotangent) for fixed random cotangents. The backward of the fused graph
@@ -146,22 +144,15 @@ def check_gradients(
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model.
         feeds: Arrays by input name; without it, inputs are generated that fit the graph.
-        shapes, dims: Shapes by input and sizes by symbol of generated inputs, as in `validate`.
-        device: "cpu" runs the backward on onnxruntime, "cuda" on this package's kernels.
-        precision: What "cuda" computes in, as in InferenceSession.
-        seed: Seed of the generated inputs, the cotangents and the directions.
-        every: Compare each tensor along two directions of its own, which takes four runs of the
-            model for each tensor.
+        {options}
 
     Raises:
         ModelError: The model is malformed, or onnxruntime cannot run it.
         UsageError: A name or shape does not fit the model.
     """
-    request = Request(
-        feeds=[feeds] if feeds else None, shapes=shapes, dims=dims,
-        device=device, precision=precision, seed=seed, every=every,
-    )  # fmt: skip
-    return guarded(lambda: compare_gradients(model, request), model, device)
+    model, feeds = arguments.model, arguments.feeds
+    request = Request(**shared(Request, arguments) | {"feeds": [feeds] if feeds else None})
+    return guarded(partial(compare_gradients, model, request), model, request.device)
 
 
 def compare_gradients(model: Model, request: Request) -> GradientCheck:
@@ -178,11 +169,7 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     hostile = _hostile(plain, inputs, outputs)
     rng = np.random.default_rng(request.seed)
     names = [v.name or "" for v in plain.graph.outputs]
-    cotangents = {
-        name: np.asarray(rng.standard_normal(y.shape), y.dtype)
-        for name, y in zip(names, outputs, strict=True)
-        if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
-    }
+    cotangents = cotangents_of(names, outputs, rng)
     if hostile:
         values = dict(zip(names, outputs, strict=True))
         cotangents = {y: _where_finite(c, values[y]) for y, c in cotangents.items()}
@@ -276,8 +263,10 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
         session = ort.session(backward)
     names = [v.name or "" for v in backward.graph.outputs]
     hostile = False
+    inputs = _with_seeds(backward, request, check.notes)
     if request.feeds:
-        inputs, outputs = request.pairs(backward, partial(ort.run, session), check.notes)[0]
+        with ort.faults("the gradient graph"):
+            outputs = ort.run(session, inputs)
         for y, array in zip(names, outputs, strict=True):
             seed = inputs.get(f"{y}{_SEED}")
             if seed is not None and seed.shape != array.shape:
@@ -288,8 +277,6 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
         for y, array in results.items() if hostile else ():
             if (seed := inputs.get(f"{y}{_SEED}")) is not None:
                 inputs[f"{y}{_SEED}"] = _where_finite(seed, array)
-    else:
-        inputs = _generated(backward, request, check.notes)
     inputs = defaults(backward) | inputs
     seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
@@ -321,26 +308,30 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
     return check
 
 
-def _generated(backward: onnx_ir.Model, request: Request, notes: list[str]) -> Feeds:
-    """Inputs of a gradient graph; a `y.grad` has the shape that `y` has for the others.
+def _with_seeds(backward: onnx_ir.Model, request: Request, notes: list[str]) -> Feeds:
+    """Inputs of a gradient graph; a `y.grad` that is not given has the shape of `y` for the others.
 
     The graph says little of that shape: exporters give the sizes of outputs names of their own.
     """
-    ends = [str(v.name) for v in backward.graph.outputs if f"{v.name}{_SEED}" in _inputs(backward)]
-    if not ends:
-        session = ort.session(backward)
-        return request.pairs(backward, partial(ort.run, session), notes)[0][0]
+    feeds = request.feeds[0] if request.feeds else {}
+    open_inputs = [name for name in _inputs(backward) if name not in feeds]
+    ends = [str(v.name) for v in backward.graph.outputs if f"{v.name}{_SEED}" in open_inputs]
+    if feeds and not ends:
+        return dict(feeds)
     forward = backward.clone()
+    if not ends:
+        return request.pairs(forward, partial(ort.run, ort.session(forward)), notes)[0][0]
     forward.graph.outputs[:] = list(by_name(forward, ends).values())
     remove_unused_nodes(forward)
-    dys = [f"{y}{_SEED}" for y in ends]
-    forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
-    session = ort.session(forward)
-    inputs, outputs = request.pairs(forward, partial(ort.run, session), notes)[0]
-    rng = np.random.default_rng(request.seed)
-    for dy, y in zip(dys, outputs, strict=True):
-        inputs[dy] = np.asarray(rng.standard_normal(y.shape), y.dtype)
-    return inputs
+    forward.graph.inputs[:] = [v for v in forward.graph.inputs if not f"{v.name}".endswith(_SEED)]
+    session, names = ort.session(forward), _inputs(forward)
+
+    def run(feed: Feeds) -> list[Any]:
+        return ort.run(session, {name: feed[name] for name in names if name in feed})
+
+    inputs, outputs = request.pairs(forward, run, notes)[0]
+    seeds = cotangents_of(ends, outputs, np.random.default_rng(request.seed))
+    return inputs | {f"{y}{_SEED}": seed for y, seed in seeds.items()}
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,15 @@ def draw(roles: dict[str, Role], choice: InputSizes, rng: np.random.Generator, t
     return feed
 
 
+def cotangents_of(names: Sequence[str], outputs: Sequence[Any], rng: np.random.Generator) -> Feeds:
+    """A random gradient of each output of floats, by the output's name."""
+    return {
+        name: np.asarray(rng.standard_normal(y.shape), y.dtype)
+        for name, y in zip(names, outputs, strict=True)
+        if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
+    }
+
+
 def _is_nan(outputs: Sequence[Any]) -> bool:
     """Whether an output of floats holds a NaN."""
     return any(

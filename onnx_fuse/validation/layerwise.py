@@ -13,12 +13,11 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import label
-from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array
-from onnx_fuse.validation.compare import Difference, Tolerance, difference
+from onnx_fuse.validation.compare import Difference, Tolerance, absolute_error, alike, difference
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.request import Request
-from onnx_fuse.validation.values import by_name
+from onnx_fuse.validation.values import by_name, values_of
 
 _TOGETHER = 1 << 30  # bytes of values that one session gives back
 _WORST = 10
@@ -82,20 +81,17 @@ def errors_along(
     names = [name for name in makers if name in shared]
     outputs = {v.name for v in suspect.graph.outputs}
     along = Along()
-    with ort.faults("the comparison by value"):
-        for part in chunks(reference, names, feeds):
-            expected = ort.run(ort.session(_showing(reference, part), as_written=True), feeds)
-            checked = (request or Request()).session(_showing(suspect, part), as_written=True)
-            got = ort.run(checked, feeds)
-            for name, a, b in zip(part, expected, got, strict=True):
-                if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
-                    continue
-                if a.shape != b.shape or a.dtype != b.dtype:
-                    continue
-                along.nodes.append(makers[name])
-                along.values.append(difference(name, a, b, tolerance))
-                if name in outputs and a.dtype.kind not in "OUSc" and a.size:
-                    along.outputs.append(_distribution(name, a, b))
+    for part in chunks(reference, names, feeds):
+        expected = values_of(reference, feeds, part, as_written=True)
+        got = values_of(suspect, feeds, part, request, as_written=True)
+        for name in part:
+            a, b = expected[name], got[name]
+            if not alike(a, b):
+                continue
+            along.nodes.append(makers[name])
+            along.values.append(difference(name, a, b, tolerance))
+            if name in outputs and a.dtype.kind not in "OUSc" and a.size:
+                along.outputs.append(_distribution(name, a, b))
     return along
 
 
@@ -119,18 +115,10 @@ def chunks(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator
         yield part
 
 
-def _showing(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """A copy whose outputs are the values called `names`."""
-    model = model.clone()
-    model.graph.outputs[:] = list(by_name(model, names).values())
-    return model
-
-
 def _distribution(name: str, expected: Array, got: Array) -> Distribution:
     a, b = expected.astype(np.float64).ravel(), got.astype(np.float64).ravel()
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-        error = np.where(np.isnan(error), np.inf, error)
+    error = absolute_error(a, b)
+    with np.errstate(divide="ignore"):
         decade = np.floor(np.log10(error, where=error > 0, out=np.full(error.shape, -np.inf)))
     counts: dict[str, int] = {}
     for power, count in zip(*np.unique(decade, return_counts=True), strict=True):

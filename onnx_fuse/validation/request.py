@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import onnx_ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
+from onnx_fuse.options import CheckOptions
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.compare import Tolerance, tolerance_of
@@ -21,32 +22,14 @@ from onnx_fuse.validation.inputs import Feeds, Run, extremes, generate
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Request:
+@dataclass(frozen=True, kw_only=True)
+class Request(CheckOptions):
     """The inputs of a check, where and how the checked model runs, and what is wanted of it."""
 
     feeds: Sequence[Feeds] | None = None
     """Arrays by input name, for each run; None has them generated."""
-    shapes: Mapping[str, Sequence[int]] | None = None
-    """Shapes of generated inputs by name; a size of -1 stays free."""
-    dims: Mapping[str, int] | None = None
-    """Sizes of generated inputs by symbol."""
-    rtol: float | None = None
-    """The part of the limit that grows with an output; None takes that of the graph's types."""
-    atol: float | None = None
-    """The part of the limit that does not."""
-    device: str = "cpu"
-    """"cpu" runs the checked model on onnxruntime, "cuda" on this package's kernels."""
-    precision: str = "fp32"
-    """What "cuda" computes in, as in InferenceSession."""
-    seed: int = 0
-    """Seed of the generated values."""
-    blame: bool = False
-    """Whether a difference is traced to the nodes that make it."""
     along: bool = False
     """Whether the values inside of both graphs are compared, too."""
-    every: bool = False
-    """Whether each tensor's gradient is compared by itself."""
 
     def loaded(self, model: Model) -> onnx_ir.Model:
         """The model with its inputs at the request's sizes, and the shapes that follow."""

@@ -30,7 +30,7 @@ def values_of(
     request = request or Request()
     model = model.clone()
     model.graph.outputs[:] = list(by_name(model, names).values())
-    with ort.faults("blame"):
+    with ort.faults("the values inside the graph"):
         session = request.session(model, as_written=as_written)
         results = dict(zip(names, ort.run(session, feeds, names), strict=True))
     if kernels is not None and request.device != "cpu":
