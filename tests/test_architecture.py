@@ -46,13 +46,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4483, "autodiff": 1750, "cli": 3313, "cuda": 1798, "cuda_src": 15350, "distributed": 950,
+    "": 4483, "autodiff": 1800, "cli": 3313, "cuda": 1798, "cuda_src": 15350, "distributed": 950,
     "importer": 5515, "ir": 2375, "kernels": 10155, "lower": 9250, "nn": 4905, "ops": 12052,
     "program": 10502, "report": 2150, "rewrite": 3497, "runtime": 8540, "torch": 3882,
     "training": 6965, "validation": 4692,
     "generation": 1495,
     "quantization": 752,
-    "tests": 50293, "tools": 11570,
+    "tests": 50345, "tools": 11570,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

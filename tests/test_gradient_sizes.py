@@ -279,34 +279,40 @@ def test_an_optimized_file_has_the_gradients_of_the_file(name):
 
 
 # shapes that a file declares for its values, and its nodes: of a batch of one that was set free
-STALE = table({}, at=1)("""
-a norm: "float[1,1,4] n"
+STALE = table({}, at=2)("""
+a norm: "float[1,1,4] n", "B,S,4"
   { n = LayerNormalization(x, w) y = Mul(n, x) }
-rows of a product: "float[1,4] f, float[1,4] p"
+rows of a product: "float[1,4] f, float[1,4] p", "B,S,4"
   { t = Constant<value_ints = [-1, 4]>() f = Reshape(x, t) p = Mul(f, w) d = Shape(x)
   y = Reshape(p, d) }
-a mean: "float[1,1,1] m, float[1,1,4] c"
+a mean: "float[1,1,1] m, float[1,1,4] c", "B,S,4"
   { a = Constant<value_ints = [-1]>() m = ReduceMean(x, a) c = Sub(x, m) y = Mul(c, w) }
-another rank: "float[7] s"
+another rank: "float[7] s", "B,S,4"
   { s = Add(x, w) y = Tanh(s) }
-a row that broadcasts: "float[1,4] r"
+a row that broadcasts: "float[1,4] r", "B,S,4"
   { zero = Constant<value_int = 0>() one = Constant<value_ints = [1]>()
   r = Gather<axis = 1>(x, zero) u = Unsqueeze(r, one) s = Mul(x, u) y = Add(s, w) }
+parts put together: "float[7,2,4] c", "5,S,4"
+  { c = Concat<axis = 0>(x, x) r = Neg(c) y = Mul(r, w) }
+an output named as an input: "", "B,S,4"
+  { c = Concat<axis = 0>(x, x) y = Mul(c, w) }
+an output of one row: "", "1,S,4"
+  { c = Concat<axis = 0>(x, x) y = Mul(c, w) }
 """)
 
 
 @pytest.mark.parametrize("name", STALE)
 def test_a_stale_shape_in_the_file_changes_no_gradient(name):
-    declared, nodes = STALE[name]
-    rng = np.random.default_rng(0)
-    feeds = {n: rng.standard_normal((3, 2, 4)).astype(np.float32) for n in ("x", "y.grad")}
-    feeds["w"] = rng.standard_normal(4).astype(np.float32)
+    declared, output, nodes = STALE[name]
+    feeds = {"x": within(-1, 1, 3, 2, 4).astype(F32), "w": within(-1, 1, 4).astype(F32)}
     head = '<ir_version: 10, opset_import: ["" : 21]> g (float[B,S,4] x, float[4] w) => '
     results = []
-    for values in (f"<{declared}>", ""):
-        model = onnx.parser.parse_model(f"{head} (float[B,S,4] y) {values} {nodes}")
+    for shape, values in (("?,?,?", ""), (output, f"<{declared}>" if declared else "")):
+        model = onnx.parser.parse_model(f"{head} (float[{shape}] y) {values} {nodes}")
+        if not results:
+            feeds["y.grad"] = stock(model).run(["y"], feeds)[0]
         results.append(stock(autodiff.gradient(load(model), wrt=["x", "w"])).run(None, feeds))
-    for stale, right in zip(*results, strict=True):
+    for right, stale in zip(*results, strict=True):
         np.testing.assert_array_equal(stale, right)
 
 
@@ -324,3 +330,44 @@ def test_an_output_declared_as_an_operand_has_the_size_of_its_broadcast(declared
     for array, grad, each in zip((x, z), grads, (-dy * z, -dy * x), strict=True):
         right = each if len(array) == max(rows) else each.sum(0, keepdims=True)
         np.testing.assert_allclose(grad, right, rtol=1e-5, atol=1e-6)
+
+
+# inputs whose name N onnxruntime takes sizes for that differ, the sizes of axes named M being 2
+ONE_NAME = table({}, at=1)("""
+a sum: {"x": "N,4", "z": "N,4"}
+  y = Add(x, z)
+behind what is no sum: {"x": "N,4", "z": "N,4", "w": "4"}
+  a = Mul(x, w) s = Softmax<axis = 0>(a) y = Add(s, z)
+matrices of a batch: {"x": "N,2,4", "z": "N,4,2"}
+  y = MatMul(x, z)
+an input of fewer axes: {"x": "N,4", "z": "M,N,4"}
+  y = Mul(x, z)
+""")
+
+
+@pytest.mark.parametrize("name", ONE_NAME)
+def test_sizes_of_one_name_are_equal_or_a_node_says_so(name):
+    shapes, nodes = ONE_NAME[name]
+    sessions = []
+    for first in ("N", "K"):
+        named = {**shapes, "x": shapes["x"].replace("N", first)}
+        inputs = ", ".join(f"float[{shape}] {key}" for key, shape in named.items())
+        model = onnx.parser.parse_model(
+            f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => (float y) {{ {nodes} }}'
+        )
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+        sessions.append(stock(autodiff.gradient(load(model), wrt=[*shapes])))
+    for n, m in ((3, 3), (1, 1), (3, 1), (1, 3)):
+        feeds = {}
+        for key, shape in shapes.items():
+            sizes = {"N": n if key == "x" else m, "M": 2, "4": 4, "2": 2}
+            feeds[key] = within(0, 1, *(sizes[d] for d in shape.split(","))).astype(F32)
+        feeds["y.grad"] = stock(model).run(["y"], feeds)[0]
+        *_, right = (session.run(None, feeds)[1:] for session in sessions[1:])
+        assert [dx.shape for dx in right] == [feeds[key].shape for key in shapes]
+        if n != m:
+            with pytest.raises(Exception, match="must be equal: both are named 'N'"):
+                sessions[0].run(None, feeds)
+            continue
+        for dx, answer in zip(sessions[0].run(None, feeds)[1:], right, strict=True):
+            np.testing.assert_array_equal(dx, answer)

@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import rank, rename_shadowing_values
+from onnx_fuse.ir.build import Builder, rank, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.ir.traits import SIZE_INPUTS, only_sizes
 from onnx_fuse.ops.loss import LOSSES, label_value
@@ -152,12 +152,17 @@ def append_gradients(
     """
     model = load(model)
     graph = model.graph
+    inputs = list(graph.inputs)
     lift_parameters(model, wrt or ())
+    # a batch that was set free at the inputs is still a number in the shapes of outputs
+    declared = {y: y.shape for y in graph.outputs if y.producer() is not None}
+    for y, shape in declared.items():
+        y.shape = None if shape is None else ir.Shape([None] * len(shape))
+    open_sizes_not_shown(graph)
     infer_shapes(model)
     if any(rank(v) is None for node in graph for v in node.outputs if may_be_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
         infer_shapes(model)
-    open_sizes_not_shown(graph)
     holders: dict[str, list[ir.Value]] = {}  # a parameter may be packed, and more than once
     for v in trainable(model):
         for part in parts(v)[1]:
@@ -210,8 +215,50 @@ def append_gradients(
             out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
             graph.outputs.append(out)
     graph.extend(op.nodes)
+    if grads:
+        _ask_equal_sizes(model, inputs)
+    for y, shape in declared.items():
+        y.shape = shape
     rename_shadowing_values(graph)
     return model, list(grads), stopped
+
+
+_SPLIT = ("INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL")
+"""Types of inputs that are no float and that onnxruntime splits."""
+
+
+def _ask_equal_sizes(model: ir.Model, inputs: Sequence[ir.Value]) -> None:
+    """Let a run fail where sizes of one name differ, at a node whose name says so.
+
+    Gradients believe the names, and onnxruntime does not ask. Of the inputs with a name, the one of
+    fewest axes passes through Splits into one part, which has the size of another input.
+    """
+    places: dict[str, list[tuple[ir.Value, int]]] = {}
+    for x in inputs:
+        counts = x.uses() and (_differentiable(x) or str(x.dtype) in _SPLIT)
+        for axis, d in enumerate(x.shape or () if counts else ()):
+            if not isinstance(d, int) and d.value:
+                places.setdefault(d.value, []).append((x, axis))
+    op, asks, passed = Emitter(model), Builder(), dict[ir.Value, ir.Value]()
+    for symbol, named in places.items():
+        x, axis = min(named, key=lambda place: len(place[0].shape or ()))
+        for other, i in named:
+            if (other, i) != (x, axis):
+                size, part = asks.Shape(other, start=i, end=i + 1), passed.get(x, x)
+                passed[x] = asks.Split(part, size, axis=axis)
+                asks.nodes[-1].name = (
+                    f"axis {axis} of '{x.name}' and axis {i} of '{other.name}' must be equal: "
+                    f"both are named '{symbol}'"
+                )
+    for x, part in passed.items():
+        for node, index in x.uses():
+            if node not in asks.nodes:
+                node.replace_input_with(index, part)
+    op.stem = "sizes"
+    for node in asks.nodes:
+        op.adopt(node)
+    if passed:
+        model.graph.insert_before(model.graph[0], asks.nodes)
 
 
 def open_parameters(model: ir.Model, values: Sequence[ir.Value]) -> list[str]:

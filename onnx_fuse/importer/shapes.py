@@ -120,12 +120,13 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
 def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     """Within the block results have no shapes; after it those inferred, or else those declared.
 
-    Where one is contradicted, as by a batch that was set free at the inputs alone, none is taken,
-    and never a size of 1, which decides what broadcasts, where no other size of the value is an
-    input's name, nor a name that is no input's: inference may have given it to another size.
+    Where one is contradicted, as by a batch that was set free at the inputs alone, none is taken.
+    A number counts where another size of the value is an input's name. Where no size of an input is
+    open it counts as well, but for 1, which decides what broadcasts. A name that is no input's
+    never counts: inference may have given it to another size.
     """
-    dims_of_inputs = (d for i in model.graph.inputs for d in i.shape or ())
-    symbols = {d for d in dims_of_inputs if not isinstance(d, int) and d.value}
+    sizes = [d for i in model.graph.inputs for d in i.shape or () if not isinstance(d, int)]
+    symbols, least = {d for d in sizes if d.value}, math.inf if sizes else 2
     graphs = {node.graph for node in all_nodes(model.graph)}
     # a body says by the names of its ends whether a state keeps its shape
     ends = {v for graph in (model.graph, *graphs) if graph is not None for v in graph.outputs}
@@ -138,14 +139,14 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     for value, shape in declared.items() if not stale else ():
         dims = [None] * len(shape) if value.shape is None else value.shape
         value.shape = ir.Shape([
-            d if isinstance(d, int) or d in symbols or not _is_hint(hint, shape, symbols) else hint
-            for d, hint in zip(dims, shape, strict=True)
+            d if isinstance(d, int) or d in symbols or not _is_hint(hint, shape, symbols, least)
+            else hint for d, hint in zip(dims, shape, strict=True)
         ])  # fmt: skip
 
 
-def _is_hint(dim: Any, shape: ir.Shape, symbols: Collection[Any]) -> bool:
-    least = 1 if any(d in symbols for d in shape) else 2
-    return dim in symbols or (isinstance(dim, int) and dim >= least)
+def _is_hint(dim: Any, shape: ir.Shape, symbols: Collection[Any], least: float) -> bool:
+    beside_a_name = any(d in symbols for d in shape)
+    return dim in symbols or (isinstance(dim, int) and (beside_a_name or dim >= least))
 
 
 def _contradicted(declared: ir.Shape, inferred: ir.Shape | None, symbols: Collection[Any]) -> bool:

@@ -142,6 +142,8 @@ def split(ctx: Context, node: ir.Node) -> str | None:
         if lengths is None:
             return SHAPE_UNKNOWN
         sizes = _ints(lengths)
+        if sum(sizes) != x.shape[axis]:
+            raise ctx.fault(node, f"its parts have {sum(sizes)} elements along axis {axis}")
     else:
         each = -(-x.shape[axis] // count)
         sizes = [min(each, x.shape[axis] - i * each) for i in range(count)]
