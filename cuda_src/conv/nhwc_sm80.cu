@@ -6,12 +6,10 @@
 //            multiplied as tf32 (SPLIT_BF16 0), or as bf16 hi + lo, of which hi.hi + hi.lo + lo.hi are summed.
 // Inputs   : x T [n, d, h, w, groups * channels] by the strides sn, sz, sy, sx of images, sheets, rows and pixels
 //            (multiples of 16 bytes), weight T [groups * filters, TAPS, ldw], of whose last axis the first
-//            `channels` count and the others are 0, bias T or null. INTEGER: x of 8-bit integers, with a byte of
-//            `border` where a tap falls outside, int8 weights, y = scale (sum + shift) + bias in float.
+//            `channels` count and the others are 0, bias T or null.
 // Outputs  : y T [n, od, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
 // Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, SPLIT_BF16, geometry.cuh's, SPLIT,
-//            DEEP (three axes), VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's, INTEGER,
-//            and E1, E2, E3, the types of its suffix's operands, of which those of bits of ROWS_OF_E are rows.
+//            DEEP (three axes), VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's.
 // Launch   : pixel tiles * filter tiles * groups x 1 x splits blocks of 32 BM BN / (WM WN) threads.
 // Numerics : f32 accumulate, one rounding.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
@@ -20,27 +18,6 @@
 #include "conv/suffix.cuh"
 
 typedef T Element;
-#ifdef INTEGER
-typedef int Sum;
-typedef int2 Sums;
-#define EXTRA_PARAMS , const int* shift, const float* scale, u32 border
-#define MMA_S8_(type)                                                                              \
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 {%0,%1,%2,%3}, "           \
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                          \
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-DEVICE void mma(int (&d)[4], const u32 (&a)[4], const u32* b, signed char) { MMA_S8_("s8"); }
-DEVICE void mma(int (&d)[4], const u32 (&a)[4], const u32* b, u8) { MMA_S8_("u8"); }
-#else
-typedef float Sum;
-typedef float2 Sums;
-#define INTEGER 0
-#define EXTRA_PARAMS
-#define BIAS T
-#define E1 T
-#define E2 T
-#define E3 T
-#endif
 constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
 constexpr int PIECE = 16 / sizeof(T), STEP = SPLIT_BF16 ? 16 : 2 * PIECE;  // elements of a copy, of a product's k
 constexpr int PITCH = BK + PIECE, CHUNKS = BK / PIECE, ROWS = THREADS / CHUNKS;  // rows copied at once
@@ -56,10 +33,10 @@ DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    conv_nhwc(const T* x, const T* weight, const BIAS* bias, const T* slope, const E1* e1, const E2* e2,
-              const E3* e3, TY* y, float* part, i64 columns, int groups, int channels, int filters,
+    conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
+              const T* e3, TY* y, float* part, i64 columns, int groups, int channels, int filters,
               int d, int h, int w, int od, int oh, int ow, i64 sn, int sz, int sy, int sx, int ldw, int chunk,
-              float alpha EXTRA_PARAMS) {
+              float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
     T* tiles = (T*)memory;
@@ -94,12 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const int zz = DEEP ? iz[i] + dz : 0, yy = iy[i] + dy, xx = ix[i] + dx;
                 const bool in = (unsigned)yy < (unsigned)h && (unsigned)xx < (unsigned)w && bytes &&
                                 (!DEEP || (unsigned)zz < (unsigned)d);
-#if INTEGER
-                if (!in) {
-                    *(uint4*)(to + i * ROWS * PITCH) = make_uint4(border, border, border, border);
-                    continue;
-                }
-#endif
                 cp_async_16(smem_address(to + i * ROWS * PITCH),
                             in ? image[i] + (i64)zz * sz + (i64)yy * sy + xx * sx + c0 : x, in ? bytes : 0);
             }
@@ -115,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
-    Sum acc[MT][NT][4] = {};
+    float acc[MT][NT][4] = {};
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) fill(first + s);
     for (int step = first; step < last; step++) {
@@ -180,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     cp_async_wait<0>();
     __syncthreads();
-    Sum* sums = (Sum*)memory;
+    float* sums = (float*)memory;
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -188,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int r = wm + i * 16 + e * 8 + lane / 4, n = wn + j * 8 + lane % 4 * 2;
-                *(Sums*)(sums + r * OUT + n) = {acc[i][j][e * 2], acc[i][j][e * 2 + 1]};
+                *(float2*)(sums + r * OUT + n) = {acc[i][j][e * 2], acc[i][j][e * 2 + 1]};
             }
     __syncthreads();
     for (int i = threadIdx.x; i < BM * BN / VEC; i += THREADS) {
@@ -196,22 +167,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (q0 + r >= columns || m0 + n >= filters) continue;
         const i64 to = (q0 + r) * groups * filters + f;
         float v[VEC];
-#if INTEGER
-        const Vec<int, VEC> more = load<VEC>(shift + f);
-        const Vec<float, VEC> by = load<VEC>(scale + f), plus = load<VEC>(bias + f);
-#pragma unroll
-        for (int j = 0; j < VEC; j++)
-            v[j] = __fadd_rn(__fmul_rn((float)(sums[r * OUT + n + j] + more.at[j]), by.at[j]), plus.at[j]);
-        const Vec<E1, VEC> a = load<VEC>(OPERANDS > 0 ? e1 + (ROWS_OF_E & 1 ? f : to) : (const E1*)x);
-        const Vec<E2, VEC> b = load<VEC>(OPERANDS > 1 ? e2 + (ROWS_OF_E & 2 ? f : to) : (const E2*)x);
-        const Vec<E3, VEC> c = load<VEC>(OPERANDS > 2 ? e3 + (ROWS_OF_E & 4 ? f : to) : (const E3*)x);
-        Vec<TY, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; j++)
-            out.at[j] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v[j], widen(a.at[j]), widen(b.at[j]),
-                                                                           widen(c.at[j])));
-        store<VEC>(y + to, out);
-#else
 #pragma unroll
         for (int j = 0; j < VEC; j++) v[j] = sums[r * OUT + n + j];
 #if SPLIT
@@ -238,7 +193,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             out.at[j] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v[j], v1, v2, v3));
         }
         store<VEC>(y + to, out);
-#endif
 #endif
     }
 }

@@ -78,6 +78,17 @@ DEVICE float m_div(float a, float b) { return a / b; }
 DEVICE double m_div(double a, double b) { return a / b; }
 template <class E> DEVICE E m_div(E a, E b) { return b ? a / b : 0; }
 
+// saturate(round(x / scale) + zero) as a float, without branches: the same integer as by a division, where
+// inverse is 1 / scale rounded and the scale one of lower/quant.py's `divides_exactly`. A NaN becomes `low`.
+DEVICE float quantized(float x, float scale, float inverse, float zero, float low, float high) {
+    x = fminf(fmaxf(x, __fmul_rn(low - zero, scale)), __fmul_rn(high - zero, scale));
+    const float near = __fmul_rn(x, inverse);
+    const float ratio = __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
+    return __fadd_rn(__fadd_rn(ratio, 12582912.0f), zero - 12582912.0f);  // 1.5 * 2^23: its ulp is 1
+}
+// Such an integer, whose low bits these are.
+DEVICE int code_bits(float x) { return __float_as_int(__fadd_rn(x, 12582912.0f)); }
+
 // A count below 0 or past the width shifts everything out: 0, or the sign.
 template <class E, class C> DEVICE E m_shift_right(E a, C count) {
     return (u64)count < 8 * sizeof(E) ? a >> count : a < 0 ? (E)-1 : (E)0;

@@ -76,6 +76,7 @@ TABLE: dict[str, str] = {
     "Celu": "m_max({0}, ({t})0) + m_min(({t})0, {1} * m_expm1({0} / {1}))",
     "ClipMax": "{0} > {1} ? {1} : {0}",
     "ClipMin": "{0} < {1} ? {1} : {0}",
+    "Code": "code_bits({0})",
     "Cos": "m_cos({0})",
     "Cosh": "m_cosh({0})",
     "Div": "m_div(({t}){0}, ({t}){1})",
@@ -102,6 +103,7 @@ TABLE: dict[str, str] = {
     "Or": "{0} || {1}",
     "PRelu": "{0} < 0 ? {1} * {0} : {0}",
     "Pow": "m_pow(({t}){0}, ({t}){1})",
+    "Quantize": "quantized({0}, {1}, {2}, {3}, {4}, {5})",
     "Reciprocal": "1 / {0}",
     "Round": "m_rint({0})",
     "Saturate": "{0} >= {1} ? {0} < {2} ? {0} : {2} : {1}",  # a NaN becomes the least
@@ -207,23 +209,29 @@ def vector_width(
 
 def _steps(expression: Expression, values: list[str]) -> list[str]:
     """A statement a step; `values` names the loads and scalars and is extended by the steps."""
-    body = []
+    body, first = [], expression.loads + len(expression.scalars)
     for i, step in enumerate(expression.steps):
-        ctype = compute_type(step.dtype)
-        text = TABLE[step.name].format(*(values[a] for a in step.args), t=ctype)
+        ctype, args = compute_type(step.dtype), step.args
+        before = args[0] - first
+        if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
+            args = expression.steps[before].args  # the integer as it was, in a float
+        text = TABLE[step.name].format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
     return body
 
 
-def inline(expression: Expression, loads: Sequence[str]) -> str | None:
-    """The one stored value as a C++ expression of `loads`; None where it can't be written."""
+def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
+    """The one stored value as a C++ expression of `loads`; None where it can't be written.
+
+    Its scalars are called by `numbers`, and literals where these are none.
+    """
     if expression.rows or expression.counts:
         return None
     if not np.isfinite([value for _, value in expression.scalars]).all():
         return None
-    numbers = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
-    values = [*loads, *numbers]
+    literals = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
+    values = [*loads, *(numbers or literals)]
     body = _steps(expression, values)
     return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
 

@@ -9,11 +9,13 @@ which are copied for it: as many times x's bytes as the filter has taps over its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.kernels.conv_nhwc import ENDS, Images, Mma, image_strides, is_deep
+from onnx_fuse.cuda.pointwise import SCALAR
+from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
@@ -21,7 +23,17 @@ from onnx_fuse.kernels.rule_based import (
     window_macros,
 )
 from onnx_fuse.program.contractions import IntegerProduct
-from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+)
+from onnx_fuse.program.problems import IntegerConv
 
 BYTES = ("int8", "uint8")
 LINE = 16
@@ -92,11 +104,43 @@ class MmaInt8(Kernel):
         return (Launch(self.source, "mma_s8_sm80", grid, block, args, defines, smem),)
 
 
-class MmaInt8Nhwc(Mma):
-    """conv/nhwc_sm80.cu of integers: convolutions and products, scaled in the epilogue."""
+CONV_TILES = (
+    (256, 128, 64, 64, 64, 3), (128, 256, 64, 64, 64, 3), (256, 64, 64, 32, 64, 3),
+    (128, 128, 64, 32, 64, 3), (128, 128, 64, 32, 64, 4), (128, 128, 64, 32, 128, 3),
+    (128, 64, 32, 32, 64, 4), (128, 64, 32, 32, 128, 3), (64, 128, 32, 32, 64, 4),
+    (64, 128, 32, 32, 128, 3), (64, 64, 32, 32, 64, 4), (64, 64, 32, 32, 128, 4),
+    (128, 32, 32, 32, 64, 4), (32, 64, 16, 32, 128, 4), (32, 32, 16, 16, 128, 4),
+)  # fmt: skip
+"""BM, BN, WM, WN, bytes of k a step, steps in shared memory."""
+NUMBERS = tuple(f"n{i}" for i in range(16))
+"""The numbers of a tail that the kernel takes as arguments: its text is then that of many tails."""
+
+
+@dataclass(frozen=True)
+class IntegerCosts:
+    """What a block of a convolution of integers takes on a multiprocessor, in seconds."""
+
+    start: float = 1.2e-6
+    """Until the first step's copies are there."""
+    step: float = 1.2e-7
+    """The latency of a step."""
+    share: float = 0.45
+    """Of the rate of products, where nothing else holds them up."""
+    output: float = 6e-11
+    """Of one result, as a code."""
+    operand: float = 6e-11
+    """Of one element that its tail reads, and what it makes of it."""
+    beside: float = 2.0
+    """Blocks that hide each other's latency."""
+
+
+class MmaInt8Nhwc(Chosen):
+    """conv/integer_sm80.cu: convolutions and products of integers, from codes to codes."""
 
     name = "mma_s8_nhwc"
-    version = 1
+    source = "conv/integer_sm80.cu"
+    version = 2
+    costs = IntegerCosts()
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """Refuse pixels, and channels of groups, that are no multiple of 16 bytes apart."""
@@ -109,41 +153,83 @@ class MmaInt8Nhwc(Mma):
             return f"pixels are no multiple of {LINE} bytes apart"
         if max(steps[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
+        if problem.batch * prod(problem.outer) >= 2**31 - 256:
+            return "2^31 pixels or more"
         return HeuristicKernel.supports(self, problem, hw)
 
-    def tiles(self, problem: Images, hw: Hardware) -> Sequence[KernelConfig]:
-        """Each tile that shared memory holds, with the sum in one part."""
-        return [how for how in super().tiles(problem, hw) if how.integer("split") == 1]
+    def _vec(self, problem: IntegerConv) -> int:
+        """Elements that a thread stores at once."""
+        return next(n for n in (16, 8, 1) if problem.filters % n == 0)
+
+    def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
+        """Bytes of the stages; of the result, which takes their place or that of an operand."""
+        (bm, bn, _, _, bk, stages), tail = tile, problem.tail
+        wide = ITEMSIZE[tail.dtype] if tail else 4
+        ahead = (
+            tail is not None and tail.reads[:1] in (("int8",), ("uint8",)) and 0 not in tail.rows
+        )
+        if ahead and wide == 1 and self._vec(problem) == 16:
+            return stages * (bm + bn) * bk + bm * (bn + 16)
+        return max(stages * (bm + bn) * bk, bm * (bn * wide + 16))
+
+    def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+        """Each tile that shared memory holds."""
+        fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
+        return [KernelConfig.of(tile=tile) for tile in fitting]
+
+    def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+        """Waves of blocks, each as long as its copies, its products and its results; bytes."""
+        (bm, bn, _, _, bk, _), costs = config.integers("tile"), self.costs
+        rows = problem.batch * prod(problem.outer)
+        blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
+        steps = -(-problem.channels // bk) * prod(problem.window.kernel)
+        products = 2 * bm * bn * bk * steps / (costs.share * problem.rate(hw) / hw.sm_count)
+        operands = len(problem.tail.reads) if problem.tail else 0
+        results = bm * bn * (costs.output + costs.operand * operands)
+        latency = costs.start + costs.step * steps
+        waves = max(1.0, blocks / hw.sm_count)
+        beside = min(costs.beside, waves)
+        each = max(products + results, (latency + results + products) / beside)
+        bound = max(ceil(waves / beside) * beside * each, problem.bytes / hw.bandwidth)
+        return bound + hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         tile, tail = self.ruled(problem, config, hw).integers("tile"), problem.tail
-        (bm, bn, wm, wn, _, stages), bk = tile, self._depth(problem, tile)
+        bm, bn, wm, wn, bk, stages = tile
         rows, (sn, sy, sx) = problem.batch * prod(problem.outer), image_strides(problem)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
-        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner,
-                   *problem.outer)  # fmt: skip
-        line, steps = -(-problem.channels // LINE) * LINE, self._steps(problem, tile)
+        sizes = (problem.groups, problem.channels, problem.filters, *problem.inner, *problem.outer)
+        line = -(-problem.channels // LINE) * LINE
+        scalars = tail.expression.scalars if tail else ()
+        named = len(scalars) <= len(NUMBERS) and {kind for kind, _ in scalars} <= {"f32", "i32"}
+        numbers = [Num("f32", 0.0)] * len(NUMBERS)
+        if named:
+            numbers[: len(scalars)] = [Num(kind, value) for kind, value in scalars]
         args: tuple[Arg, ...] = (
-            Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
-            *(Num("i32", n) for n in numbers), Num("i64", sn),
-            *(Num("i32", n) for n in (problem.inner[1] * sy, sy, sx, line, steps)),
-            Num("f32", 0.0), Ptr("shift"), Ptr("scale"),
-            Num("u32", problem.border % 256 * 0x01010101),
+            *map(Ptr, ("x", "weight", "bias", "e1", "e2", "e3", "y")),
+            *(Num("i32", n) for n in (rows, *sizes)), Num("i64", sn),
+            *(Num("i32", n) for n in (problem.inner[1] * sy, sy, sx, line)),
+            Ptr("shift"), Ptr("scale"), Num("u32", problem.border % 256 * 0x01010101), *numbers,
         )  # fmt: skip
         kinds = (*(tail.reads if tail else ()), *["float32"] * 3)[:3]
+        window = problem.window
+        moved = any((*window.before, *(s - 1 for s in window.strides)))
+        dense = (sn, sy) == (prod(problem.inner) * sx, problem.inner[2] * sx)
+        flat = prod(window.kernel) == 1 and not moved and dense and problem.inner == problem.outer
         macros: dict[str, object] = {
-            "T": C_TYPES[problem.dtype], "BIAS": "float", "INTEGER": True, "TRANSPOSED": False,
-            "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages, "SPLIT": False,
-            "SPLIT_BF16": False, "DEEP": is_deep(problem), "TY": "float",
-            "VEC": 8 if problem.filters % 8 == 0 else 1,
+            "T": C_TYPES[problem.dtype], "TRANSPOSED": False, "TY": "float", "FLAT": flat,
+            "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
+            "DEEP": is_deep(problem), "VEC": self._vec(problem),
             "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
+            "NUMBERS": ", ".join(f"{SCALAR[n.ctype]} {name}"
+                                 for name, n in zip(NUMBERS, numbers, strict=True)),
             **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
         }  # fmt: skip
-        macros |= {**window_macros(problem.window), **tail_macros(tail)}
-        block, smem = (32 * (bm // wm) * (bn // wn), 1, 1), self._smem(tile)
+        macros |= {**window_macros(window), **tail_macros(tail, NUMBERS[: len(scalars) * named])}
+        block, smem = (32 * (bm // wm) * (bn // wn), 1, 1), self._smem(problem, tile)
         defines = as_defines(macros)
-        return (Launch(self.source, "conv_nhwc", (blocks, 1, 1), block, args, defines, smem),)
+        return (Launch(self.source, "conv_integer", (blocks, 1, 1), block, args, defines, smem),)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -160,18 +160,21 @@ def thread_choices(threads: int, least: int = 1) -> list[KernelConfig]:
     return [KernelConfig.of(), *(KernelConfig.of(team=size) for size in sizes)]
 
 
-def tail_text(tail: Tail) -> str | None:
-    """The tail as a C++ expression of v0, v1, v2 and v3; None where it has no such form."""
+def tail_text(tail: Tail, numbers: Sequence[str] = ()) -> str | None:
+    """The tail as a C++ expression of v0, v1, v2 and v3; None where it has no such form.
+
+    Its scalars are called by `numbers`, and literals where these are none.
+    """
     loads = range(tail.expression.loads)
     names = ["v0" if j == tail.own else f"v{j + (j < tail.own)}" for j in loads]
-    return inline(tail.expression, names)
+    return inline(tail.expression, names, numbers)
 
 
-def tail_macros(tail: Tail | None) -> dict[str, Any]:
-    """The macros of what kernels with a SUFFIX store."""
+def tail_macros(tail: Tail | None, numbers: Sequence[str] = ()) -> dict[str, Any]:
+    """The macros of what kernels with a SUFFIX store; `numbers` as of `tail_text`."""
     if tail is None:
         return {}
-    text = tail_text(tail)
+    text = tail_text(tail, numbers)
     assert text is not None
     short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] == 2 else {}
     return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,

@@ -209,7 +209,7 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
 
 _FOLDS = ("Max", "Min", "Sum", "Mean")
 _OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod",
-          "Saturate", "Scale", *_FOLDS)  # fmt: skip
+          "Saturate", "Scale", "Quantize", "Code", *_FOLDS)  # fmt: skip
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", name): _simple(name)
     for name in (*TABLE, "BitShift")

@@ -141,7 +141,11 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
         value, divisor = code.load(elements(x)), _number(ctx, code, node, 1, numbers)
         assert divisor is not None
         if how == "float32":
-            value = code.step("Div", "float32", code.step("Cast", "float32", value), divisor)
+            value = code.step("Cast", "float32", value)
+            if dtype in BYTES and (numbers_of := _scalars(ctx, node)) is not None:
+                emit(ctx, code, node, to_code(code, value, dtype, *numbers_of), elements(y))
+                continue
+            value = code.step("Div", "float32", value, divisor)
         else:
             value, divisor = (
                 operand
@@ -158,6 +162,34 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
             value = rounded(code, value, dtype, saturate)
         emit(ctx, code, node, value, elements(y))
     return None
+
+
+def divides_exactly(scale: np.float32) -> bool:
+    """Whether pointwise/math.cuh's `quantized` rounds as a division by the scale does.
+
+    Before it is rounded, its quotient errs by less than 3 * 2^-24 units in the last place. From
+    where two floats meet, one of them halfway between small integers, a quotient of floats is
+    j / 2^25 of a unit or more away: j = ±S modulo 2^14 for a scale of bits S.
+    """
+    low = int(scale.view(np.uint32)) % 2**14
+    return bool(2.0**-100 < scale < 2.0**100) and (low == 0 or 8 < low < 2**14 - 8)
+
+
+def _scalars(ctx: Context, node: ir.Node) -> tuple[np.float32, int] | None:
+    """The scale, which `divides_exactly`, and the zero point, each one number that is known."""
+    arrays = [ctx.host(node, i) if ctx.has(node, i) else np.zeros(1, np.int8) for i in (1, 2)]
+    if any(array is None or array.size != 1 for array in arrays):
+        return None
+    scale, zero = (np.asarray(array).reshape(-1)[0] for array in arrays)
+    scale = np.float32(scale)
+    return (scale, int(zero)) if divides_exactly(scale) else None
+
+
+def to_code(code: Code, value: Ref, dtype: str, scale: np.float32, zero: int) -> Ref:
+    """The float32 value over its scale, rounded and shifted, as the nearest 8-bit integer."""
+    numbers = (scale, np.float32(1) / scale, zero, *RANGES[dtype])
+    scalars = [code.scalar(number, "float32") for number in numbers]
+    return code.step("Code", dtype, code.step("Quantize", "float32", value, *scalars))
 
 
 def to_integer(code: Code, value: Ref, dtype: str, zero: Ref | None) -> Ref:
@@ -190,7 +222,12 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
         code = Code()
         value = code.load(elements(q))
         # a zero point of a float is zero
-        zero = None if q.dtype in NARROW_FLOATS else _number(ctx, code, node, 2, numbers)
+        point = ctx.host(node, 2) if q.dtype in BYTES and ctx.has(node, 2) else None
+        zero: Ref | int | None = None
+        if point is not None and point.size == 1:
+            zero = int(point.reshape(-1)[0])
+        elif q.dtype not in NARROW_FLOATS:
+            zero = _number(ctx, code, node, 2, numbers)
         factor = _number(ctx, code, node, 1, numbers)
         assert factor is not None
         emit(ctx, code, node, to_float(code, value, dtype, zero, factor), elements(y))
@@ -232,11 +269,14 @@ def codes(ctx: Context, node: ir.Node, i: int) -> Codes | None:
     return replace(held, q=moved, floats=view, axis=axis)
 
 
-def to_float(code: Code, value: Ref, dtype: str, zero: Ref | None, factor: Ref) -> Ref:
+def to_float(code: Code, value: Ref, dtype: str, zero: Ref | int | None, factor: Ref) -> Ref:
     """The integer less its zero point, times its scale."""
-    if zero is not None:
+    if zero is not None and not isinstance(zero, int):
         value, zero = (code.step("Cast", "int32", v) for v in (value, zero))
         value = code.step("Sub", "int32", value, zero)
+    elif zero:  # as exact in floats
+        value = code.step("Cast", "float32", value)
+        value = code.step("Sub", "float32", value, code.scalar(zero, "float32"))
     value = code.step("Scale", "float32", code.step("Cast", "float32", value), factor)
     return value if dtype == "float32" else code.step(cast_step(dtype), dtype, value)
 

@@ -67,11 +67,15 @@ def _shift_right(a: Any, b: Any) -> Any:
     return np.right_shift(a, np.where(inside, b, bits - 1)) * np.where(inside | (a < 0), 1, 0)
 
 
+def _saturated(x: Any, low: Any, high: Any) -> Any:
+    return np.where(x >= low, np.minimum(x, high), low)
+
+
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
-_ALIKE = ("Div", "FMod", "Max", "Min", "Mod", "Pow")
+_ALIKE = ("Div", "FMod", "Max", "Min", "Mod", "Pow", "Quantize")
 """Steps whose operands are brought to the type of the result first."""
 
 STEPS: dict[str, Any] = {
@@ -97,6 +101,7 @@ STEPS: dict[str, Any] = {
     "ClipMin": lambda x, least: np.where(x < least, least, x),
     "ClippedRelu": lambda x, a: np.where(x < 0, 0, np.where(x > a, a, x)),
     "Div": _div,
+    "Code": lambda x: x,
     "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
     "Erf": _ERF,
     "Gelu": lambda x: 0.5 * x * (1 + _ERF(x * 0.7071067811865476)),
@@ -118,10 +123,11 @@ STEPS: dict[str, Any] = {
     "PRelu": lambda x, slope: np.where(x < 0, slope * x, x),
     "Pow": _pow,
     "QuickGelu": lambda x, a: x * _sigmoid(a * x),
+    "Quantize": lambda x, scale, _, zero, *ends: _saturated(np.rint(x / scale) + zero, *ends),
     "Reciprocal": lambda x: 1 / x,
     "Relu": lambda x: np.where(x < 0, 0, x),
     "Round": np.rint,
-    "Saturate": lambda x, low, high: np.where(x >= low, np.minimum(x, high), low),
+    "Saturate": _saturated,
     "Scale": np.multiply,
     "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x + 0),
     "ShiftLeft": _shift_left,
