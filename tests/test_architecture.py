@@ -46,9 +46,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4483, "autodiff": 1800, "cli": 3313, "cuda": 1798, "cuda_src": 15350, "distributed": 950,
-    "importer": 5515, "ir": 2375, "kernels": 10155, "lower": 9250, "nn": 4905, "ops": 12052,
-    "program": 10502, "report": 2150, "rewrite": 3497, "runtime": 8540, "torch": 3882,
+    "": 4483, "autodiff": 1800, "cli": 3313, "cuda": 1801, "cuda_src": 15540, "distributed": 950,
+    "importer": 5515, "ir": 2375, "kernels": 10240, "lower": 9285, "nn": 4905, "ops": 12052,
+    "program": 10512, "report": 2150, "rewrite": 3497, "runtime": 8540, "torch": 3882,
     "training": 6965, "validation": 4692,
     "generation": 1495,
     "quantization": 752,

@@ -105,11 +105,9 @@ class MmaInt8(Kernel):
 
 
 CONV_TILES = (
-    (256, 128, 64, 64, 64, 3), (128, 256, 64, 64, 64, 3), (256, 64, 64, 32, 64, 3),
-    (128, 128, 64, 32, 64, 3), (128, 128, 64, 32, 64, 4), (128, 128, 64, 32, 128, 3),
-    (128, 64, 32, 32, 64, 4), (128, 64, 32, 32, 128, 3), (64, 128, 32, 32, 64, 4),
-    (64, 128, 32, 32, 128, 3), (64, 64, 32, 32, 64, 4), (64, 64, 32, 32, 128, 4),
-    (128, 32, 32, 32, 64, 4), (32, 64, 16, 32, 128, 4), (32, 32, 16, 16, 128, 4),
+    (256, 64, 64, 32, 64, 3), (128, 128, 64, 32, 64, 4), (128, 128, 64, 32, 128, 3),
+    (128, 64, 32, 32, 64, 4), (64, 128, 32, 32, 64, 4), (64, 64, 32, 32, 128, 4),
+    (32, 64, 16, 32, 128, 4), (32, 32, 16, 16, 128, 4),
 )  # fmt: skip
 """BM, BN, WM, WN, bytes of k a step, steps in shared memory."""
 NUMBERS = tuple(f"n{i}" for i in range(16))
@@ -120,18 +118,18 @@ NUMBERS = tuple(f"n{i}" for i in range(16))
 class IntegerCosts:
     """What a block of a convolution of integers takes on a multiprocessor, in seconds."""
 
-    start: float = 1.2e-6
+    start: float = 4.4e-7
     """Until the first step's copies are there."""
-    step: float = 1.2e-7
+    step: float = 1.95e-7
     """The latency of a step."""
-    share: float = 0.45
-    """Of the rate of products, where nothing else holds them up."""
-    output: float = 6e-11
+    barrier: float = 5e-9
+    """Of a step, what no other block hides."""
+    traffic: float = 8e-12
+    """Of two bytes of a filter into shared memory, a third of a pixel's, and of four out of it."""
+    output: float = 1.02e-10
     """Of one result, as a code."""
-    operand: float = 6e-11
+    operand: float = 8.3e-11
     """Of one element that its tail reads, and what it makes of it."""
-    beside: float = 2.0
-    """Blocks that hide each other's latency."""
 
 
 class MmaInt8Nhwc(Chosen):
@@ -177,21 +175,32 @@ class MmaInt8Nhwc(Chosen):
         fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
         return [KernelConfig.of(tile=tile) for tile in fitting]
 
+    def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
+        """Blocks that a multiprocessor holds: by about how many registers its threads have."""
+        bm, bn, wm, wn, _, _ = tile
+        threads = 32 * (bm // wm) * (bn // wn)
+        registers = threads * (44 + wm * wn // 32)
+        shared = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
+        return max(1, min(2**16 // registers, shared, 2048 // threads))
+
     def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
-        """Waves of blocks, each as long as its copies, its products and its results; bytes."""
-        (bm, bn, _, _, bk, _), costs = config.integers("tile"), self.costs
-        rows = problem.batch * prod(problem.outer)
-        blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
+        """Waves of blocks that share a multiprocessor or wait for their own latency; bytes."""
+        tile, costs = config.integers("tile"), self.costs
+        bm, bn, wm, wn, bk, _ = tile
+        blocks = -(-problem.batch * prod(problem.outer) // bm) * -(-problem.filters // bn)
+        blocks *= problem.groups
         steps = -(-problem.channels // bk) * prod(problem.window.kernel)
-        products = 2 * bm * bn * bk * steps / (costs.share * problem.rate(hw) / hw.sm_count)
-        operands = len(problem.tail.reads) if problem.tail else 0
-        results = bm * bn * (costs.output + costs.operand * operands)
-        latency = costs.start + costs.step * steps
-        waves = max(1.0, blocks / hw.sm_count)
-        beside = min(costs.beside, waves)
-        each = max(products + results, (latency + results + products) / beside)
-        bound = max(ceil(waves / beside) * beside * each, problem.bytes / hw.bandwidth)
-        return bound + hw.launch_seconds
+        products = 2 * bm * bn * bk / (problem.rate(hw) / hw.sm_count)
+        read = (bm // wm) * (bn // wn) * (wm + wn)
+        operands = problem.tail.expression.loads - 1 if problem.tail else 0
+        copies = costs.traffic * bk / 2 * (3 * bm + bn + read / 2)
+        work = steps * (products + copies + costs.barrier)
+        work += bm * bn * (costs.output + costs.operand * operands)
+        alone = work + costs.start + costs.step * steps
+        resident = self._resident(problem, tile, hw)
+        waves, last = divmod(-(-blocks // hw.sm_count), resident)
+        took = waves * max(resident * work, alone) + (max(last * work, alone) if last else 0)
+        return max(took, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
