@@ -136,3 +136,14 @@ def test_the_command_tells_all_and_sends_nobody_to_an_option_that_is_on(
     result = cli("optimize", path, "--explain")
     assert "not fused: no norm, attention, activation, residual or layout is left" in result.out
     assert "--explain says why" in cli("optimize", path).out
+
+
+def test_what_costs_time_on_the_cpu_is_for_own_kernels() -> None:
+    text = """g (float[N,4,H,W] x) => (float[N,2,H,W] y) <float[4] s = {1,1,1,1}, float[4] b =
+      {0,0,0,0}, float[2,4,1,1] w = {1,2,3,4,5,6,7,8}> { t = Transpose <perm = [0, 2, 3, 1]> (x)
+      n = LayerNormalization (t, s, b) c = Transpose <perm = [0, 3, 1, 2]> (n) y = Conv (c, w) }"""
+    for options in ({}, {"own_kernels": True}, {"fuse": ["ConvAsGemm"]}):
+        report = rewrite.optimize(load(text_model(text)), **options)
+        assert ("LayerNormGemm" in report.fusions) == bool(options)
+        reasons = [row.reason for row in report.not_fused]
+        assert any("onnxruntime's CPU takes longer" in why for why in reasons) == (not options)

@@ -43,7 +43,7 @@ def applied(case: FusionCase, level: int) -> Counter[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewrite, "_applied", counted)
-        rewrite.optimize(load(case.model()), level=level)
+        rewrite.optimize(load(case.model()), level=level, fuse=["ConvAsGemm"])
     return counts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,8 @@ class Rewriter:
     model: ir.Model
     training: bool = False
     """Whether the model trains, so that every parameter must stay recoverable."""
+    for_kernels: Container[str] = ()
+    """The names of rewrites that pay: some cost time on onnxruntime's CPU, and pay on a GPU."""
     fusions: Counter[str] = field(default_factory=Counter)
     """How often each rewrite was applied."""
     refusals: list[Refusal] = field(default_factory=list)

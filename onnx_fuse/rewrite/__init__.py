@@ -131,6 +131,7 @@ def optimize(
 
     def pipeline(model: ir.Model) -> tuple[Rewriter, set[str]]:
         rw, taken = Rewriter(model, training=training), set()
+        rw.for_kernels = FUSIONS if own_kernels else fuse
         rw.notes += canonicalize(model, training=training)
         shape_of_source(model)
         infer_shapes(model)

@@ -95,6 +95,7 @@ def gather_nd(p: GatherND, of: Operands) -> Results:
 
 _COMBINED = {"add": np.add, "mul": np.multiply}
 
+
 def _combined(y: np.ndarray, at: np.ndarray, updates: np.ndarray, reduction: str) -> None:
     """y[at] (op)= updates, the first axis in order."""
     if reduction in _COMBINED:
