@@ -25,6 +25,7 @@ BOOL = np.array([[True, False], [True, True]])
 INF = np.array([-np.inf, np.nan, np.inf], np.float32)
 NAN = np.float32(np.nan)
 LEAST = -(2**63)
+WIDE = np.array([[2**53 + 1, 3, 1], [2**40, 2**22 + 1, 7]])
 ERRORS = (OnnxFuseError, IndexError, TypeError, ValueError, ZeroDivisionError)
 BAD = "an error"
 
@@ -94,6 +95,19 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("norm", lambda: t(INTS).norm(), BAD),
     ("logsumexp", lambda: t(INTS).logsumexp(0), BAD),
     ("logsumexp", lambda: t(A).logsumexp(5), BAD),
+    ("prod", lambda: t(WIDE).prod(1, True), WIDE.prod(1, keepdims=True)),
+    ("prod", lambda: t(WIDE[None]).prod(), WIDE.prod()),
+    ("sum", lambda: t(WIDE).sum(), WIDE.sum()),
+    ("sum", lambda: t(WIDE[..., None]).sum((0, 2)), WIDE.sum(0)),
+    ("sum", lambda: t(INTS[:0]).sum(0), INTS[:0].sum(0)),
+    ("pow", lambda: t(WIDE) ** 39, WIDE**39),
+    ("pow", lambda: t(WIDE) ** t([[40], [3]]), WIDE ** np.array([[40], [3]])),
+    ("pow", lambda: t(np.array([3, -1], np.int8)) ** 5, np.array([-13, -1], np.int8)),
+    ("pow", lambda: t(INTS) ** 0, INTS**0),
+    *((name, lambda name=name: getattr(t(DOT), name)(0), wanted) for name, wanted in (
+        ("softmax", np.float32(1)), ("log_softmax", np.float32(0)), ("cumsum", DOT),
+        ("sort", (DOT, np.int64(0))))),
+    ("topk", lambda: t(DOT).topk(1), (DOT, np.int64(0))),
     ("cumsum", lambda: t(NONE).cumsum(5), BAD),
     ("cumsum", lambda: t(np.array([2**31 - 1, 1], np.int32)).cumsum(0),
      np.array([2**31 - 1, 2**31])),
@@ -326,6 +340,7 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
      lambda: F.binary_cross_entropy_with_logits(t(A), t(A[:1])), BAD),
     ("mse_loss", lambda: F.mse_loss(t(A), t(A), "none"), BAD),
     ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None, :, :3]), stride=0), BAD),
+    ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None, :, :3]), stride=-1), BAD),
     ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None]), dilation=2), BAD),
     ("conv2d", lambda: F.conv2d(t(A[None, None]), t(A[None, None, :, :0])), BAD),
     ("max_pool2d", lambda: F.max_pool2d(t(A[None, None]), 0), BAD),
@@ -403,6 +418,33 @@ def test_every_name_has_a_row() -> None:
     modules = (F, creation, random, layers)
     names = methods | {name for module in modules for name in module.__all__}
     assert names - {row[0] for row in ROWS} == WITHOUT
+
+
+@pytest.mark.parametrize("data", [None, {}, "text", [None], np.datetime64("2020-01-01")])
+def test_a_tensor_is_made_of_numbers(data: Any) -> None:
+    with pytest.raises(UsageError, match="made of numbers, not of "):
+        nn.tensor(data)
+
+
+def test_a_type_without_the_operator_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match="ONNX has no Neg of uint8: convert the Tensor"):
+        -t(np.array([1], np.uint8))
+
+
+@pytest.mark.parametrize("mask", [[[False, False], [True, False]], [[-np.inf] * 2, [0, -np.inf]]])
+def test_attention_of_a_row_that_sees_nothing_is_zero(mask: Any) -> None:
+    q = nn.tensor(A[:2], requires_grad=True)
+    hidden = t(mask) if isinstance(mask[0][0], bool) else t(np.float32(mask))
+    y = F.scaled_dot_product_attention(q, q, q, attn_mask=hidden)
+    np.testing.assert_array_equal(y.numpy(), [A[0] * 0, A[0]])
+    y.sum().backward()
+    np.testing.assert_array_equal(q.grad.numpy(), [A[0] * 0 + 1, A[0] * 0])
+
+
+def test_a_captured_power_takes_larger_exponents_later() -> None:
+    power = of.capture(lambda x, y: x**y)
+    for exponent in (1, 2, 3, 39):
+        assert power(t([3]), t([exponent])).item() == 3**exponent
 
 
 def test_an_array_on_the_left_keeps_the_gradient() -> None:

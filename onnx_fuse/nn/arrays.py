@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from operator import index
 from typing import Any, TypeAlias
 
@@ -53,6 +54,20 @@ def axes_of(dim: Any, rank: int) -> tuple[int, ...] | None:
     return axes if rank else None
 
 
+def of_one(method: Callable[..., Any]) -> Any:
+    """A method along an axis, which takes a Tensor without axes for one element, as PyTorch's."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if self.ndim:
+            return method(self, *args, **named)
+        results = method(self.reshape(1), *args, **named)
+        several = isinstance(results, tuple)
+        return tuple([r.squeeze(0) for r in results]) if several else results.squeeze(0)
+
+    return call
+
+
 def number_of(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A number in a type. Raises UsageError for one with a fraction in a type of integers."""
     if not is_float(dtype) and isinstance(value, float) and not value.is_integer():
@@ -95,15 +110,18 @@ def as_array(data: Any) -> Array:
     """The data of a Tensor, sharing memory where the data has any (see `Tensor`)."""
     if hasattr(data, "_data"):
         return data._data
-    if isinstance(data, np.ndarray | DeviceTensor):
+    if isinstance(data, DeviceTensor):
         return data
-    if isinstance(data, np.generic):
-        return np.asarray(data)
-    if hasattr(data, "__dlpack_device__") or hasattr(data, "__cuda_array_interface__"):
+    if not isinstance(data, np.ndarray | np.generic) and (
+        hasattr(data, "__dlpack_device__") or hasattr(data, "__cuda_array_interface__")
+    ):
         return _from_dlpack(data)
     if isinstance(data, list | tuple) and any(hasattr(d, "_data") for d in data):
         data = [np.asarray(d) for d in data]
     array = np.asarray(data)
+    if array.dtype.kind in "OSUMm":
+        kind = f"{type(data).__name__} of {array.dtype.name}"
+        raise UsageError(f"a Tensor is made of numbers, not of {kind}")
     return array.astype(np.float32) if array.dtype == np.float64 and not _numpy(data) else array
 
 

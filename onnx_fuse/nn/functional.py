@@ -196,6 +196,8 @@ def conv2d(
 
     `stride`, `padding` and `dilation` are one number, or one for each of H and W.
     """
+    if min(*_two(stride), groups) < 1:
+        raise UsageError(f"a convolution's stride and groups are from 1 on: {stride}, {groups}")
     _fits(x, weight._data.shape[2:], padding, _two(dilation))
     attributes = {
         "strides": _two(stride),
@@ -297,14 +299,18 @@ def _attention(op: Any, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, causal
         ones = op.ConstantOfShape(op.Concat(rows, columns, axis=0), value=_ONE)
         later = op.Cast(op.Trilu(ones, op.constant(np.array(1)), upper=1), to=9)
         scores = op.Where(later, op.constant(-np.inf, q.dtype), scores)
-    if mask is not None:
-        boolean = mask.dtype.name == "BOOL"
-        scores = (
-            op.Where(mask, scores, op.constant(-np.inf, q.dtype))
-            if boolean
-            else op.Add(scores, mask)
-        )
-    return op.MatMul(op.Softmax(scores, axis=-1), v)
+    if mask is None:
+        return op.MatMul(op.Softmax(scores, axis=-1), v)
+    # a row that sees nothing is 0, as PyTorch's; its weights are numbers, for the gradients' sake
+    last, hidden = op.constant([-1]), op.constant(-np.inf, q.dtype)
+    if mask.dtype.name == "BOOL":
+        blind = op.Not(op.Cast(op.ReduceMax(op.Cast(mask, to=6), last), to=9))
+        scores = op.Where(op.Or(mask, blind), scores, hidden)
+    else:
+        blind = op.Equal(op.ReduceMax(mask, last), hidden)
+        scores = op.Add(scores, op.Where(blind, op.CastLike(0.0, mask), mask))
+    y = op.MatMul(op.Softmax(scores, axis=-1), v)
+    return op.Where(blind, op.CastLike(0.0, y), y)
 
 
 def scaled_dot_product_attention(
@@ -322,7 +328,8 @@ def scaled_dot_product_attention(
         query: [..., L, E].
         key: [..., S, E].
         value: [..., S, V].
-        attn_mask: Boolean, true where attention is allowed, or numbers that are added.
+        attn_mask: Boolean, true where attention is allowed, or numbers that are added. A row of
+            which it hides all is 0.
         dropout_p: It must be 0: apply `dropout` to the result instead.
         is_causal: Whether no row attends to a later column.
         scale: The factor on the scores; None is 1 / √E.

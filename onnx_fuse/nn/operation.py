@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, rewrite
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.nn.runner import Array, Run, runner
@@ -144,7 +145,15 @@ class Operation:
             values.append(ir.Value(name=f"x{i}", type=kind, shape=ir.Shape(end[1])))
         graph.inputs.extend(v for v in values if v is not None)
         op = autodiff.Emitter(model)
-        results = self.build(op, *values)
+        try:
+            results = self.build(op, *values)
+        except ModelError as error:
+            if not isinstance(error.__cause__, onnx.checker.ValidationError):
+                raise
+            kinds = ", ".join(dict.fromkeys(str(end[0]) for end in ends if end is not None))
+            raise UsageError(
+                f"ONNX has no {self.name} of {kinds}: convert the Tensor, as by x.long()"
+            ) from error
         outputs = list(results) if isinstance(results, tuple) else [results]
         op.stem = "y"
         for i, value in enumerate(outputs):

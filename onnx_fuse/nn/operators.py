@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.nn.dispatch import operation
+from onnx_fuse.nn.dispatch import MODE, operation
 from onnx_fuse.program.call import dtype_of
 
 
@@ -84,9 +84,20 @@ def invert(op: Any, a: Any) -> Any:
 
 @operation
 def reduce(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
-    return op.node(
-        kind, [x, None if axes is None else op.constant(list(axes))], keepdims=int(keepdim)
-    )
+    """A reduction; of integers, whose sums and products do not fit their type, an int64."""
+    over = None if axes is None else op.constant(list(axes))
+    if not x.dtype.is_floating_point():
+        x = op.Cast(x, to=7)
+    if not x.dtype.is_integer() or not len(x.shape):
+        return op.node(kind, [x, over], keepdims=int(keepdim))
+    # modulo 2^64, as NumPy's: onnxruntime's ReduceSum and ReduceProd go through float64
+    unit, how = ir.tensor([int(kind == "ReduceProd")]), "mul" if kind == "ReduceProd" else "add"
+    for axis in axes or range(len(x.shape)):
+        sizes = op.Shape(x, end=axis), op.constant([1]), op.Shape(x, start=axis + 1)
+        first = op.ConstantOfShape(op.Concat(*sizes, axis=0), value=unit)
+        places = op.ConstantOfShape(op.Shape(x), value=ir.tensor([0]))
+        x = op.ScatterElements(first, places, x, axis=axis, reduction=how)
+    return op.Identity(x) if keepdim else op.Squeeze(x, over)
 
 
 @operation
@@ -132,11 +143,6 @@ def rsqrt(op: Any, x: Any) -> Any:
 
 
 @operation
-def norm(op: Any, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
-    return op.ReduceL2(x, None if axes is None else op.constant(list(axes)), keepdims=int(keepdim))
-
-
-@operation
 def einsum(op: Any, *values: Any, equation: str) -> Any:
     return op.Einsum(*values, equation=equation)
 
@@ -170,9 +176,26 @@ def flatten(op: Any, x: Any, *, start: int, end: int) -> Any:
 _POWER = emitter("Pow")
 
 
+@operation
+def _whole_power(op: Any, x: Any, y: Any, *, bits: int) -> Any:
+    """x^y of integers modulo their width, as NumPy's: onnxruntime's Pow goes through float64."""
+    base, rest = op.Cast(x, to=7), op.Cast(y, to=7)
+    power, two = op.constant(np.array(1)), op.constant(np.array(2))
+    for bit in range(bits):
+        if bit:
+            base, rest = op.Mul(base, base), op.Div(rest, two)
+        power = op.Where(op.Cast(op.Mod(rest, two), to=9), op.Mul(power, base), power)
+    return op.CastLike(power, x)
+
+
 def power(x: Any, y: Any) -> Any:
     exponents = getattr(y, "_data", y)
-    on_host = isinstance(exponents, np.ndarray | np.generic)
-    if on_host and exponents.dtype.kind == "i" and np.less(exponents, 0).any():
-        raise UsageError("an integer to a negative power is no integer: take x.float()")
-    return _POWER(x, y)
+    if exponents.dtype.kind not in "iu":
+        return _POWER(x, y)
+    bits = 8 * exponents.dtype.itemsize - 1
+    if isinstance(exponents, np.ndarray | np.generic):
+        if np.less(exponents, 0).any():
+            raise UsageError("an integer to a negative power is no integer: take x.float()")
+        if y is exponents or MODE.recorder is None:  # a capture may run with others
+            bits = min(bits, 1 << (int(exponents.max(initial=1)).bit_length() - 1).bit_length())
+    return _whole_power(x, y, bits=bits)

@@ -20,6 +20,7 @@ from onnx_fuse.nn.arrays import (
     is_float,
     np_name,
     number_of,
+    of_one,
     ones_like,
     placed,
     within,
@@ -384,10 +385,12 @@ class Tensor:
 
     clip = clamp
 
+    @of_one
     def softmax(self, dim: int = -1) -> Tensor:
         """exp(x) / Σ exp(x) along axis `dim`."""
         return op_call("Softmax", [self], {"axis": dim})
 
+    @of_one
     def log_softmax(self, dim: int = -1) -> Tensor:
         """x - log Σ exp(x) along axis `dim`."""
         return op_call("LogSoftmax", [self], {"axis": dim})
@@ -400,10 +403,6 @@ class Tensor:
 
     def _reduced(self, kind: str, dim: Any, keepdim: bool) -> Any:
         return operators.reduce(self, kind=kind, axes=axes_of(dim, self.ndim), keepdim=keepdim)
-
-    def _widened(self) -> Tensor:
-        """Itself, integers and booleans as int64: their sums do not fit their type."""
-        return self if is_float(self._data.dtype) else self.long()
 
     def _floating(self, action: str) -> Tensor:
         """Itself. Raises UsageError for integers, whose `action` would be rounded to one."""
@@ -419,7 +418,7 @@ class Tensor:
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
-        return self._widened()._reduced("ReduceSum", dim, keepdim)
+        return self._reduced("ReduceSum", dim, keepdim)
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The mean over axes `dim`, as in `sum`, with `keepdim` as there: NaN of no elements.
@@ -432,7 +431,7 @@ class Tensor:
 
     def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The product over axes `dim`, with `keepdim` as in `sum`."""
-        return self._widened()._reduced("ReduceProd", dim, keepdim)
+        return self._reduced("ReduceProd", dim, keepdim)
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The largest element over axes `dim`, with `keepdim` as in `sum`."""
@@ -480,18 +479,19 @@ class Tensor:
 
     def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """√Σ x² over axes `dim`, with `keepdim` as in `sum`."""
-        axes = axes_of(dim, self._floating("norm").ndim)
-        return operators.norm(self, axes=axes, keepdim=keepdim)
+        return self._floating("norm")._reduced("ReduceL2", dim, keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
         """The elements in order along `dim` (`descending` or not), and their indices."""
-        size = self.shape[axis_of(dim, self.ndim)] if self.ndim else 1
-        return self.topk(size, dim, largest=descending)
+        return self.topk(self.shape[axis_of(dim, self.ndim)] if self.ndim else 1, dim, descending)
 
+    @of_one
     def cumsum(self, dim: int) -> Tensor:
         """The running sum along axis `dim`."""
-        return op_call("CumSum", [self._widened(), np.array(axis_of(dim, self.ndim))])
+        x = self if is_float(self._data.dtype) else self.long()
+        return op_call("CumSum", [x, np.array(axis_of(dim, self.ndim))])
 
+    @of_one
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
         if k < 0:
