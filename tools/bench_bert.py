@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encoder
 import numpy as np
 import torch as t
+from gpu_events import microseconds
 from performance_page import save
+from train_peers import Encoder
 
 from onnx_fuse.kernels import tuning
 from onnx_fuse.program.problem import Hardware
@@ -36,43 +38,14 @@ ORT = {(1, 128): 509, (32, 128): 1882, (8, 512): 2027}
 """us of onnxruntime's CUDA EP (1.31.1, its optimizer, CUDA graph) on an H200, measured 2026-11."""
 
 
-class Block(t.nn.Module):
-    """x = norm(x + attention(x)); x = norm(x + mlp(x)): [B, T, width]."""
-
-    def __init__(self, c: encoder.Config) -> None:
-        super().__init__()
-        self.heads = c.heads
-        self.qkv, self.out = t.nn.Linear(c.width, 3 * c.width), t.nn.Linear(c.width, c.width)
-        self.up, self.down = t.nn.Linear(c.width, 4 * c.width), t.nn.Linear(4 * c.width, c.width)
-        self.norm1, self.norm2 = (t.nn.LayerNorm(c.width, encoder.EPSILON) for _ in range(2))
-
-    def forward(self, x: Any, mask: Any) -> Any:
-        heads = (
-            p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1)
-        )
-        y = t.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask)
-        x = self.norm1(x + self.out(y.transpose(1, 2).flatten(2)))
-        return self.norm2(x + self.down(t.nn.functional.gelu(self.up(x))))
-
-
-class Peer(t.nn.Module):
+class Peer(Encoder):
     """The encoder that models/encoder.py builds, in fp16."""
 
-    def __init__(self, c: encoder.Config) -> None:
-        super().__init__()
-        sizes = (c.vocab, c.types, c.context)
-        self.word, self.kind, self.place = (t.nn.Embedding(n, c.width) for n in sizes)
-        self.norm = t.nn.LayerNorm(c.width, encoder.EPSILON)
-        self.blocks = t.nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.pooler = t.nn.Linear(c.width, c.width)
-
     def forward(self, ids: Any, keep: Any, types: Any) -> Any:
-        x = self.word(ids) + self.kind(types) + self.place.weight[: ids.shape[1]]
-        x = self.norm(x)
-        mask = (1 - keep[:, None, None].to(x.dtype)) * t.finfo(x.dtype).min
-        for block in self.blocks:
-            x = block(x, mask)
-        return x.float(), t.tanh(self.pooler(x[:, 0])).float()
+        kind = self.word.weight.dtype
+        mask = (1 - keep[:, None, None].to(kind)) * t.finfo(kind).min
+        x, pooled = self.encoded(ids, types, mask)
+        return x.float(), pooled.float()
 
 
 def in_turns(arms: dict[str, Callable[[], float]], rounds: int = 9) -> dict[str, float]:
@@ -95,15 +68,9 @@ def compiled(c: encoder.Config, feeds: dict[str, np.ndarray]) -> Callable[[], fl
         for _ in range(4):
             peer(*given)
 
-    def once(repeats: int = 20) -> float:
-        start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
+    def once() -> float:
         with t.no_grad():
-            start.record()
-            for _ in range(repeats):
-                peer(*given)
-            stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1e3 / repeats
+            return microseconds(lambda: peer(*given), 20) / 1e6
 
     return once
 

@@ -147,6 +147,7 @@ def backward_share(instance: Any) -> float:
 def ddp(part: Part, args: argparse.Namespace) -> None:
     """Measure PyTorch's step of the same network: autocast, fused AdamW, one process a GPU."""
     import gpt
+    import gpu_events
     import torch
     import torch.distributed as dist
     import train_peers
@@ -181,13 +182,7 @@ def ddp(part: Part, args: argparse.Namespace) -> None:
     for _ in range(ROUNDS):
         if part.ranked:
             dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(STEPS):
-            step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / STEPS)
+        times.append(gpu_events.microseconds(step, STEPS) / 1e3)
     found |= {"ms": median(times), "least": min(times), "most": max(times)}
     if rank == 0:
         say(args.file, found)

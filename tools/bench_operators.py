@@ -260,6 +260,7 @@ def operands(case: Case) -> list[Any]:
 def replayed(work: Callable[[], object], repeats: int) -> float:
     """Microseconds of `work`, from replays of a CUDA graph that holds it `repeats` times."""
     import torch
+    from gpu_events import microseconds
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -270,16 +271,8 @@ def replayed(work: Callable[[], object], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             work()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
-    took = []
-    for _ in range(ROUNDS):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end) * 1e3 / repeats)
-    return median(took)
+    return median(microseconds(graph.replay) / repeats for _ in range(ROUNDS))
 
 
 def awaited(work: Callable[[], object]) -> float:

@@ -33,6 +33,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
+from gpu_events import microseconds
 from torch import nn
 
 import onnx_fuse as of
@@ -290,13 +291,7 @@ def replayed(arms: dict[str, Work], rounds: int, replays: int = 20) -> dict[str,
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            for _ in range(replays):
-                graph.replay()
-            last.record()
-            last.synchronize()
-            found[name].append(first.elapsed_time(last) / replays)
+            found[name].append(microseconds(graph.replay, replays) / 1e3)
     return {name: statistics.median(each) for name, each in found.items()}
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch as t
+from gpu_events import microseconds
 from gpu_turns import Place, Turn, devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,22 +74,13 @@ ROWS = {
 
 def timed(once: Once, turn: Turn, repeats: int = 20, rounds: int = 7) -> float:
     """Microseconds of one call on the GPU: the median of rounds of so many, in its turn."""
-    found = []
     for _ in range(3):
         once()
     t.cuda.synchronize()
     turn.take()
     for _ in range(3):
         once()
-    for _ in range(rounds):
-        start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            once()
-        stop.record()
-        stop.synchronize()
-        found.append(start.elapsed_time(stop) * 1e3 / repeats)
-    return median(found)
+    return median(microseconds(once, repeats) for _ in range(rounds))
 
 
 def network(name: str) -> t.nn.Module:

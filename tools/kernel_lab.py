@@ -358,6 +358,7 @@ def interleaved(
     what ran before. With `rest`, after as many idle seconds instead: what a cool chip takes.
     """
     import torch as t
+    from gpu_events import microseconds
 
     graphs = {}
     stream = t.cuda.Stream()
@@ -382,12 +383,7 @@ def interleaved(
         for turn in range(rounds):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
-                start, stop = (t.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record(stream)
-                graphs[name].replay()
-                stop.record(stream)
-                stop.synchronize()
-                times[name].append(start.elapsed_time(stop) * 1e3 / launches)
+                times[name].append(microseconds(graphs[name].replay) / launches)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch as t
@@ -84,6 +85,29 @@ class Block(t.nn.Module):
         return self.norm2(x + self.feed(x))
 
 
+def blocks(
+    c: Any,
+    hidden: int,
+    act: Callable[[Any], Any] | None,
+    norm: Callable[[], Any],
+    *,
+    causal: bool,
+    before: bool,
+    rotary: Any = None,
+) -> t.nn.ModuleList:
+    """The blocks of a network; without `act`, feed-forwards are gated and nothing has a bias."""
+    sizes = (c.width, c.heads, getattr(c, "kv_heads", c.heads))
+    return t.nn.ModuleList(
+        Block(
+            Attention(*sizes, act is not None, causal, rotary),
+            Feed(c.width, hidden, act),
+            norm,
+            before,
+        )
+        for _ in range(c.layers)
+    )
+
+
 def tanh_gelu(x: Any) -> Any:
     return fn.gelu(x, approximate="tanh")
 
@@ -94,16 +118,9 @@ class Gpt(t.nn.Module):
     def __init__(self, c: Any) -> None:
         super().__init__()
         self.wte, self.wpe = t.nn.Embedding(c.vocab, c.width), t.nn.Embedding(c.context, c.width)
-        self.blocks = t.nn.ModuleList(
-            Block(
-                Attention(c.width, c.heads, c.heads, True, True),
-                Feed(c.width, 4 * c.width, tanh_gelu),
-                lambda: t.nn.LayerNorm(c.width),
-                True,
-            )
-            for _ in range(c.layers)
-        )
-        self.norm = t.nn.LayerNorm(c.width)
+        norm = partial(t.nn.LayerNorm, c.width)
+        self.blocks = blocks(c, 4 * c.width, tanh_gelu, norm, causal=True, before=True)
+        self.norm = norm()
 
     def forward(self, input_ids: Any, labels: Any) -> Any:
         x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
@@ -121,26 +138,23 @@ class Encoder(t.nn.Module):
         sizes = (c.vocab, c.types, c.context)
         self.word, self.kind, self.place = (t.nn.Embedding(n, c.width) for n in sizes)
         self.norm = t.nn.LayerNorm(c.width, 1e-12)
-        self.blocks = t.nn.ModuleList(
-            Block(
-                Attention(c.width, c.heads, c.heads, True, False),
-                Feed(c.width, 4 * c.width, fn.gelu),
-                lambda: t.nn.LayerNorm(c.width, 1e-12),
-                False,
-            )
-            for _ in range(c.layers)
-        )
+        norm = partial(t.nn.LayerNorm, c.width, 1e-12)
+        self.blocks = blocks(c, 4 * c.width, fn.gelu, norm, causal=False, before=False)
         self.pooler = t.nn.Linear(c.width, c.width)
-        self.classifier = t.nn.Linear(c.width, c.classes)
+        self.classifier = t.nn.Linear(c.width, c.classes) if c.classes else None
 
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any, labels: Any) -> Any:
+    def encoded(self, input_ids: Any, token_type_ids: Any, mask: Any) -> tuple[Any, Any]:
+        """The hidden states and what the pooler makes of the first."""
         x = self.word(input_ids) + self.kind(token_type_ids)
         x = self.norm(x + self.place.weight[: input_ids.shape[1]])
-        mask = attention_mask[:, None, None].bool()
         for block in self.blocks:
             x = block(x, mask)
-        logits = self.classifier(t.tanh(self.pooler(x[:, 0])))
-        return fn.cross_entropy(logits.float(), labels)
+        return x, t.tanh(self.pooler(x[:, 0]))
+
+    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any, labels: Any) -> Any:
+        mask = attention_mask[:, None, None].bool()
+        _, pooled = self.encoded(input_ids, token_type_ids, mask)
+        return fn.cross_entropy(self.classifier(pooled).float(), labels)
 
 
 class Vit(t.nn.Module):
@@ -152,15 +166,8 @@ class Vit(t.nn.Module):
         count = (c.image // c.patch) ** 2 + 1
         self.token = t.nn.Parameter(t.zeros(1, 1, c.width))
         self.places = t.nn.Parameter(0.02 * t.randn(1, count, c.width))
-        self.blocks = t.nn.ModuleList(
-            Block(
-                Attention(c.width, c.heads, c.heads, True, False),
-                Feed(c.width, 4 * c.width, fn.gelu),
-                lambda: t.nn.LayerNorm(c.width, 1e-6),
-                True,
-            )
-            for _ in range(c.layers)
-        )
+        norm = partial(t.nn.LayerNorm, c.width, 1e-6)
+        self.blocks = blocks(c, 4 * c.width, fn.gelu, norm, causal=False, before=True)
         self.norm = t.nn.LayerNorm(c.width, 1e-6)
         self.head = t.nn.Linear(c.width, c.classes)
 
@@ -179,16 +186,9 @@ class Llama(t.nn.Module):
         super().__init__()
         self.tokens = t.nn.Embedding(c.vocab, c.width)
         rotary = Rotary(c.width // c.heads, longest, c.base)
-        self.blocks = t.nn.ModuleList(
-            Block(
-                Attention(c.width, c.heads, c.kv_heads, False, True, rotary),
-                Feed(c.width, c.hidden, None),
-                lambda: t.nn.RMSNorm(c.width, 1e-5),
-                True,
-            )
-            for _ in range(c.layers)
-        )
-        self.norm = t.nn.RMSNorm(c.width, 1e-5)
+        norm = partial(t.nn.RMSNorm, c.width, 1e-5)
+        self.blocks = blocks(c, c.hidden, None, norm, causal=True, before=True, rotary=rotary)
+        self.norm = norm()
         self.head = t.nn.Linear(c.width, c.vocab, False)
 
     def forward(self, input_ids: Any, labels: Any) -> Any:

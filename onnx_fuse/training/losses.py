@@ -17,7 +17,8 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.ir.build import add_initializer
+from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import is_float, typed
 
@@ -281,25 +282,23 @@ def _attach_model(
     fed = [v for v in part.graph.inputs if v not in bound]
     for domain, version in part.graph.opset_imports.items():
         graph.opset_imports[domain] = max(version, graph.opset_imports.get(domain, 0))
-    constants = list(part.graph.initializers.values())
-    nodes = list(part.graph)
-    _rename(part.graph, op, fed, term.labels)
-    part.graph.outputs.clear()
-    part.graph.inputs.clear()
-    part.graph.initializers.clear()
-    part.graph.remove(nodes)
-    for value, output in bound.items():
-        onnx_ir.convenience.replace_all_uses_with(value, output)
-        loss = output if loss is value else loss
-    for old in constants:  # whose tensors are the caller's, and keep their names
+    copier = Copier(
+        values=dict(bound),
+        fresh=lambda name: op.fresh(f"loss/{name}"),
+        names_nodes=True,
+        typed=True,
+    )
+    for value in fed:
+        name = op.fresh(term.labels if term.labels and len(fed) == 1 else str(value.name))
+        fed_input = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
+        graph.inputs.append(fed_input)
+        copier.values[value] = fed_input
+    for old in part.graph.initializers.values():
         assert old.const_value is not None
         name = op.fresh(f"loss/{old.name}")
-        tensor = onnx_ir.tensor(old.const_value.numpy(), name=name)
-        value = onnx_ir.Value(name=name, const_value=tensor, type=old.type, shape=old.shape)
-        onnx_ir.convenience.replace_all_uses_with(old, value)
-        graph.register_initializer(value)
-    graph.inputs.extend(fed)
-    graph.extend(nodes)
+        copier.values[old] = add_initializer(graph, name, old.const_value.numpy())
+    graph.extend([copy for node in part.graph for copy in copier.copy(node)])
+    loss = copier.values[loss] or loss
     graph.outputs.append(loss)
     infer_shapes(model)
     if not is_float(loss) or loss.shape is None or len(loss.shape):
@@ -308,19 +307,3 @@ def _attach_model(
             "float scalar"
         )
     return loss
-
-
-def _rename(
-    graph: onnx_ir.Graph, op: autodiff.Emitter, fed: Sequence[onnx_ir.Value], labels: str
-) -> None:
-    """Give all that a loss defines names that are new to the model; inputs keep theirs if free."""
-    for value in fed:
-        value.name = op.fresh(labels if labels and len(fed) == 1 else str(value.name))
-    for node in all_nodes(graph):
-        node.name = op.fresh(f"loss/{node.name or node.op_type}")
-        for value in node.outputs:
-            value.name = op.fresh(f"loss/{value.name}") if value.name else value.name
-        for attribute in node.attributes.values():
-            for inner in subgraphs(attribute):
-                for value in inner.inputs:
-                    value.name = op.fresh(f"loss/{value.name}")

@@ -11,7 +11,7 @@ import onnx_ir
 
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, remove_unused_nodes
+from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
@@ -79,24 +79,12 @@ def _is_collective(node: onnx_ir.Node) -> bool:
     return node.domain == FUSE and node.op_type in COLLECTIVES
 
 
-def _reads(node: onnx_ir.Node) -> set[onnx_ir.Value]:
-    reads = {v for v in node.inputs if v is not None}
-    for attribute in node.attributes.values():
-        if attribute.type in (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS):
-            one = attribute.type == onnx_ir.AttributeType.GRAPH
-            for graph in (attribute.as_graph(),) if one else attribute.as_graphs():
-                for inner in all_nodes(graph):
-                    reads.update(v for v in inner.inputs if v is not None)
-                reads.update(graph.outputs)
-    return reads
-
-
 def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
     """The length of the longest chain of collectives that each node waits for."""
     of: dict[onnx_ir.Value, int] = {}
     levels: dict[onnx_ir.Node, int] = {}
     for node in model.graph:
-        level = max((of.get(v, 0) for v in _reads(node)), default=0)
+        level = max((of.get(v, 0) for v in reads(node) if v is not None), default=0)
         levels[node] = level
         for value in node.outputs:
             of[value] = level + _is_collective(node)
@@ -108,8 +96,8 @@ def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int)
     nodes = list(model.graph)
     waits = [node for node in nodes if _is_collective(node)]
     in_stage = [not _is_collective(n) and (levels[n] == level or _constant(n)) for n in nodes]
-    later = {v for node in nodes if levels[node] > level for v in _reads(node)}
-    later |= {v for node in waits if levels[node] == level for v in _reads(node)}
+    later = {v for node in nodes if levels[node] > level for v in reads(node)}
+    later |= {v for node in waits if levels[node] == level for v in reads(node)}
     later |= set(model.graph.outputs)
     mine = [node for node, inside in zip(nodes, in_stage, strict=True) if inside]
     results = {v for node in mine for v in node.outputs}
@@ -119,7 +107,7 @@ def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int)
     part_nodes = [node for node, inside in zip(list(graph), in_stage, strict=True) if inside]
     values = {str(v.name): v for node in graph for v in node.outputs}
     inner = {v for node in part_nodes for v in node.outputs}
-    crossing = {v for node in part_nodes for v in _reads(node) if v in values.values()} - inner
+    crossing = {v for node in part_nodes for v in reads(node) if v and v in values.values()} - inner
     graph.outputs.clear()
     for value in sorted(crossing, key=lambda v: str(v.name)):
         graph_input = onnx_ir.Value(name=value.name, type=value.type, shape=value.shape)
