@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from support import stock
 
 Array = np.ndarray[Any, Any]
 
@@ -78,10 +77,6 @@ class Row:
     def feeds(self) -> dict[str, Array]:
         given = enumerate(self.operands)
         return {f"x{i}": a for i, a in given if a is not None and i not in self.weights}
-
-
-def run(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
-    return list(stock(model).run(None, dict(feeds)))
 
 
 # ---- mixtures of experts -------------------------------------------------------------------------

@@ -155,6 +155,25 @@ def stock(
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
+def run(model: Any, feeds: Mapping[str, Any], optimized: bool = False) -> list[Any]:
+    """The outputs by `stock`."""
+    return list(stock(model, optimized).run(None, dict(feeds)))
+
+
+def step_of(model: Any, optimizer: Any) -> Callable[..., Any]:
+    """A step of training with cross-entropy, on tensors of `onnx_fuse.nn`."""
+    from onnx_fuse.nn import functional
+
+    def step(x: Any, y: Any) -> Any:
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
     """The outputs by name."""
     names = [value.name for value in session.get_outputs()]

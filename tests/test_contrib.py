@@ -16,7 +16,8 @@ import onnx_ir as ir
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 import pytest
-from contrib_rows import Array, Row, formulas, further_rows, random, run, whole
+from contrib_rows import Array, Row, formulas, further_rows, random, whole
+from support import run
 
 from onnx_fuse import rewrite
 from onnx_fuse.importer import contrib

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from support import Cli, stock, table
+from support import Cli, run, table
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -23,10 +23,6 @@ from onnx_fuse.validation.check import validate
 from onnx_fuse.validation.gradients import check_gradients
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
-
-
-def run(data: bytes, feeds: dict[str, Any]) -> list[Any]:
-    return list(stock(data).run(None, feeds))
 
 
 def same(proto: onnx.ModelProto, feeds: dict[str, Any]) -> None:

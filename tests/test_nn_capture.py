@@ -1,16 +1,15 @@
 """Captured functions do what they do eagerly, in one fused graph."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from support import step_of
 
 import onnx_fuse as of
 from onnx_fuse import UsageError, nn
-from onnx_fuse.nn import functional as F
 from onnx_fuse.nn.graphs import CaptureWarning
 from onnx_fuse.runtime import ort
 
@@ -27,17 +26,6 @@ def batch(rows: int, seed: int = 0) -> tuple[nn.Tensor, nn.Tensor]:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, 6)).astype(np.float32)
     return nn.tensor(x), nn.tensor(rng.integers(0, 3, rows))
-
-
-def step_of(model: nn.Module, optimizer: Any) -> Callable[..., Any]:
-    def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
 
 
 def operators(model: Any) -> set[str]:

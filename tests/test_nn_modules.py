@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support import python
+from support import python, step_of
 
 import onnx_fuse as of
 from onnx_fuse import DataError, UsageError, nn
@@ -259,13 +259,7 @@ def test_training_in_16_bits(dtype: str, captured: bool) -> None:
     optimizer = nn.optim.SGD(model, lr=0.5)
     x, y = nn.randn(2, 3, 8).to(dtype), nn.tensor([[0, 1, 2], [3, 0, 1]])
 
-    def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = step_of(model, optimizer)
     run = of.capture(step) if captured else step
     losses = [run(x, y).item() for _ in range(12)]
     assert model[0].weight.dtype.name == dtype

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support import Cli, assert_same, stock, table
+from support import Cli, assert_same, run, stock, table
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -27,10 +27,6 @@ RNG = np.random.default_rng(0)
 AWKWARD = np.array(
     [np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-42, 3.4e38, -3.4e38, 0.5, 1.5, 2.5, -0.5], np.float32
 )
-
-
-def run(data: bytes, feeds: dict[str, np.ndarray]) -> list[Any]:
-    return list(stock(data).run(None, feeds))
 
 
 # opset and graph. x is filled with awkward values, then normal ones; "s" are scales, "i" are

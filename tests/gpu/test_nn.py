@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import step_of
 
 import onnx_fuse as of
 from onnx_fuse import nn, plugins
@@ -59,13 +60,7 @@ def test_training_steps(captured: bool) -> None:
         ).to(device)
         optimizer = nn.optim.AdamW(model, lr=of.optim.cosine(1e-2, 20))
 
-        def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = step_of(model, optimizer)
         go = of.capture(step) if captured else step
         labels = np.arange(32) % 10
         sizes = (32, 32, 20, 32, 7)
@@ -132,14 +127,7 @@ def test_a_graph_of_launches_gives_the_bits_of_single_ones(monkeypatch: pytest.M
         ).to("cuda")
         optimizer = nn.optim.AdamW(model, lr=1e-2)
 
-        @of.capture
-        def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = of.capture(step_of(model, optimizer))
         found, held = [], []
         for i in range(14):
             x = nn.tensor(X + i, device="cuda")
