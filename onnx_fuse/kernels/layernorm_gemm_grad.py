@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
 from onnx_fuse.kernels.gemm_skinny import SmallM
@@ -36,18 +36,15 @@ from onnx_fuse.kernels.norm_launches import (
     sum_parts,
 )
 from onnx_fuse.kernels.rule_based import Planned
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-)
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 from onnx_fuse.program.size import maximum
 
 OfWeights: TypeAlias = Wgmma | Mma | SimtSplitK | Simt | Tf32 | TurnedTf32
 Product: TypeAlias = OfWeights | SmallM
+
+K = TypeVar("K")
+Part: TypeAlias = tuple[K, GemmProblem, KernelConfig]
+"""A product's kernel, problem and configuration."""
 
 
 class TwoGemms(Planned):
@@ -107,12 +104,19 @@ class TwoGemms(Planned):
         dx, dw = self._dx(problem), self._dw(problem)
         return self.inner.supports(dx, hw) or self.inner.supports(dw, hw)
 
-    def _split(self, config: KernelConfig) -> tuple[KernelConfig, KernelConfig]:
+    def _products(
+        self, problem: GemmProblem, config: KernelConfig
+    ) -> tuple[Part[Product], Part[OfWeights]]:
+        """What computes dx, and what dw."""
+
         def part(prefix: str) -> KernelConfig:
             keys = [(key, value) for key, value in config.attrs if key.startswith(prefix)]
             return KernelConfig(tuple((key.removeprefix(prefix), value) for key, value in keys))
 
-        return part("dx_"), part("dw_")
+        dx, dw = part("dx_"), part("dw_")
+        name = dx.text("kernel")
+        of_weights = self.for_dw[dw.text("kernel")], self._dw(problem), dw
+        return (self.for_dx[name], self._dx(problem, name), dx), of_weights
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """The few best pairs of the two GEMMs' configurations: their choices are independent."""
@@ -144,11 +148,8 @@ class TwoGemms(Planned):
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether both products can run their configurations."""
-        dx, dw = self._split(config)
-        name = dx.text("kernel")
-        return self.for_dx[name].fits(self._dx(problem, name), dx) and self.for_dw[
-            dw.text("kernel")
-        ].fits(self._dw(problem), dw)
+        products = self._products(problem, config)
+        return all(kernel.fits(gemm, how) for kernel, gemm, how in products)
 
     def _cost(self, gemm: GemmProblem, how: KernelConfig, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
@@ -163,7 +164,7 @@ class TwoGemms(Planned):
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
-        dx, dw = self._split(config)
+        (_, gemm_dx, dx), (_, gemm_dw, dw) = self._products(problem, config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
         planes = self._planes(problem)
         low = 2 * planes or size
@@ -173,9 +174,9 @@ class TwoGemms(Planned):
         moved += size * m * k if problem.add else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
         moved += 16 * ceil(n / 16) * k if problem.trans_b else 0  # sums of columns, there and back
-        others = 0.0 if problem.frozen else self._cost(self._dw(problem), dw, hw)
+        others = 0.0 if problem.frozen else self._cost(gemm_dw, dw, hw)
         return (
-            self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
+            self._cost(gemm_dx, dx, hw)
             + others
             + moved / (0.85 * hw.bandwidth)
             + (6 if planes else 4) * hw.launch_seconds
@@ -188,8 +189,8 @@ class TwoGemms(Planned):
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
         act, planes = problem.epilogue.act, self._planes(problem)
         size = 2 * planes or ITEMSIZE[dtype]
-        how_dx, how_dw = self._split(config)
-        gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
+        products = self._products(problem, config)
+        (product_dx, gemm_dx, how_dx), (product_dw, gemm_dw, how_dw) = products
         in_rows = bool(gemm_dx.rows)
         dots, rows = row_dots(
             m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes,
@@ -207,8 +208,6 @@ class TwoGemms(Planned):
         if in_rows:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
         # partial sums of the fold, of dbias, of a split k: one after the other
-        product_dx = self.for_dx[how_dx.text("kernel")]
-        product_dw = self.for_dw[how_dw.text("kernel")]
         tiles = product_dw.parts(gemm_dw, how_dw)
         turned = not problem.trans_b and not gemm_dx.trans_b
         whole, strips = fold_planes(k, n, planes, align=problem.align, turned=turned)
@@ -321,15 +320,14 @@ class Portable(TwoGemms):
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both products, the fold of the weights, the pass over dy and z, the last sums."""
-        dx, dw = self._split(config)
+        (_, gemm_dx, dx), (product, gemm, dw) = self._products(problem, config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
-        seconds = self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
+        seconds = self._cost(gemm_dx, dx, hw)
         launches = 1 if problem.folded else 2 if problem.dtype != "float32" else 3
         moved = 0.0 if problem.folded else 2.0 * size * k * n
         if not problem.frozen:
-            gemm = self._dw(problem)
             seconds += self._cost(gemm, dw, hw)
-            moved += 16 * k * self.for_dw[dw.text("kernel")].parts(gemm, dw)
+            moved += 16 * k * product.parts(gemm, dw)
             launches += 2
         # 16 rows a block of the dots, few of which cannot draw the memory's whole rate; small
         # launches take 3.5 us, and there is one more of them (H200, 2026-11)
