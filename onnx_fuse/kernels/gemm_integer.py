@@ -17,11 +17,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import (
-    HeuristicKernel,
-    tail_macros,
-    window_macros,
-)
+from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import (
     ITEMSIZE,

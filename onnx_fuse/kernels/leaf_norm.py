@@ -14,14 +14,7 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename, sum_parts
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-)
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 
 
 class WeightOnlyGrad(SimtSplitK):

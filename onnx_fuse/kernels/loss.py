@@ -15,15 +15,7 @@ from onnx_fuse.kernels.rule_based import (
     thread_choices,
 )
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Num,
-    Ptr,
-)
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.sdpa import (
-    MMA,
-    SIMT,
-    boxes,
-    common_macros,
-    mask_boxes,
-    reach,
-    tma_refusal,
-)
+from onnx_fuse.kernels.sdpa import MMA, SIMT, boxes, common_macros, mask_boxes, reach, tma_refusal
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr

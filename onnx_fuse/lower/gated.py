@@ -17,13 +17,7 @@ from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.lower.linear import (
-    activation,
-    bias_row,
-    norm_problem,
-    norm_product,
-    product,
-)
+from onnx_fuse.lower.linear import activation, bias_row, norm_problem, norm_product, product
 from onnx_fuse.ops.fused.gated import OPS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem

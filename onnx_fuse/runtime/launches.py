@@ -17,14 +17,7 @@ from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots
 from onnx_fuse.runtime.arg_updates import words as words_of
-from onnx_fuse.runtime.schedule import (
-    Order,
-    Segment,
-    collective,
-    copies,
-    overlappable,
-    put_off,
-)
+from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
 
 
