@@ -607,7 +607,7 @@ def replay_views(
             view.op_type,
             [moved.get(v, v) for v in view.inputs],
             outputs=len(view.outputs),
-            attributes={name: value.value for name, value in view.attributes.items()},
+            attributes=view.attributes,
         )
         outputs = copied if isinstance(copied, tuple) else (copied,)
         for before, after in zip(view.outputs, outputs, strict=True):

@@ -174,6 +174,15 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
     return len(a.shape) == len(b.shape) and all(map(same_dim, a.shape, b.shape))
 
 
+def restores(reshape: ir.Node, x: ir.Value | None) -> bool:
+    """Whether a Reshape answers in the shape of `x` for certain."""
+    shape = reshape.inputs[1].producer() if reshape.inputs[1] is not None else None
+    asked = shape is not None and (shape.domain, shape.op_type) == ("", "Shape")
+    if asked and shape is not None and not shape.attributes and shape.inputs[0] is x:
+        return True
+    return x is not None and same_shape(x, reshape.outputs[0])
+
+
 def spans(vector: ir.Value, x: ir.Value, axis: int = -1) -> bool:
     """Whether a vector has the size of an axis of x for certain: no open size that may be 1."""
     size = vector.shape[0] if vector.shape is not None and len(vector.shape) == 1 else None

@@ -116,8 +116,7 @@ def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
     bias = rw.initializer(f"{c.name} of {filters}", array.reshape(-1))
     if rw.training:
         bias = typed(op.Reshape(c, [-1]), c, [filters])
-    attributes = {name: a.value for name, a in conv.attributes.items()}
-    y: ir.Value = op.node("Conv", [conv.inputs[0], w, bias], attributes=attributes)
+    y: ir.Value = op.node("Conv", [conv.inputs[0], w, bias], attributes=conv.attributes)
     rw.replace(add, op, [add.outputs[0]], [y])
     return y.producer()
 

@@ -199,10 +199,8 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
             x if x is None or a is None else rows_of(x, a)
             for x, a in zip(node.inputs, region.nodes[node], strict=True)
         ]
-        attributes = {name: value.value for name, value in node.attributes.items()}
-        result = op.node(
-            node.op_type, inputs, domain=node.domain, attributes=attributes, name=node.name
-        )
+        same = node.op_type, inputs
+        result = op.node(*same, domain=node.domain, attributes=node.attributes, name=node.name)
         y = node.outputs[0]
         assert isinstance(result, ir.Value)
         assert y.shape is not None

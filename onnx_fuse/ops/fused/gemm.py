@@ -251,18 +251,13 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
 
 
 def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
-    if node.op_type == "MatMul" and canonical_norm(_producer_below(node.inputs[0])):
-        norm = _producer_below(node.inputs[0])
-        assert norm is not None
+    below, _ = through_row_views(node.inputs[0])
+    norm = below.producer() if below is not None else None
+    if node.op_type == "MatMul" and norm is not None and canonical_norm(norm):
         size, reason = rank(node.inputs[1]), "the norm's number of axes is not known"
         if size != 2:
             reason = f"the right operand has rank {size}, not a weight's 2"
         rw.refuse("LayerNormGemm", [norm, node], reason)
-
-
-def _producer_below(value: ir.Value | None) -> ir.Node | None:
-    below, _ = through_row_views(value)
-    return below.producer() if below is not None else None
 
 
 # ---- merging ---------------------------------------------------------------------------------
@@ -303,28 +298,23 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
 
     def mergeable(peer: ir.Node) -> bool:
         theirs = product_parts(peer)
-        if theirs is None or theirs[0] != parts[0] or peer.graph is not node.graph:
+        if theirs is None or theirs.prefix != parts.prefix or peer.graph is not node.graph:
             return False
-        same = all(a is b for a, b in zip(theirs[2], parts[2], strict=True))
-        w, c = theirs[3:]
+        same = all(a is b for a, b in zip(theirs.head, parts.head, strict=True))
+        w, c = theirs.w, theirs.c
         column = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         eps = {k: v.value for k, v in peer.attributes.items() if k in norms}
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
         return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
 
-    family = _worth_merging([n for n in consumers(parts[2][0]) if mergeable(n)])
+    family = _worth_merging([n for n in consumers(parts.head[0]) if mergeable(n)])
     if len(family) < 2 or node is not family[0] or len({n.inputs[-2] for n in family}) == 1:
         return False
-    weights, biases, widths = [], [], []
-    for peer in family:
-        theirs = product_parts(peer)
-        assert theirs is not None
-        w, c = theirs[3:]
-        if packed_many(w) or (c is not None and packed_many(c)):
-            return False
-        weights.append(w)
-        biases.append(c)
-        widths.append(dim(w, 1) or 0)
+    members = [theirs for peer in family if (theirs := product_parts(peer))]
+    weights, biases = [member.w for member in members], [member.c for member in members]
+    widths = [dim(w, 1) or 0 for w in weights]
+    if any(packed_many(v) for v in (*weights, *biases) if v is not None):
+        return False
     if len(set(weights)) < len(weights) or 0 in widths:
         return False
     biased = [c is not None and not is_additive_identity(c) for c in biases]
@@ -337,16 +327,16 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     signatures = {
         (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
     }
-    act = parts[1] if len(signatures) == 1 else ""
+    act = parts.activation if len(signatures) == 1 else ""
     title = "+".join(label(n) for n in family)
     if all(c is None for c in biases):
-        y = op.MatMul(parts[2][0], w, name=title)
+        y = op.MatMul(parts.head[0], w, name=title)
         name = "MatMul"
     else:
         c = merged_bias(op, rw, biases, widths, weights[0], stem)
-        name = str(FusedName.make("Gemm", act, norm=parts[0]))
+        name = str(FusedName.make("Gemm", act, norm=parts.prefix))
         attributes = {k: v.value for k, v in node.attributes.items() if act or k in norms}
-        y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=attributes)
+        y = op.node(name, [*parts.head, w, c], domain=FUSE, name=title, attributes=attributes)
     _replace_family(rw, family, op, typed(y, node.outputs[0]), widths, name)
     return True
 
@@ -384,7 +374,7 @@ def _fuse_packed_siblings(rw: Rewriter, node: ir.Node) -> bool:
         if value is not None and len(held) < len(family):
             return False  # weights that were left out
         merged.append(rw.initializer(f"{title}.{i}", np.concatenate(held)) if held else None)
-    attributes = {k: v.value for k, v in node.attributes.items()} | {"N": sum(widths)}
+    attributes = {**node.attributes, "N": sum(widths)}
     y = op.node(node.op_type, merged, domain=node.domain, name=title, attributes=attributes)
     _replace_family(rw, family, op, typed(y, node.outputs[0]), widths, node.op_type)
     return True
@@ -481,13 +471,8 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
         if not (is_constant(w) and is_constant(c)) or peer.graph is not node.graph:
             continue  # moving it before its weight's producer could close a cycle
         op = Builder()
-        y, n = op.node(
-            f"{peer.op_type}_n",
-            peer.inputs,
-            outputs=2,
-            domain=FUSE,
-            **{k: v.value for k, v in peer.attributes.items()},
-        )
+        name_of_both, attributes = f"{peer.op_type}_n", peer.attributes
+        y, n = op.node(name_of_both, peer.inputs, outputs=2, domain=FUSE, attributes=attributes)
         readers = len(consumers(node.outputs[0])) + node.outputs[0].is_graph_output()
         rw.notes.append(
             f"{label(node)}: is now also an output of {label(peer)}, for {readers} other "

@@ -32,7 +32,7 @@ from onnx_fuse.ops.rules import (
     producer,
     sole_consumer,
 )
-from onnx_fuse.ops.shape_ops import Values, same_shape, same_size
+from onnx_fuse.ops.shape_ops import Values, restores, same_size
 
 _BODY = """
   first = [0]
@@ -142,7 +142,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
         return False
     nodes = [node]
     unit = _holds(ones, 1) and _holds(zeros, 0)
-    if back is None or back.op_type != "Reshape" or not _restores(back, x):
+    if back is None or back.op_type != "Reshape" or not restores(back, x):
         return rw.refuse("GroupNorm", nodes, "what reads it is no Reshape to its input's shape")
     if not unit:
         return rw.refuse("GroupNorm", nodes, "its scale and bias are a group's, not a channel's")
@@ -211,15 +211,6 @@ def _build(
 def _holds(value: ir.Value | None, number: float) -> bool:
     array = const_array(value)
     return array is not None and bool(np.all(array == number))
-
-
-def _restores(back: ir.Node, x: ir.Value) -> bool:
-    """Whether a Reshape answers in the shape of `x`."""
-    y = back.outputs[0]
-    measured = producer(back.inputs[1], "Shape")
-    if measured is not None and not measured.attributes and measured.inputs[0] is x:
-        return True
-    return same_shape(x, y)
 
 
 def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value] | None:

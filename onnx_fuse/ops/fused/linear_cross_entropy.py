@@ -123,8 +123,7 @@ class _Product(NamedTuple):
         """What W multiplies; the norm as a node of its own again."""
         if not self.affine:
             return self.x
-        attributes = {name: value.value for name, value in self.node.attributes.items()}
-        inputs = [self.x, *self.affine]
+        inputs, attributes = [self.x, *self.affine], self.node.attributes
         if FusedName.of(self.node.op_type).rms:
             normed = op.node("RMSNormalization", inputs, domain=FUSE, attributes=attributes)
         else:

@@ -27,14 +27,15 @@ def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
             [log_softmax, nll],
             "LogSoftmax is not along the class axis 1",
         )
-    attributes = {name: value.value for name, value in nll.attributes.items()}
     op = Builder()
     shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
     if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
         reason = "its labels or weights are worked out from the probabilities"
         return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
-    outputs = op.node("SoftmaxCrossEntropyLoss", inputs, outputs=2 if shared else 1, **attributes)
+    outputs = op.node(
+        "SoftmaxCrossEntropyLoss", inputs, outputs=1 + shared, attributes=nll.attributes
+    )
     rw.fusions["SoftmaxCrossEntropyLoss"] += 1
     if shared:
         return rw.replace(nll, op, [log_p, nll.outputs[0]], [outputs[1], outputs[0]])

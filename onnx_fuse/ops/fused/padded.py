@@ -95,8 +95,8 @@ def replay_padded_views(
         if view.op_type == "Reshape":
             target = constant_ints(view.inputs[1]) or []
             inputs[1] = op.constant([width if i == axis else d for i, d in enumerate(target)])
-        attributes = {name: value.value for name, value in view.attributes.items()}
-        results = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=attributes)
+        count = len(view.outputs)
+        results = op.node(view.op_type, inputs, outputs=count, attributes=view.attributes)
         outputs = results if isinstance(results, tuple) else (results,)
         for before, after in zip(view.outputs, outputs, strict=True):
             shape = None if before.shape is None else [*before.shape]

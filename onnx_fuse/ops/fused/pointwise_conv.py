@@ -120,8 +120,7 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     if behind is not None:
         act, last = behind
         inputs = [y if v is conv.node.outputs[0] else v for v in act.inputs]
-        attributes = {name: value.value for name, value in act.attributes.items()}
-        activated = op.node(act.op_type, inputs, domain=act.domain, attributes=attributes)
+        activated = op.node(act.op_type, inputs, domain=act.domain, attributes=act.attributes)
         assert isinstance(activated, ir.Value)
         y = _product(rw, op, last, typed(activated, y, y.shape))
     y = typed(op.Transpose(y, perm=perm), last.node.outputs[0], last.node.outputs[0].shape)

@@ -104,8 +104,7 @@ def _turn_ahead(rw: Rewriter, node: ir.Node) -> bool:
     y = typed(op.Transpose(turn.inputs[0], perm=[second, first, *rest]), turn.outputs[0])
     y.shape = ir.Shape([rows[1], rows[0], *rows[2:]])
     y = typed(op.Reshape(y, op.constant(flat)), y, flat)
-    attributes = {name: value.value for name, value in gemm.attributes.items()}
-    product = op.node("Gemm", [y, *gemm.inputs[1:]], attributes=attributes)
+    product = op.node("Gemm", [y, *gemm.inputs[1:]], attributes=gemm.attributes)
     assert isinstance(product, ir.Value)
     y = typed(product, y, [flat[0], outer[2]])
     shape = [outer[1], outer[0], outer[2]]

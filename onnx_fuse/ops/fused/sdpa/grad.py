@@ -25,10 +25,9 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
     lead = None if y.shape is None or q.shape is None else [*y.shape[:2]]
     if lead is not None and q.shape is not None:
         lse.shape = ir.Shape([*lead, q.shape[2], 2])
-    attributes = {key: a.value for key, a in node.attributes.items()}
     inputs = [dy, y, lse, q, k, v, *masks]
     name = f"{kind.name}Grad"
-    dq, dk, dv = op.node(name, inputs, outputs=3, domain=FUSE, attributes=attributes)
+    dq, dk, dv = op.node(name, inputs, outputs=3, domain=FUSE, attributes=node.attributes)
     for d, x in ((dq, q), (dk, k), (dv, v)):
         assert x is not None
         d.dtype, d.shape = x.dtype, None
@@ -39,7 +38,7 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
     if kind.added:
         results = op.node(
             f"{kind.name}GradMasks", inputs, outputs=len(kind.added), domain=FUSE,
-            attributes=attributes,
+            attributes=node.attributes,
         )  # fmt: skip
         for i, result in zip(
             kind.added, results if isinstance(results, tuple) else (results,), strict=True

@@ -33,7 +33,7 @@ from onnx_fuse.ops.rules import (
     sole_consumer,
     typed,
 )
-from onnx_fuse.ops.shape_ops import same_shape, same_size
+from onnx_fuse.ops.shape_ops import restores, same_size
 
 SCALES = (2.0**-14, 2.0**14)
 """Of constants that are taken off q or k: beyond these, products might leave the range of float16
@@ -197,12 +197,8 @@ def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
     if flatten is None or back is None or back.op_type != "Reshape" or back.domain:
         return z, p
     x, size = flatten.inputs[0], rank(flatten.inputs[0])
-    shape = producer(back.inputs[1], "Shape")
-    y = back.outputs[0]
-    restored = shape is not None and shape.inputs[0] is x and not shape.attributes
-    restored = restored or (x is not None and same_shape(x, y))
     last = size is not None and attribute(flatten, "axis", 1) in (-1, size - 1)
-    return (x, y) if restored and last else (z, p)
+    return (x, back.outputs[0]) if restores(back, x) and last else (z, p)
 
 
 def _ending(p: ir.Value) -> ProductTail | str:
