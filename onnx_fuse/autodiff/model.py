@@ -124,10 +124,7 @@ def only_measured(graph: ir.Graph) -> dict[str, str]:
 
 
 def gradient(
-    model: Model,
-    wrt: Sequence[str] | None = None,
-    loss: str | None = None,
-    **options: Any,
+    model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
 ) -> ir.Model:
     """Append the backward of a model to it; arguments and errors are those of `api.gradient`."""
     result, names, stopped = append_gradients(model, wrt, loss, options)

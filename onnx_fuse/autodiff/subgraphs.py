@@ -74,11 +74,7 @@ def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
 
 
 def through_if(
-    op: Emitter,
-    node: ir.Node,
-    dys: Sequence[ir.Value | None],
-    active: set[ir.Value],
-    walk: Walk,
+    op: Emitter, node: ir.Node, dys: Sequence[ir.Value | None], active: set[ir.Value], walk: Walk
 ) -> list[tuple[ir.Value, ir.Value, str]]:
     """(x, dx, "") of each value the branches capture: an If of the branches' backward.
 
@@ -123,11 +119,7 @@ def through_if(
 
 
 def through_loop(
-    op: Emitter,
-    node: ir.Node,
-    dys: Sequence[ir.Value | None],
-    active: set[ir.Value],
-    walk: Walk,
+    op: Emitter, node: ir.Node, dys: Sequence[ir.Value | None], active: set[ir.Value], walk: Walk
 ) -> list[tuple[ir.Value, ir.Value, str]]:
     """(x, dx, "") of all that a Loop or Scan reads, by another one over its steps in reverse.
 

@@ -440,8 +440,7 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
             dy
             if axis == n - 2
             else op.reshape(
-                dy,
-                [*before, op.Shape(dy, start=axis, end=axis + 1), op.elements(dy, axis + 1)],
+                dy, [*before, op.Shape(dy, start=axis, end=axis + 1), op.elements(dy, axis + 1)]
             )
         )
         dy = op.MatMul(matrix, flat)

@@ -34,10 +34,7 @@ def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
         if ra == 2 or (k is not None and n is not None):
             a2 = a if ra == 2 else op.reshape(a, [-1, k])
             dy2 = dy if ra == 2 else op.reshape(dy, [-1, n])
-            return [
-                op.reshape_like(op.Gemm(dy2, b, transB=1), a),
-                op.Gemm(a2, dy2, transA=1),
-            ]
+            return [op.reshape_like(op.Gemm(dy2, b, transB=1), a), op.Gemm(a2, dy2, transA=1)]
     return [op.MatMul(dy, op.swap_last(b)), op.MatMul(op.swap_last(a), dy)]
 
 

@@ -117,11 +117,7 @@ class Rewriter:
         return False
 
     def replace(
-        self,
-        at: ir.Node,
-        op: Builder,
-        old: Sequence[ir.Value],
-        new: Sequence[ir.Value],
+        self, at: ir.Node, op: Builder, old: Sequence[ir.Value], new: Sequence[ir.Value]
     ) -> bool:
         """Insert the builder's nodes before `at` and let `new` take over all uses of `old`.
 
@@ -250,9 +246,7 @@ def freeze_shared(old: Sequence[ir.Value], new: Sequence[ir.Node] = ()) -> None:
 
 
 def freeze(
-    lost: Iterable[ir.Value | None],
-    gone: Collection[ir.Node] = (),
-    still: Collection[str] = (),
+    lost: Iterable[ir.Value | None], gone: Collection[ir.Node] = (), still: Collection[str] = ()
 ) -> None:
     """Make constants of the parameters among `lost` that nodes other than `gone` read.
 
@@ -512,9 +506,7 @@ def _same_axis(x: ir.Value, y: ir.Value, axis: int) -> int | None:
     return None
 
 
-def _count(
-    dims: Sequence[int | ir.SymbolicDim],
-) -> tuple[int, tuple[str, ...]] | None:
+def _count(dims: Sequence[int | ir.SymbolicDim]) -> tuple[int, tuple[str, ...]] | None:
     """The product of sizes, as a number and symbols; None where one is not known."""
     number, symbols = 1, []
     for size in dims:

@@ -30,11 +30,7 @@ def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
 
 
 def expand_where_fused(
-    model: ir.Model,
-    taken: Callable[[ir.Model], set[str]],
-    *,
-    own_kernels: bool,
-    training: bool,
+    model: ir.Model, taken: Callable[[ir.Model], set[str]], *, own_kernels: bool, training: bool
 ) -> list[Refusal]:
     """Replace those contrib nodes of `model`, in place, of whose bodies a fusion takes a part.
 

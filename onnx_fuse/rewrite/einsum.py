@@ -18,14 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, all_nodes, dim, rank
 from onnx_fuse.ops.matmul import einsum_terms
-from onnx_fuse.ops.rules import (
-    Rewriter,
-    attribute,
-    combined_with,
-    is_constant,
-    is_float,
-    typed,
-)
+from onnx_fuse.ops.rules import Rewriter, attribute, combined_with, is_constant, is_float, typed
 
 _Letters = list[str]
 

@@ -243,11 +243,7 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
         f"{e} = Exp (zf - top - spread)",
     ]
     if kind.guard:
-        lines += [
-            "nan = IsNaN (en)",
-            _number("zero_e", "0.0", "en"),
-            "e = Where (nan, zero_e, en)",
-        ]
+        lines += ["nan = IsNaN (en)", _number("zero_e", "0.0", "en"), "e = Where (nan, zero_e, en)"]
     lines += [
         "p = CastLike (e, q)",
         "delta = ReduceSum <keepdims: int = 1> (dy * y, last)",
@@ -264,10 +260,7 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
             lines += [_number(f"off{i}", "0.0", "p"), f"open{i} = Where (kept{i}, {ds}, off{i})"]
             ds = f"open{i}"
     if kind.softcap:
-        lines += [
-            _number("one", "1.0", "p"),
-            f"dc = {ds} * ((one - t * t) * cap)",
-        ]
+        lines += [_number("one", "1.0", "p"), f"dc = {ds} * ((one - t * t) * cap)"]
         ds = "dc"
     if kind.steps and not masks:
         # steps may broadcast the logits of one key to several, whose gradients then add up

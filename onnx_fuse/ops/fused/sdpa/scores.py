@@ -123,10 +123,7 @@ def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
         lead < 1
         or None in apart
         or [dim(z, -2), dim(z, -1)]
-        != [
-            (apart[0] or 0) * (apart[1] or 0),
-            (apart[2] or 0) * (apart[3] or 0),
-        ]
+        != [(apart[0] or 0) * (apart[1] or 0), (apart[2] or 0) * (apart[3] or 0)]
     ):
         return z
     while (add := producer(value, "Add")) is not None and len(steps) < MOST:
