@@ -31,39 +31,28 @@ from onnx_fuse.torch.traces import size_of, traces
 # ---- what the modules become -----------------------------------------------------------------
 
 
-class PassedLayerNorm(nn.LayerNorm):
+class _Passed:
+    """A module that another one computes: it returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+
+class PassedLayerNorm(_Passed, nn.LayerNorm):
     """A LayerNorm that its readers compute: it returns its input."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x."""
-        return x
 
-
-class PassedRMSNorm(nn.RMSNorm):
+class PassedRMSNorm(_Passed, nn.RMSNorm):
     """An RMSNorm that its readers compute: it returns its input."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x."""
-        return x
+
+class Passed(_Passed, nn.Module):
+    """An activation, or a norm that is no class of torch's, which a linear layer computes."""
 
 
-class Passed(nn.Module):
-    """An activation, or a norm that is no class of torch's, which a linear layer computes.
-
-    It returns its input.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x."""
-        return x
-
-
-class PassedLinear(nn.Linear):
+class PassedLinear(_Passed, nn.Linear):
     """A linear layer that the loss behind it computes: it returns its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x."""
-        return x
 
 
 class _Fused:
