@@ -228,6 +228,13 @@ def test_the_package_and_its_help_import_nothing_heavy() -> None:
     assert python(code).splitlines()[-1] == "heavy: []"
 
 
+@pytest.mark.parametrize(
+    "first", ["onnx_fuse.runtime.ort", "onnx_fuse.bench", "onnx_fuse.training.trainer"]
+)
+def test_what_commands_and_sessions_import_first_loads_no_sympy(first: str) -> None:
+    assert python(f"import sys, {first}\nprint('sympy.core' in sys.modules)") == "False\n"
+
+
 def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
     """What `InferenceSession(device="cuda")` and a first run import, but for the driver's calls."""
     code = (
