@@ -212,7 +212,7 @@ def _steps(expression: Expression, values: list[str]) -> list[str]:
     body, first = [], expression.loads + len(expression.scalars)
     for i, step in enumerate(expression.steps):
         ctype, args = compute_type(step.dtype), step.args
-        before = args[0] - first
+        before = args[0] - first if args else -1  # an Iota reads nothing
         if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
             args = expression.steps[before].args  # the integer as it was, in a float
         text = TABLE[step.name].format(*(values[a] for a in args), t=ctype)
