@@ -20,7 +20,7 @@ from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import add_initializer
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
-from onnx_fuse.ops.rules import is_float, typed
+from onnx_fuse.ops.rules import cast_to, is_float, typed
 
 __all__ = ["Given", "Target", "Term"]
 __dir__ = __all__.copy
@@ -150,34 +150,22 @@ def attach(
         else:
             value = _attach_model(model, term, outputs, logits, before)
         values.append(value)
-    if any(share is not None for share in shares):
-        op = autodiff.Emitter(model)
-        op.stem = "loss"
-        values = [
-            value
-            if share is None
-            else typed(op.Mul(value, _like(op, share, value)), value, onnx_ir.Shape([]))
-            for value, share in zip(values, shares, strict=True)
-        ]
-        model.graph.extend(op.nodes)
+    op = autodiff.Emitter(model)
+    op.stem = "loss"
+    for i, share in enumerate(shares):
+        if share is not None:
+            product = op.Mul(values[i], cast_to(op, share, values[i]))
+            values[i] = typed(product, values[i], onnx_ir.Shape([]))
     total = values[0]
     if len(values) > 1 or summands[0].weight != 1:
-        op = autodiff.Emitter(model)
-        op.stem = "loss"
         parts = [
-            typed(op.Mul(_like(op, value, total), term.weight), total, onnx_ir.Shape([]))
+            typed(op.Mul(cast_to(op, value, total), term.weight), total, onnx_ir.Shape([]))
             for value, term in zip(values, summands, strict=True)
         ]
         total = op.node("Sum", parts, outputs=[op.fresh("loss")])
         typed(total, values[0], onnx_ir.Shape([]))
-        model.graph.extend(op.nodes)
+    model.graph.extend(op.nodes)
     return total, [v for v in model.graph.inputs if v not in before], targets
-
-
-def _like(op: autodiff.Emitter, value: onnx_ir.Value, total: onnx_ir.Value) -> onnx_ir.Value:
-    if value.dtype == total.dtype or total.dtype is None:
-        return value
-    return op.Cast(value, to=total.dtype.value)
 
 
 def _shared(model: onnx_ir.Model, label: onnx_ir.Value, name: str) -> onnx_ir.Value:

@@ -18,7 +18,7 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import bind_defaults, replace_node
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
-from onnx_fuse.ops.rules import Rewriter, nodes_in_order, typed
+from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.rewrite import batch
@@ -478,13 +478,9 @@ class _Step:
         back = self.op.Reciprocal(self.loss_scale)
         back.dtype, back.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
         return {
-            w: typed(self.op.Mul(g, self.like(back, w)), w, w.shape) for w, g in gradients.items()
+            w: typed(self.op.Mul(g, cast_to(self.op, back, w)), w, w.shape)
+            for w, g in gradients.items()
         }
-
-    def like(self, x: onnx_ir.Value, w: onnx_ir.Value) -> onnx_ir.Value:
-        """A scalar in the type of a weight."""
-        assert w.dtype is not None
-        return x if x.dtype == w.dtype else self.op.Cast(x, to=w.dtype.value)
 
     def scale(self) -> None:
         """Multiply the loss's gradient by a state, so that float16 holds small gradients.
