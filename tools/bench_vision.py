@@ -190,10 +190,7 @@ def main() -> None:
     arms = (False,) if args.quick else (False, True)
     gpus = devices()
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio", flush=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(max_workers=args.jobs) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=args.jobs) as pool:
         runs = {}
         for i, name in enumerate(args.only):
             for theirs in arms:

@@ -148,13 +148,7 @@ def reduction(g: Graph, operator: str) -> None:
 
 def argument(g: Graph, operator: str) -> None:
     x = g.value((*FLOATS, "int32"), (1, 4))
-    g.node(
-        operator,
-        [x],
-        axis=g.axis(x),
-        keepdims=g.number(0, 1),
-        select_last_index=g.number(0, 1),
-    )
+    g.node(operator, [x], axis=g.axis(x), keepdims=g.number(0, 1), select_last_index=g.number(0, 1))
 
 
 def top_k(g: Graph, operator: str) -> None:

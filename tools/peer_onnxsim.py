@@ -92,10 +92,7 @@ def feeds_of(model: ir.Model, step: int) -> dict[str, Array]:
     rng = np.random.default_rng(step)
     x, t = (tuple(v.shape.numpy()) for v in model.graph.inputs if v.shape is not None)
     labels = np.eye(10)[rng.integers(0, 10, t[0])] if t[-1] == 10 else rng.standard_normal(t)
-    return {
-        "x": rng.standard_normal(x).astype(np.float32),
-        "t": labels.astype(np.float32),
-    }
+    return {"x": rng.standard_normal(x).astype(np.float32), "t": labels.astype(np.float32)}
 
 
 def measure(arm: str, case: str) -> dict[str, list[float]]:

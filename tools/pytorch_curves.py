@@ -58,12 +58,7 @@ def batch(model: str, step: int) -> dict[str, np.ndarray[Any, Any]]:
     ids = ids[:, :-1]
     mask = (np.arange(length) < rng.integers(length // 2, length + 1, (rows, 1))).astype(np.int64)
     zeros = np.zeros_like(ids)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "token_type_ids": zeros,
-        "labels": table[ids],
-    }
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": zeros, "labels": table[ids]}
 
 
 def forward(model: str) -> Callable[[dict[str, Any], dict[str, Any]], Any]:

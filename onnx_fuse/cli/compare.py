@@ -18,12 +18,7 @@ OPTIONS = """
 
 
 @with_options(OPTIONS)
-def compare(
-    *,
-    a: Path,
-    b: Path,
-    reports: show.Reports,
-) -> None:
+def compare(*, a: Path, b: Path, reports: show.Reports) -> None:
     """Show two reports of one command side by side: times, sizes, errors, or training curves."""
     from onnx_fuse.report import compare as comparison
 

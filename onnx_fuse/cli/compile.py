@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import (
-    hardware_of,
-    shape_sets,
-    size_ranges,
-    split_names,
-    with_options,
-)
+from onnx_fuse.cli.options import hardware_of, shape_sets, size_ranges, split_names, with_options
 from onnx_fuse.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:

@@ -29,10 +29,7 @@ _OPTIONAL = {
         "training works on one GPU only; several need NCCL's bindings",
         INSTALL_DISTRIBUTED,
     ),
-    ("torch",): (
-        "onnx_fuse.torch cannot be imported; nothing else needs PyTorch",
-        INSTALL_TORCH,
-    ),
+    ("torch",): ("onnx_fuse.torch cannot be imported; nothing else needs PyTorch", INSTALL_TORCH),
     ("tensorboardx",): (
         "onnx-fuse train --tensorboard does not work; --csv and --html do",
         'pip install ".[tensorboard]"',
@@ -41,10 +38,7 @@ _OPTIONAL = {
         "onnx-fuse generate takes no prompts of text; --ids works",
         INSTALL_TEXT,
     ),
-    ("pyyaml",): (
-        "onnx-fuse train --config reads only TOML files",
-        INSTALL_YAML,
-    ),
+    ("pyyaml",): ("onnx-fuse train --config reads only TOML files", INSTALL_YAML),
 }
 """What does not work without some packages, and the command that installs them."""
 

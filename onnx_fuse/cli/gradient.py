@@ -54,8 +54,7 @@ def gradient(
 
     output = output or files.default_output(model, ".grad.onnx")
     files.check_paths(
-        {"MODEL": model, "--inputs": inputs},
-        {"-o": files.with_weights(output), **reports.paths},
+        {"MODEL": model, "--inputs": inputs}, {"-o": files.with_weights(output), **reports.paths}
     )
     printer = show.printer()
     original = read(model)

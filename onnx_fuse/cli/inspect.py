@@ -17,11 +17,7 @@ OPTIONS = """
 
 
 @with_options(OPTIONS)
-def inspect(
-    *,
-    models: list[Path],
-    reports: show.Reports,
-) -> None:
+def inspect(*, models: list[Path], reports: show.Reports) -> None:
     """Show the inputs, outputs, operators and sizes of models, side by side."""
     from onnx_fuse import report
     from onnx_fuse.importer.load import read

@@ -70,8 +70,7 @@ def optimize(
         raise UsageError("no MODEL was given: onnx-fuse optimize model.onnx, or --list")
     output = output or files.default_output(model, ".fused.onnx")
     files.check_paths(
-        {"MODEL": model, "--inputs": inputs},
-        {"-o": files.with_weights(output), **reports.paths},
+        {"MODEL": model, "--inputs": inputs}, {"-o": files.with_weights(output), **reports.paths}
     )
     started = time.perf_counter()
     printer = show.printer()

@@ -43,8 +43,7 @@ def run(
 ) -> None:
     """Fuse MODEL and run it on given or generated inputs; show outputs and the median time."""
     files.check_paths(
-        {"MODEL": model, "--inputs": inputs},
-        {"-o": output, "--trace": trace, **reports.paths},
+        {"MODEL": model, "--inputs": inputs}, {"-o": output, "--trace": trace, **reports.paths}
     )
     import numpy as np
 

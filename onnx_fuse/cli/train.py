@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import (
-    parse_dims,
-    parse_shapes,
-    split_names,
-    values_of,
-    with_options,
-)
-from onnx_fuse.cli.train_options import (
-    Config,
-    begin_ranks,
-    parse_groups,
-    parse_terms,
-)
+from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, values_of, with_options
+from onnx_fuse.cli.train_options import Config, begin_ranks, parse_groups, parse_terms
 from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions

@@ -39,10 +39,7 @@ def in_int8(model: ir.Model, names: Sequence[str], ranges: Any, kind: str) -> ir
     if not fits_protobuf(model):
         raise ModelError("onnxruntime's quantizer takes models up to 2 GB: use --to int4-weights")
     passing = [str(n.name) for n in model.graph if n.op_type in PASSING and not n.domain]
-    options = {
-        "MatMulConstBOnly": True,
-        "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
-    }
+    options = {"MatMulConstBOnly": True, "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]}
     quantizer = QDQQuantizer(
         to_proto(model, shapes=True), True, False, QuantType.QInt8, QuantType[kind], ranges,
         [*names, *passing], [], [*PRODUCTS, *PASSING], options,

@@ -126,13 +126,7 @@ def difference(
     relative = np.where(np.isnan(relative), np.where(np.isinf(error), np.inf, 0.0), relative)
     worst = float(error.max())
     return Difference(
-        name,
-        worst,
-        float(relative.max()),
-        limit,
-        _place(name, error),
-        worst <= limit,
-        scale=scale,
+        name, worst, float(relative.max()), limit, _place(name, error), worst <= limit, scale=scale
     )
 
 

@@ -10,15 +10,7 @@ from onnx_fuse.ir.entries import MOST, vector
 from onnx_fuse.ir.sizes import SymbolicSize, product, size, unknown
 from onnx_fuse.validation.sizes import least, smaller
 from onnx_fuse.validation.symbolic.guesses import likely_sign
-from onnx_fuse.validation.symbolic.walk import (
-    Fact,
-    Rule,
-    Shape,
-    Walk,
-    needed,
-    one,
-    sizes_in,
-)
+from onnx_fuse.validation.symbolic.walk import Fact, Rule, Shape, Walk, needed, one, sizes_in
 
 
 def _shape_of(w: Walk, node: Node) -> list[Fact]:
