@@ -175,6 +175,10 @@ VALID = {
     "string_moves": 'g (float[3] z) => (string[4] y) <string[2] k = {"a", "b"}>'
     " { y = Concat <axis = 0> (k, k) }",
     "no_output_shape": "g (float[3] z) => (float y) { y = Relu (z) }",
+    "function_of_ort": '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+    " g (float[3] z) => (float[1,3] y) <int32 a = {0}> { y = com.microsoft.ExpandDims (z, a) }"
+    ' <domain: "com.microsoft", opset_import: ["" : 21]>'
+    " ExpandDims (z, a) => (y) { y = Neg (z) }",
     "empty_part": "g (float[3] z) => (float[3] y) <float[0] e = {}>"
     " { a = Concat <axis = 0> (e, z, e)  y = Relu (a) }",
 }

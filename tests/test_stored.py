@@ -106,6 +106,9 @@ a function whose nodes are the same in both opsets: False
 two nodes of one name: True
   <ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y) { [n] a = Relu (x)
   [n] y = Sigmoid (a) }
+an empty last operand: True
+  <ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y)
+  <float[4] w = {1,2,3,4}> { a = Clip (x, , , )  y = LayerNormalization (a, w, , ) }
 """)
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.contrib.table import MICROSOFT
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.shapes import check_sizes, infer_shapes
 from onnx_fuse.importer.upgrade import UPGRADES, upgrade
@@ -25,7 +26,7 @@ def canonical(model: ir.Model) -> ir.Model:
     if model.graph.opset_imports.get("", 1) < _FIRST:
         model = _converted(model)
     fused = {key for key, f in model.functions.items() if _is_own(f)}
-    for key in fused:  # `save` puts our own bodies back
+    for key in fused | _unread(model):  # `save` puts our own bodies back
         del model.functions[key]
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
@@ -43,7 +44,7 @@ def canonical(model: ir.Model) -> ir.Model:
             infer_shapes(model)
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
-    _write_as_all_read(graph)
+    _write_as_all_read(model)
     if _rename_equal_nodes(graph):
         model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
@@ -51,14 +52,19 @@ def canonical(model: ir.Model) -> ir.Model:
     return model
 
 
-def _write_as_all_read(graph: ir.Graph) -> None:
+def _write_as_all_read(model: ir.Model) -> None:
     """Write what onnxruntime reads otherwise than ONNX's inference, or NumPy, as all of them read.
 
     A backward Slice whose end is the largest integer takes the whole rest; others clamp that end to
     the front, where nothing is left, and take the rest for the smallest integer. A Squeeze by an
-    empty list of axes is one without the list; inference squeezes nothing then.
+    empty list of axes is one without the list; inference squeezes nothing then. Last operands that
+    are empty are left out.
     """
-    for node in list(all_nodes(graph)):
+    for node in list(all_nodes(model.graph)):
+        while node.inputs and node.inputs[-1] is None:
+            node.resize_inputs(len(node.inputs) - 1)
+            if node.op_type == "LayerNormalization":
+                model.meta[MENDED] = "an empty operand of LayerNormalization ends onnxruntime"
         if node.op_type == "Squeeze" and not node.domain and len(node.inputs) > 1:
             axes = const_array(node.inputs[1])
             if axes is not None and not axes.size:
@@ -102,6 +108,16 @@ def _rename_equal_nodes(graph: ir.Graph) -> bool:
                 node.name, renamed = names.fresh(node.name), True
             seen.add(node.name or "")
     return renamed
+
+
+def _unread(model: ir.Model) -> set[ir.OperatorIdentifier]:
+    """The functions that onnxruntime does not read, since it has operators of their names."""
+    if {domain for domain, *_ in model.functions}.isdisjoint(("", "ai.onnx.ml", MICROSOFT)):
+        return set()
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    operators = {(schema.domain, schema.name) for schema in get_all_operator_schema()}
+    return {key for key in model.functions if key[:2] in operators}
 
 
 def _is_own(function: ir.Function) -> bool:

@@ -88,32 +88,25 @@ def _check_external(
         raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
     if not location:
         raise ModelError(f"{where}: its external data has no location: name its file")
+    where = f"{where}: external data '{location}'"
     for key in ("offset", "length"):
         if not re.fullmatch("[0-9]+", text := entries.get(key, "0")):
-            raise ModelError(
-                f"{where}: external data '{location}': its {key} is '{text}', no number of bytes"
-            )
-    offset = int(entries.get("offset", "0"))
+            raise ModelError(f"{where}: its {key} is '{text}', no number of bytes")
     # onnxruntime takes a length of 0 for one that is not stated, and some exporters write it
     length = int(entries.get("length", "0")) or nbytes
-    target = external_file(location, folders)
+    target, offset = external_file(location, folders), int(entries.get("offset", "0"))
     if target is None:
-        raise ModelError(
-            f"{where}: external data '{location}' lies outside the model's folder: move it there"
-        )
+        raise ModelError(f"{where} lies outside the model's folder: move it there")
     if not target.is_file():
         fault = "is no file" if target.exists() else "is not there: put it beside the model"
-        raise ModelError(f"{where}: external data '{location}' {fault}")
+        raise ModelError(f"{where} {fault}")
     size = target.stat().st_size
     if length != nbytes:
-        raise ModelError(
-            f"{where}: external data '{location}': its length is {length}, but its shape needs "
-            f"{nbytes} bytes"
-        )
+        raise ModelError(f"{where}: its length is {length}, but its shape needs {nbytes} bytes")
     if offset + nbytes > size:
         raise ModelError(
-            f"{where}: external data '{location}' of {size} bytes has no {nbytes} bytes at offset "
-            f"{offset}: is the file complete, and does it belong to the model?"
+            f"{where} of {size} bytes has no {nbytes} bytes at offset {offset}: is the file "
+            "complete, and does it belong to the model?"
         )
 
 

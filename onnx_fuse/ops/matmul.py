@@ -54,7 +54,8 @@ def _vector_matmul(op: Any, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb:
 
 def _gemm(op: Any, node: ir.Node, dys: Values) -> Values:
     (a, b), dy = node.inputs[:2], dys[0]
-    ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
+    # onnxruntime takes every number but 0 for 1
+    ta, tb = (int(node.attributes.get_int(name, 0) != 0) for name in ("transA", "transB"))
     alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
     scale = {} if alpha == 1.0 else {"alpha": alpha}
     # Y = A' B':  dA' = dY B'ᵀ,  dB' = A'ᵀ dY;  a transposed operand gets the transposed product
