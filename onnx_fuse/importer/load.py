@@ -114,7 +114,7 @@ def read(source: Model) -> ir.Model:
             check_names(proto)
             if has_sparse(proto):
                 store_dense(proto)
-            _free_undefined(proto.graph)
+            _free_undefined(proto)
             maps = _without_maps(proto.graph)
             with _unlogged():
                 model = ir.serde.deserialize_model(proto)
@@ -195,18 +195,21 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _free_undefined(graph: onnx.GraphProto) -> None:
+def _infos(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
+    """What the file says of types and shapes, in inner graphs too."""
+    for graph in graphs(proto):
+        if isinstance(graph, onnx.GraphProto):
+            yield from (*graph.input, *graph.output, *graph.value_info)
+
+
+def _free_undefined(proto: onnx.ModelProto) -> None:
     """A size of -1, as PaddlePaddle writes it, and a type without elements are not known."""
-    for info in itertools.chain(graph.input, graph.output, graph.value_info):
+    for info in _infos(proto):
         if lacks_element_type(info.type):
             info.ClearField("type")
         for dim in info.type.tensor_type.shape.dim:
             if dim.dim_value < 0:
                 dim.Clear()
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                _free_undefined(inner)
 
 
 def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
@@ -221,12 +224,7 @@ def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
 
 def _to_mend(proto: onnx.ModelProto) -> bool:
     """Whether `read` changes the message before it is parsed."""
-    infos = [
-        info
-        for graph in graphs(proto)
-        if isinstance(graph, onnx.GraphProto)
-        for info in (*graph.input, *graph.output, *graph.value_info)
-    ]
+    infos = [*_infos(proto)]
     return (
         has_sparse(proto)
         or any(d.dim_value < 0 for i in infos for d in i.type.tensor_type.shape.dim)

@@ -45,10 +45,8 @@ def check_tensors(
             raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _check_external(tensor, nbytes, folders, weights, where)
-        elif bits and tensor.HasField("raw_data") and len(tensor.raw_data) != nbytes:
-            raise ModelError(
-                f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
-            )
+        elif bits and tensor.HasField("raw_data") and (held := len(tensor.raw_data)) != nbytes:
+            raise ModelError(f"{where} holds {held} bytes, but its shape needs {nbytes}")
         elif not tensor.HasField("raw_data") and _typed_count(tensor) != _entries(
             tensor, count, bits
         ):
@@ -79,10 +77,8 @@ def _check_external(
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "")
     if weights is not None and location == weights.location:
-        if weights.nbytes(tensor) != nbytes:
-            raise ModelError(
-                f"{where} holds {weights.nbytes(tensor)} bytes, but its shape needs {nbytes}"
-            )
+        if (held := weights.nbytes(tensor)) != nbytes:
+            raise ModelError(f"{where} holds {held} bytes, but its shape needs {nbytes}")
         return
     if not folders:
         raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
@@ -265,14 +261,11 @@ def store_dense(proto: onnx.ModelProto) -> None:
                 for s in graph.sparse_initializer
             )
             graph.ClearField("sparse_initializer")
-        for node in graph.node:
-            for attribute in node.attribute:
-                if not attribute.HasField("sparse_tensor"):
-                    continue
+        for node, attribute in ((n, a) for n in graph.node for a in n.attribute):
+            if attribute.HasField("sparse_tensor"):
                 dense = _dense(attribute.sparse_tensor, _called(node), "")
                 attribute.ClearField("sparse_tensor")
-                if node.op_type == "Constant":
-                    attribute.name = "value"
+                attribute.name = "value" if node.op_type == "Constant" else attribute.name
                 attribute.type = onnx.AttributeProto.TENSOR
                 attribute.t.CopyFrom(dense)
 
