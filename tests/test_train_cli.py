@@ -347,3 +347,26 @@ def test_every_option_of_training_has_its_text(cls: type) -> None:
     options = options_of(cls)
     assert sorted(options) == sorted(field.name for field in dataclasses.fields(cls))
     assert all(option.help.endswith((".", ")")) for option in options.values())
+
+
+def test_data_is_a_table_too(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = np.load(small / "data.npz")
+    rows = [
+        {"x": x.tolist(), "label": int(y), "text": "a"} for x, y in zip(*data.values(), strict=True)
+    ]
+    (small / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cells = [[*row["x"], row["label"]] for row in rows]
+    lines = ["x.0,x.1,x.2,labels", *(",".join(map(str, row)) for row in cells)]
+    (small / "data.csv").write_text("\n".join(lines))
+    tuned = {}
+    for kind in ("npz", "csv", "jsonl"):
+        line = ["train", "model.onnx", "--data", f"data.{kind}", "--loss", "cross_entropy"]
+        assert command(small, *line, "--split", "0.25", "-o", f"{kind}.onnx") == 0
+        assert "validation loss" in capsys.readouterr().out
+        tuned[kind] = (small / f"{kind}.onnx").read_bytes()
+    assert tuned["npz"] == tuned["csv"] == tuned["jsonl"]
+    assert command(small, *line, "--split", "0.25", "--val", "data.csv") == 2
+    assert command(small, *line, "--split", "0.01") == 2
+    (small / "data.jsonl").write_text('{"x": [1, 2, 3], "labels": 0}\n{"x": [1, 2, 3]}')
+    assert command(small, *line) == 1
+    assert "data.jsonl: example 2: it has other names than the first" in capsys.readouterr().err

@@ -30,10 +30,12 @@ EXAMPLES = (
 )
 OPTIONS = """
     data (--data, --inputs FILE.npz): Train on these arrays, which have the names of the inputs,
-        and labels. A folder of .npy files is mapped instead of read.
+        and labels. A folder of .npy files is mapped instead of read; a .csv or .jsonl file has
+        such columns (x.0, x.1, ... for several numbers).
     destination (-o, --output OUT): Write to this file. The default is MODEL with the ending
         .tuned.onnx.
     val (--val FILE.npz): Evaluate on these arrays after each epoch.
+    split (--split, 0 to 1): Evaluate on this share of the examples, and train on the others.
     patience (--patience, 1 or more): Stop after this many evaluations that are no better.
     min_delta (--min-delta): Count an evaluation as better only if it improves by more than
         this.
@@ -81,6 +83,7 @@ def train(
     destination: Path | None = None,
     config: Config = None,
     val: Path | None = None,
+    split: float | None = None,
     patience: int | None = None,
     min_delta: float = 0.0,
     monitor: str = "validation_loss",
@@ -152,9 +155,9 @@ def train(
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
+    from onnx_fuse.training import data as examples
     from onnx_fuse.training.adapters import by_module
     from onnx_fuse.training.backends import check_device
-    from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
 
     printer = show.printer()
@@ -167,7 +170,10 @@ def train(
     check_device(options["precision"], device)
     if explain and device == "cpu":
         raise UsageError("--explain compares a GPU's kernels: add --device cuda")
-    arrays, held_out = load(data), load(val) if val else None
+    if val and split is not None:
+        raise UsageError("--split holds out examples of --data: leave --val out")
+    arrays = examples.load_examples(data)
+    held_out = examples.load_examples(val) if val else None
     settings = trainer_settings(model, context.params)
     if reports.html or curve:
         settings.setdefault("clip_norm", inf)  # clips nothing, and the page shows the norm
@@ -180,6 +186,13 @@ def train(
         printer.text(f"note: {note}")
     for pair in trainer.in_parts if explain else ():
         printer.text(f"in parts: {pair}")
+    inputs = trainer.spec().feeds
+    arrays |= sources.as_feeds(arrays, inputs)
+    if held_out is not None:
+        held_out |= sources.as_feeds(held_out, inputs)
+    if split is not None:
+        examples.count(arrays, inputs)
+        arrays, held_out = examples.split(arrays, split, trainer.seed)
     source = sources.source(trainer, arrays, batch_size, split=True)
     steps = options["epochs"] * (source.steps or 0) // trainer.accumulate
     span = steps if schedule in ("linear", "cosine") else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import zipfile
 import zlib
@@ -17,7 +19,16 @@ from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 
-__all__ = ["Fitting", "check_freed_batch", "count", "fit", "load", "order"]
+__all__ = [
+    "Fitting",
+    "check_freed_batch",
+    "count",
+    "fit",
+    "load",
+    "load_examples",
+    "order",
+    "split",
+]
 __dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +61,65 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         reason = why_not_arrays(error)
         raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error
     raise DataError(f"{path}: one unnamed array: save it by np.savez with the name of an input")
+
+
+def load_examples(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file of examples: a table (.csv, or .jsonl, an object a line), or what `load` reads.
+
+    The columns of a table are lists by name; columns x.0, x.1, ... are one, of lists of numbers.
+    Raises DataError for what is no such file.
+    """
+    path = Path(path)
+    if path.suffix not in (".csv", ".jsonl"):
+        return load(path)
+    rows: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.DictReader(file) if path.suffix == ".csv" else filter(str.strip, file)
+            for line in lines:
+                read = json.loads(line) if isinstance(line, str) else _numbers(line)
+                if not isinstance(read, dict) or (rows and read.keys() != rows[0].keys()):
+                    raise ValueError("it has other names than the first")
+                rows.append(read)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, csv.Error) as error:
+        raise DataError(f"{path}: example {len(rows) + 1}: {one_line(error)}") from error
+    names = rows[0] if rows else {}
+    columns: dict[str, Any] = {}
+    for name in names:
+        stem, _, place = name.rpartition(".")
+        parts = [f"{stem}.{i}" for i in range(len(names)) if f"{stem}.{i}" in names]
+        grouped = bool(stem) and place.isdecimal()
+        columns[stem if grouped else name] = [
+            [row[part] for part in parts] if grouped else row[name] for row in rows
+        ]
+    return columns
+
+
+def _numbers(row: Mapping[str | None, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, text in row.items():
+        if name is None or text is None:
+            raise ValueError("it has another number of cells than the first line")
+        digits = text.strip().removeprefix("-").isdecimal()
+        numbers[name] = int(text) if digits else float(text)
+    return numbers
+
+
+def split(arrays: Mapping[str, Array], share: float, seed: int) -> tuple[dict[str, Array], ...]:
+    """The examples in two parts, drawn by `seed`: those that are left, and `share` of all.
+
+    Raises UsageError where one part has none.
+    """
+    examples = min((len(array) for array in arrays.values()), default=0)
+    held_out = round(share * examples)
+    if not 0 < held_out < examples:
+        raise UsageError(f"a split by {share} leaves one part of {examples} examples empty")
+    drawn = order(examples, seed, 0)
+    parts = np.sort(drawn[held_out:]), np.sort(drawn[:held_out])
+    named = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    return tuple({name: array[rows] for name, array in named.items()} for rows in parts)
 
 
 def why_not_arrays(error: BaseException) -> str:
