@@ -316,12 +316,18 @@ def test_a_stale_shape_in_the_file_changes_no_gradient(name):
         np.testing.assert_array_equal(stale, right)
 
 
+BRANCHES = """k = Size (x) zero = Constant <value_int = 0> () c = Greater (k, zero) y = If (c)
+    <then_branch = t () => (float[N,3] a) { a = Mul (n, z) },
+    else_branch = e () => (float[N,3] b) { b = Neg (n) }>"""
+
+
+@pytest.mark.parametrize("nodes", ["y = Mul (n, z)", BRANCHES], ids=["node", "branches"])
 @pytest.mark.parametrize("declared", ["float[N,3] y", "float[1,3] y"])
 @pytest.mark.parametrize("rows", [(4, 1), (1, 4), (1, 1)])
-def test_an_output_declared_as_an_operand_has_the_size_of_its_broadcast(declared, rows):
+def test_an_output_declared_as_an_operand_has_the_size_of_its_broadcast(declared, rows, nodes):
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (float[N,3] x, float[M,3] z) => '
-        f"({declared}) {{ n = Neg (x) y = Mul (n, z) }}"
+        f"({declared}) {{ n = Neg (x) {nodes} }}"
     )
     x, z = (within(-1, 1, n, 3).astype(F32) for n in rows)
     dy = within(-1, 1, max(rows), 3).astype(F32)

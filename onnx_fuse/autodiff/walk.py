@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.subgraphs import captures, through_if, through_loop
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import detach, reads
+from onnx_fuse.ir.build import all_nodes, detach, reads
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import VIEWS
@@ -65,7 +65,7 @@ def backward(
 def open_sizes_not_shown(graph: ir.Graph) -> None:
     """Leave sizes of broadcast results open where an operand has another symbol of the inputs."""
     names = {d for v in graph.inputs for d in v.shape or () if not isinstance(d, int) and d.value}
-    for node in graph:
+    for node in all_nodes(graph):
         y, shapes = node.outputs[0], [v.shape for v in node.inputs if v is not None]
         if node.op_type in ELEMENTWISE - {"Expand"} and y.shape is not None and None not in shapes:
             columns = zip_longest(*(tuple(s)[::-1] for s in shapes if s is not None), fillvalue=1)
