@@ -15,7 +15,15 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.contractions import Attention, AttentionGrad
-from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num, Ptr, batch_strides
+from onnx_fuse.program.problem import (
+    CHIPS,
+    GemmProblem,
+    KernelConfig,
+    Num,
+    Ptr,
+    TensorMap,
+    batch_strides,
+)
 from onnx_fuse.program.size import Trace
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]
@@ -45,6 +53,15 @@ def _launched(**fields: object) -> Callable[[Call], Call]:
     return lambda call: replace(call, launches=(replace(call.launches[0], **fields),))  # type: ignore[arg-type]
 
 
+def _mapped(**fields: object) -> Callable[[Call], Call]:
+    arg = TensorMap(Ptr("a"), "float16", shape=(64, 16), strides=(128,), box=(64, 16))
+    return _launched(args=(replace(arg, **fields),))  # type: ignore[arg-type]
+
+
+def _written_twice(call: Call) -> Call:
+    return replace(call, writes=(*call.writes, ("z", dict(call.writes)["y"])))
+
+
 BROKEN = {
     "y is written at +8 bytes, not at a multiple of 16": _of("y", offset=4),
     "a is read at +2 bytes, not at a multiple of 16": _of("a", offset=1),
@@ -59,10 +76,19 @@ BROKEN = {
     "has 65536 blocks along y, of 1 to 65535": _launched(grid=(1, 65536, 1)),
     "has 2147483648 blocks along x": _launched(grid=(2**31, 1, 1)),
     "has 2048 threads a block": _launched(block=(2048, 1, 1)),
+    "has 128 threads a block": _launched(block=(1, 1, 128)),
+    "has a block of an open size": _launched(block=(Trace().symbol("n", 32), 1, 1)),
+    "has 4 blocks in 3s": _launched(grid=(4, 1, 1), cluster=3),
     "bytes of shared memory a block": _launched(smem=1 << 20),
     "takes 2147483648 as argument 0, which does not fit in i32": _launched(
         args=(Num("i32", 2**31),)
     ),
+    "the map of a has an offset or a stride that is no multiple of 16": _mapped(strides=(120,)),
+    "the map of a has a stride that is not between 0 and 2^40 bytes": _mapped(strides=(0,)),
+    "the map of a has an axis that is not of 1 to 2^32": _mapped(shape=(0, 16)),
+    "the map of a has a box that is not of 1 to 256": _mapped(box=(512, 16)),
+    "y and z are written to the same places": _written_twice,
+    "is of no type that a device holds": _of("y", dtype="float5"),
 }
 
 

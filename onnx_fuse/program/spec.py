@@ -40,43 +40,35 @@ _RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "i64": (-(2**63)
 _FLAT = 1 << 16
 """Elements up to which two views are compared place by place; larger ones by their ends."""
 
-Needs: TypeAlias = Mapping[str, tuple[str, int]]
-"""Operand -> (dtype, elements from its first to the last that the kernel touches); "": any."""
+Row: TypeAlias = tuple[str, str, int]
+"""Names of operands, their dtype ("": any), and how many elements a kernel touches of each."""
 
 
 # ---- the table: what the kernels of each problem touch ------------------------------------------
 
 
-def _gemm(p: GemmProblem) -> Needs:
-    """A product's operands, by `program.epilogue`; a norm's product has its own names."""
-    epilogue, out = p.epilogue, p.out
-    wide = p.n // 2 if epilogue.gate else p.n
-    rows = {f"row{i}": ("", p.m) for i in range(4)}
-    common = {
-        "z": ("", p.batches * p.m * p.n),
-        "scale_a": ("float32", 1),
-        "scale_b": ("float32", 1),
-    }
-    if p.op != "Gemm":
-        return {**_norm_product(p), **common}
-    lda, ldb = ld(p)
-    high, long = (p.k, p.m) if p.trans_a else (p.m, p.k)
-    tall, broad = (p.n, p.k) if p.trans_b else (p.k, p.n)
-    ldy = p.ldy or wide
-    reach = {
-        "a": (p.dtype, _lines(p, "a", high, long, lda)),
-        "b": (p.b_dtype or p.dtype, _lines(p, "b", tall, broad, ldb)),
-        "y": (out, (p.batches * p.m - 1) * ldy + (p.ldy if epilogue.exp else wide)),
-        "col1": ("", 0 if epilogue.dw else p.n),
-        "col0": ("", p.n if epilogue.layernorm or epilogue.layer_scale else 0),
-    }
-    if p.planes:
-        reach |= dict.fromkeys("ab", ("", 0))
-    if operand(p):
-        down, right = ldc(p)
-        steps = [abs(s) * (n - 1) for s, n in zip(_batch(p, "c", p.m * p.n), _axes(p), strict=True)]
-        reach["c"] = ("", sum(steps) + (p.m - 1) * abs(down) + (p.n - 1) * abs(right) + 1)
-    return {**reach, **common, **({} if epilogue.dw else rows)}
+def _rows(text: str) -> Callable[[Any], Iterator[Row]]:
+    """Rows of operands of a problem: "names: dtype factors", with semicolons between them.
+
+    The dtype is a type's name, the problem's field that holds it, "result" for what a tail or the
+    problem stores, or "any". The product of the factors, which are numbers and fields of the
+    problem, is the number of elements; without factors, none is known.
+    """
+    parts = [(row.partition(":")[0], row.partition(":")[2].split()) for row in text.split(";")]
+
+    def rows(p: Any) -> Iterator[Row]:
+        for names, (dtype, *factors) in parts:
+            if dtype == "result":
+                dtype = p.tail.dtype if p.tail else p.dtype
+            dtype = "" if dtype == "any" else getattr(p, dtype, dtype)
+            yield names, dtype, prod(_factor(p, name) for name in factors) if factors else 0
+
+    return rows
+
+
+def _factor(p: AnyProblem, name: str) -> int:
+    size = int(name) if name.isdigit() else getattr(p, name)
+    return prod(size) if isinstance(size, tuple) else int(size)
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -84,203 +76,155 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
 
 
-def _axes(p: Contraction) -> tuple[int, ...]:
-    return (1,) * (3 - len(p.batch)) + tuple(p.batch)
+def _matrices(p: GemmProblem, name: str, rows: int, columns: int, *steps: int) -> int:
+    """The reach of an operand's matrices, whose rows and columns stand `steps` elements apart."""
+    batch = (1,) * (3 - len(p.batch)) + tuple(p.batch)
+    return _reach((*batch, rows, columns), (*batch_strides(p, name, rows * columns), *steps))
 
 
-def _batch(p: GemmProblem, name: str, dense: int) -> tuple[int, ...]:
-    return batch_strides(p, name, dense)
+def _product(p: GemmProblem) -> Iterator[Row]:
+    """A product's operands, by `program.epilogue`; a norm's product has its own names."""
+    e, y = p.epilogue, p.n // 2 if p.epilogue.gate else p.n
+    lda, ldb = ld(p)
+    if not p.planes:
+        a = (p.k, p.m) if p.trans_a else (p.m, p.k)
+        b = (p.n, p.k) if p.trans_b else (p.k, p.n)
+        yield "a", p.dtype, _matrices(p, "a", *a, lda, 1)
+        yield "b", p.b_dtype or p.dtype, _matrices(p, "b", *b, ldb, 1)
+    if operand(p):
+        yield "c", "", _matrices(p, "c", p.m, p.n, *ldc(p))
+    if not e.dw:
+        yield from _rows("row0 row1 row2 row3: any m; col1: any n")(p)
+    if e.layernorm or e.layer_scale:
+        yield "col0", "", p.n
+    yield "y", p.out, (p.batches * p.m - 1) * (p.ldy or y) + (p.ldy if e.exp else y)
 
 
-def _lines(p: GemmProblem, name: str, lines: int, length: int, step: int) -> int:
-    """The reach of `lines` lines of `length` elements, `step` apart, in every matrix of a batch."""
-    steps = zip(_batch(p, name, lines * length), _axes(p), strict=True)
-    return sum(abs(s) * (n - 1) for s, n in steps) + (lines - 1) * step + length
-
-
-def _norm_product(p: GemmProblem) -> Needs:
-    n = p.n // 2 if p.epilogue.gate else p.n
-    norm = p.m if p.turned else p.n
-    leaf = {"dw": p.m * p.n, "w": p.m * p.n, "gamma": norm, "beta": norm}
-    sizes = leaf if p.op == "LayerNormLeafGrad" else {
-        "x": p.m * p.k, "gamma": p.k, "beta": p.k, "w": p.k * p.n, "wq": p.k * p.n, "cs": p.n,
-        "cv": p.n, "c": p.n, "y": p.m * n, "mean": p.m, "rstd": p.m, "dy": p.m * p.n,
-        "dx": p.m * p.k, "add": p.m * p.k, "dgamma": p.k, "dbeta": p.k, "dw": p.k * p.n,
-        "dc": p.n, "r": p.m * p.n,
-    }  # fmt: skip
-    same = {"LayerNormGemm": ("x", "w", "wq"), "LayerNormGemmGrad": ("dy", "x", "dx")}.get(p.op, ())
-    types = dict.fromkeys(same, p.dtype) | ({"y": p.out} if p.op == "LayerNormGemm" else {})
-    return {name: (types.get(name, ""), size) for name, size in sizes.items()}
-
-
-def _packed(p: contractions.PackedProduct) -> Needs:
-    rows = -(-p.n // 16) * 16 if p.tiled else p.n
-    scales = p.blocks * (2 if p.tiled and p.zero else 1)
+def _norm_product(p: GemmProblem) -> Iterator[Row]:
+    yield from _rows("""c cs cv dc: any n; mean rstd: any m; r: any m n; add: any m k; dw: any k n;
+        gamma beta dgamma dbeta: any k""")(p)
+    if p.op == "LayerNormGemm":
+        yield from _rows("x: dtype m k; w wq: dtype k n; dx: any m k; dy: any m n")(p)
+    elif p.op == "LayerNormGemmGrad":
+        yield from _rows("x dx: dtype m k; dy: dtype m n; w wq: any k n")(p)
+    else:
+        yield from _rows("x dx: any m k; dy: any m n; w wq: any k n")(p)
     columns = p.n // 2 if p.epilogue.gate else p.n
-    return {
-        "a": (p.dtype, p.m * p.k), "q": ("uint8", rows * p.row_bytes), "y": (p.out, p.m * columns),
-        "scale": (p.dtype, rows * scales), "bias": (p.dtype, p.n), "c": (p.dtype, p.m * p.n),
-        "gamma": (p.dtype, p.k), "beta": (p.dtype, p.k),
-        "groups": ("int32", p.k if p.groups else 0),
-    }  # fmt: skip
+    yield "y", p.out if p.op == "LayerNormGemm" else "", p.m * columns
 
 
-def _integers(p: contractions.IntegerProduct) -> Needs:
-    return {"a": (p.dtype, (p.m - 1) * p.lda + p.k), "b": (p.b_dtype, (p.n - 1) * p.ldb + p.k),
-            "y": ("int32", p.batches * p.m * p.n)}  # fmt: skip
+def _gemm(p: GemmProblem) -> Iterator[Row]:
+    yield from _rows("z: any batches m n; scale_a scale_b: float32 1")(p)
+    if p.op == "LayerNormLeafGrad":
+        yield from _rows(f"dw w: any m n; gamma beta: any {'m' if p.turned else 'n'}")(p)
+    else:
+        yield from _product(p) if p.op == "Gemm" else _norm_product(p)
 
 
-def _attention(p: contractions.Attention) -> Needs:
-    names = ("q", "k", "v", "y", *(("dy", "dq", "dk", "dv") if p.op == "SdpaGrad" else ()))
-    needs = {}
-    for name in names:
-        shape, strides = p.layout(name if name != "dy" else "y")
-        strides = p.layout(name)[1] if name == "dy" and getattr(p, "dy_strides", ()) else strides
-        needs[name] = (p.dtype, _reach(shape[:3], strides) + shape[3] - 1)
+def _packed(p: contractions.PackedProduct) -> Iterator[Row]:
+    yield from _rows("a: dtype m k; c: dtype m n; bias: dtype n; gamma beta: dtype k")(p)
+    rows = -(-p.n // 16) * 16 if p.tiled else p.n
+    yield "q", "uint8", rows * p.row_bytes
+    yield "scale", p.dtype, rows * p.blocks * (2 if p.tiled and p.zero else 1)
+    yield "y", p.out, p.m * (p.n // 2 if p.epilogue.gate else p.n)
+    yield "groups", "int32", p.k if p.groups else 0
+
+
+def _attention(p: contractions.Attention) -> Iterator[Row]:
+    yield from _rows("lse: any 2 batches m")(p)
+    yield "lengths", "int32", p.batch[0]
+    layouts = {name: p.layout(name) for name in "qkvy"}
+    if isinstance(p, contractions.AttentionGrad):
+        layouts |= {name: p.layout(name) for name in ("dq", "dk", "dv")}
+        layouts["dy"] = p.layout("dy" if p.dy_strides else "y")
+    for name, (shape, strides) in layouts.items():
+        yield name, p.dtype, _reach(shape, (*strides, 1))
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
-        needs[name] = ("", _reach((*p.batch, p.m, p.n), strides) if strides else 0)
-    return needs | {"lse": ("", 2 * p.batches * p.m), "lengths": ("int32", p.batch[0])}
+        yield name, "", _reach((*p.batch, p.m, p.n), strides) if strides else 0
 
 
-def _append(p: data_movement.CacheAppend) -> Needs:
-    lead = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
+def _append(p: data_movement.CacheAppend) -> Iterator[Row]:
+    yield from _rows("""turned: dtype batch heads rows size;
+        past_key past_value: dtype batch kv_heads size past;
+        present_key present_value: dtype batch kv_heads size length""")(p)
     strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
-    cache = p.batch * p.kv_heads * p.size
+    for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):
+        yield name, p.dtype, _reach((p.batch, heads, p.rows, p.size), (*strides[name], 1))
     counts = {"first": 1, "each": p.batch * p.rows, "all": p.rows}
-    needs = {
-        name: (p.dtype, _reach((p.batch, heads, p.rows), strides[name]) + p.size - 1)
-        for name, heads in lead.items()
-    }
-    return needs | {
-        "lengths": ("int32", 0 if p.uniform or p.placed else p.batch),
-        "turned": (p.dtype, p.batch * p.heads * p.rows * p.size),
-        **dict.fromkeys(("cos", "sin"), (p.dtype, p.context * p.half * (1 + p.columns))),
-        **dict.fromkeys(("past_key", "past_value"), (p.dtype, cache * p.past)),
-        **dict.fromkeys(("present_key", "present_value"), (p.dtype, cache * p.length)),
-        "positions": ("int64", counts.get(p.placed or p.positions, 0)),
-    }  # fmt: skip
+    yield "cos sin", p.dtype, p.context * p.half * (1 + p.columns)
+    yield "lengths", "int32", 0 if p.uniform or p.placed else p.batch
+    yield "positions", "int64", counts.get(p.placed or p.positions, 0)
 
 
-def _conv(p: problems.Conv) -> Needs:
-    x, y = (
-        p.batch * p.groups * c * prod(at) for c, at in ((p.channels, p.inner), (p.filters, p.outer))
-    )
-    weights = p.groups * p.filters * p.depth
-    return {
-        "x": (p.dtype, 0 if p.x_strides else x), "weight": (p.dtype, 0 if p.planar else weights),
-        "bias": ("", p.groups * p.filters), "slope": ("", p.groups * p.filters),
-        "y": (p.tail.dtype if p.tail else p.dtype, 0 if p.y_strides else y),
-        **{f"e{i}": ("", 0 if p.y_strides else y) for i in range(1, 4)},
-    }  # fmt: skip
+def _conv(p: problems.Conv) -> Iterator[Row]:
+    yield from _rows("bias slope: any groups filters")(p)
+    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
+    yield from _rows("weight: dtype" + " groups filters depth" * (not p.planar))(p)
+    y = " batch groups filters outer" * (not p.y_strides)
+    yield from _rows(f"y: result{y}; e1 e2 e3: any{y}")(p)
 
 
-def _integer_conv(p: problems.IntegerConv) -> Needs:
+def _integer_conv(p: problems.IntegerConv) -> Iterator[Row]:
+    yield from _rows("""weight: int8 groups filters depth; shift: int32 groups filters;
+        scale bias: float32 groups filters""")(p)
+    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
-    x = 0 if p.x_strides else p.batch * p.groups * p.channels * prod(p.inner)
-    reads, rows = (p.tail.reads, p.tail.rows) if p.tail else ((), ())
-    return {
-        "x": (p.dtype, x), "weight": ("int8", filters * p.depth), "shift": ("int32", filters),
-        **dict.fromkeys(("scale", "bias"), ("float32", filters)),
-        **{
-            f"e{i + 1}": (kind, filters * (1 if i in rows else pixels))
-            for i, kind in enumerate(reads)
-        },
-        "y": (p.tail.dtype if p.tail else "float32", pixels * filters),
-    }  # fmt: skip
+    yield "y", p.tail.dtype if p.tail else "float32", filters * pixels
+    for i, dtype in enumerate(p.tail.reads if p.tail else ()):
+        yield f"e{i + 1}", dtype, filters * (1 if p.tail and i in p.tail.rows else pixels)
 
 
-def _conv_weights(p: problems.ConvWeightGrad) -> Needs:
-    x = p.batch * p.groups * p.channels * prod(p.inner)
-    dy = p.batch * p.groups * p.filters * prod(p.outer)
-    weights = p.groups * p.filters * p.depth
-    return {"x": (p.dtype, 0 if p.x_strides else x), "dy": (p.dtype, dy),
-            "dw": (p.out_dtype, weights)}  # fmt: skip
+def _conv_weights(p: problems.ConvWeightGrad) -> Iterator[Row]:
+    yield from _rows("dy: dtype batch groups filters outer; dw: out_dtype groups filters depth")(p)
+    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
 
 
-def _norm(p: problems.Norm) -> Needs:
-    count, affine = p.rows * p.length, p.length if p.affine == 1 else p.groups * p.channels
-    return {
-        "x": (p.dtype, count), "residual": (p.dtype, count), "sum": (p.dtype, count),
-        "y": (p.tail.dtype if p.tail else "", count), "scale": (p.param, affine),
-        "bias": (p.param, affine), "mean": (p.stat, p.rows), "rstd": (p.stat, p.rows),
-        "w": ("", p.length * p.columns), "z": ("", p.rows * p.columns), "c": ("", p.columns),
-        **{f"e{i}": ("", count) for i in range(1, 4)},
-    }  # fmt: skip
+def _norm(p: problems.Norm) -> Iterator[Row]:
+    yield from _rows("""x residual sum: dtype rows length; e1 e2 e3: any rows length;
+        mean rstd: stat rows; w: any length columns; z: any rows columns; c: any columns""")(p)
+    yield from _rows(f"y: {'result' if p.tail else 'any'} rows length")(p)
+    yield from _rows("scale bias: param " + ("length" if p.affine == 1 else "groups channels"))(p)
 
 
-def _norm_grad(p: problems.NormGrad) -> Needs:
-    count, sums = p.rows * p.length, (1 if p.rms else 2) * p.parts * p.length
-    return {
-        "dy": (p.dtype, p.rows * p.k if p.k else count), "x": (p.dtype, count),
-        "dx": (p.tail.dtype if p.tail else p.dtype, count), "ds": (p.dtype, count),
-        "scale": (p.param, p.length), "mean": (p.stat, p.rows), "rstd": (p.stat, p.rows),
-        "part": ("", sums), "b": ("", p.k * p.length),
-    }  # fmt: skip
+def _norm_grad(p: problems.NormGrad) -> Iterator[Row]:
+    yield from _rows("""x ds: dtype rows length; dx: result rows length; scale: param length;
+        mean rstd: stat rows; b: any k length""")(p)
+    yield "dy", p.dtype, p.rows * (p.k or p.length)
+    yield "part", "", (1 if p.rms else 2) * p.parts * p.length
 
 
-def _channel_norm(p: problems.ChannelNorm) -> Needs:
-    return {"x": (p.dtype, p.size), "y": (p.tail.dtype if p.tail else p.dtype, p.size),
-            "scale": (p.param, p.channels), "bias": (p.param, p.channels)}  # fmt: skip
+def _reduce(p: problems.Reduce) -> Iterator[Row]:
+    x, y = "outer length inner", "outer splits inner"
+    yield from _rows(f"x: uint8 {x} state" if p.from_state else f"x: dtype {x}")(p)
+    yield from _rows(f"y: uint8 {y} state" if p.to_state else f"y: out_dtype {y}")(p)
+    yield from _rows(f"x2: dtype {x} paired; y2: out_dtype {y} second")(p)
 
 
-def _channel_grad(p: problems.ChannelGrad) -> Needs:
-    count = p.batch * p.channels * p.inner
-    return {
-        **dict.fromkeys(("x", "dy", "dx"), (p.dtype, count)), "part": ("", 0),
-        **dict.fromkeys(("scale", "bias", "dscale", "dbias"), (p.param, p.channels)),
-    }  # fmt: skip
+def _pointwise(p: data_movement.Pointwise) -> Iterator[Row]:
+    yield from ((f"a{i}", t.dtype, 0) for i, t in enumerate(p.reads))
+    yield from ((f"y{i}", t.dtype, 0) for i, t in enumerate(p.writes))
 
 
-def _group_grad(p: norms.GroupGrad) -> Needs:
-    count = p.images * p.channels * p.pixels
-    return {
-        **dict.fromkeys(("x", "dy", "dx"), (p.dtype, count)),
-        "part": ("", 2 * p.images * p.channels * p.splits),
-        **dict.fromkeys(("scale", "bias", "dscale", "dbias"), (p.param, p.channels)),
-    }  # fmt: skip
+def _many(p: data_movement.PointwiseMany) -> Iterator[Row]:
+    for row, (reads, writes) in enumerate(p.items):
+        yield from ((f"{k}.{row}", t.dtype, 0) for k, t in enumerate((*reads, *writes)))
 
 
-def _reduce(p: problems.Reduce) -> Needs:
-    read, written = p.outer * p.length * p.inner, p.outer * p.splits * p.inner
-    return {
-        "x": ("uint8", read * p.state) if p.from_state else (p.dtype, read),
-        "x2": (p.dtype, read if p.paired else 0),
-        "y": ("uint8", written * p.state) if p.to_state else (p.out_dtype, written),
-        "y2": (p.out_dtype, written if p.second else 0),
-    }
+def _batched(p: data_movement.BatchedCalls) -> Iterator[Row]:
+    for name, need in needs(p.problem).items():
+        yield from ((f"{name}.{i}", *need) for i in range(p.count))
 
 
-def _pointwise(p: data_movement.Pointwise) -> Needs:
-    reads, writes = enumerate(p.reads), enumerate(p.writes)
-    return {f"a{i}": (t.dtype, 0) for i, t in reads} | {f"y{i}": (t.dtype, 0) for i, t in writes}
+_LINES = _rows("x y: dtype outer length inner")
 
-
-def _same(*names: str) -> Callable[[Any], Needs]:
-    """Operands of the problem's type, of `size` elements or outer x length x inner."""
-
-    def needs(p: Any) -> Needs:
-        size = p.size if hasattr(p, "size") else p.outer * p.length * p.inner
-        return dict.fromkeys(names, (p.dtype, size))
-
-    return needs
-
-
-def _many(p: data_movement.PointwiseMany) -> Needs:
-    columns = [(*reads, *writes) for reads, writes in p.items]
-    return {
-        f"{k}.{row}": (t.dtype, 0) for row, all in enumerate(columns) for k, t in enumerate(all)
-    }
-
-
-def _batched(p: data_movement.BatchedCalls) -> Needs:
-    inner = needs(p.problem)
-    return {f"{n}.{i}": need for n, need in inner.items() for i in range(p.count)}
-
-
-TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
+TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[Row]]] = {
     GemmProblem: _gemm,
     contractions.PackedProduct: _packed,
-    contractions.IntegerProduct: _integers,
+    contractions.IntegerProduct: lambda p: (
+        ("a", p.dtype, (p.m - 1) * p.lda + p.k),
+        ("b", p.b_dtype, (p.n - 1) * p.ldb + p.k),
+        ("y", "int32", p.batches * p.m * p.n),
+    ),
     contractions.Attention: _attention,
     contractions.AttentionGrad: _attention,
     problems.Conv: _conv,
@@ -288,106 +232,86 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     problems.IntegerConv: _integer_conv,
     problems.Norm: _norm,
     problems.NormGrad: _norm_grad,
-    problems.NormGradSums: lambda p: dict.fromkeys(
-        ("dscale", "dbias"), (p.grad.param, p.grad.length)
-    ) | {"part": ("", p.outputs * p.grad.parts * p.grad.length)},
-    problems.ChannelNorm: _channel_norm,
-    problems.ChannelGrad: _channel_grad,
-    norms.GroupGrad: _group_grad,
-    problems.RunningStats: lambda p: dict.fromkeys(
-        ("mean", "variance", "old_mean", "old_variance", "new_mean", "new_variance"),
-        ("", p.channels),
+    problems.NormGradSums: lambda p: (
+        ("dscale dbias", p.grad.param, p.grad.length),
+        ("part", "", p.outputs * p.grad.parts * p.grad.length),
     ),
-    problems.Softmax: _same("x", "y"),
+    problems.ChannelNorm: _rows("x: dtype size; y: result size; scale bias: param channels"),
+    problems.ChannelGrad: _rows("""x dy dx: dtype batch channels inner;
+        scale bias dscale dbias: param channels"""),
+    norms.GroupGrad: _rows("""x dy dx: dtype images channels pixels;
+        scale bias dscale dbias: param channels; part: any 2 images channels splits"""),
+    problems.RunningStats: _rows("""mean variance old_mean old_variance new_mean new_variance:
+        any channels"""),
+    problems.Softmax: _LINES,
     problems.Reduce: _reduce,
-    problems.SumSquares: lambda p: {
-        f"x.{i}": pair for i, pair in enumerate(zip(p.dtypes, p.sizes, strict=True))
-    },
-    problems.Pool: lambda p: {
-        "x": (p.dtype, p.planes * prod(p.inner)), "y": (p.dtype, p.planes * prod(p.outer)),
-        "indices": ("int64", p.planes * prod(p.outer)),
-    },
-    problems.MaxPoolGrad: lambda p: {
-        **dict.fromkeys(("x", "dx"), (p.dtype, p.planes * p.channels * prod(p.inner))),
-        "dy": (p.dtype, p.planes * p.channels * prod(p.outer)),
-    },
-    problems.ChannelWindow: _same("x", "y"),
-    problems.Resample: lambda p: {
-        "x": (p.dtype, p.outer * p.length * p.rows[0] * p.inner),
-        "y": (p.out_dtype, p.outer * p.resized * p.rows[1] * p.inner),
-        "source": ("int32", p.resized * p.taps), "above": ("int32", p.rows[1] * p.rows[2]),
-    },
-    problems.GridSample: lambda p: {
-        "x": (p.dtype, p.batch * p.channels * prod(p.inner)),
-        "grid": (p.grid, p.batch * p.points * p.rank),
-        "y": (p.dtype, p.batch * p.channels * p.points),
-    },
-    problems.Col2Im: lambda p: {
-        "x": (p.dtype, p.size // max(1, prod(p.image)) * prod(p.window.kernel) * prod(p.blocks)),
-        "y": (p.dtype, p.size),
-    },
-    problems.SlopeProduct: lambda p: {
-        **dict.fromkeys(("dy", "z", "dz"), (p.dtype, p.m * p.n)),
-        "part": ("", p.parts * p.n), "dbias": ("", p.n),
-    },
-    problems.PartSums: lambda p: {
-        "part": ("float32", p.parts * p.n), "out0": (p.out_dtype, p.n)
-    },
-    problems.MergedMoments: lambda p: {
-        "part": ("float32", 2 * p.parts * p.n),
-        **dict.fromkeys(("mean", "variance"), ("float32", p.n)),
-    },
-    problems.Float8: lambda p: {
-        "x": (p.dtype, p.m * p.k), **dict.fromkeys(("q", "qt"), (p.kind, p.m * p.k)),
-        "part": ("", p.parts * p.k),
-    },
-    problems.Registered: lambda p: {
-        name: (dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
-    },
+    problems.SumSquares: lambda p: (
+        (f"x.{i}", *pair) for i, pair in enumerate(zip(p.dtypes, p.sizes, strict=True))
+    ),
+    problems.Pool: _rows(
+        "x: dtype planes inner; y: dtype planes outer; indices: int64 planes outer"
+    ),
+    problems.MaxPoolGrad: _rows(
+        "x dx: dtype planes channels inner; dy: dtype planes channels outer"
+    ),
+    problems.ChannelWindow: _rows("x y: dtype size"),
+    problems.Resample: lambda p: (
+        ("x", p.dtype, p.outer * p.length * p.rows[0] * p.inner),
+        ("y", p.out_dtype, p.outer * p.resized * p.rows[1] * p.inner),
+        ("source", "int32", p.resized * p.taps),
+        ("above", "int32", p.rows[1] * p.rows[2]),
+    ),
+    problems.GridSample: _rows("""x: dtype batch channels inner; grid: grid batch points rank;
+        y: dtype batch channels points"""),
+    problems.Col2Im: lambda p: (
+        ("x", p.dtype, p.size // max(1, prod(p.image)) * prod((*p.window.kernel, *p.blocks))),
+        ("y", p.dtype, p.size),
+    ),
+    problems.SlopeProduct: _rows("dy z dz: dtype m n; part: any parts n; dbias: any n"),
+    problems.PartSums: _rows("part: float32 parts n; out0: out_dtype n"),
+    problems.MergedMoments: _rows("part: float32 2 parts n; mean variance: float32 n"),
+    problems.Float8: _rows("x: dtype m k; q qt: kind m k; part: any parts k"),
+    problems.Registered: lambda p: (
+        (name, dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
+    ),
     data_movement.CacheAppend: _append,
     data_movement.Pointwise: _pointwise,
-    data_movement.PointwiseSums: lambda p: {**_pointwise(p.pointwise), "sum": (p.out_dtype, 0)},
+    data_movement.PointwiseSums: lambda p: (*_pointwise(p.pointwise), ("sum", p.out_dtype, 0)),
     data_movement.PointwiseMany: _many,
     data_movement.BatchedCalls: _batched,
-    data_movement.GatherElements: lambda p: {
-        "index": (p.index, p.size), "y": (p.dtype, p.size),
-        "x": (p.dtype, p.size // max(1, p.taken) * p.length),
-    },
-    data_movement.GatherND: lambda p: {
-        "index": (p.index, p.batch * p.rows * len(p.dims)),
-        "x": (p.dtype, p.batch * prod(p.dims) * p.inner),
-        "y": (p.dtype, p.batch * p.rows * p.inner),
-    },
-    data_movement.ScatterElements: lambda p: {
-        "index": (p.index, p.lines * p.given), "update": (p.dtype, p.lines * p.given),
-        "y": (p.dtype, p.lines * p.length),
-    },
-    data_movement.ScatterND: lambda p: {
-        "index": (p.index, p.count * len(p.dims)), "update": (p.dtype, p.count * p.inner),
-        "y": (p.dtype, p.rows * p.inner),
-    },
-    data_movement.CumulativeSum: _same("x", "y"),
-    data_movement.TopK: lambda p: {
-        "x": (p.dtype, p.outer * p.length * p.inner), "values": (p.dtype, p.outer * p.k * p.inner),
-        "indices": ("int64", p.outer * p.k * p.inner),
-    },
-    data_movement.SortedRows: lambda p: {
-        "x": (p.dtype, p.count * p.width), "indices": ("int64", p.count)
-    },
-    data_movement.Random: lambda p: {"y": (p.dtype, p.size)},
-    data_movement.RoiAlign: lambda p: {
-        "x": (p.dtype, p.batch * prod(p.image)), "y": (p.dtype, p.size)
-    },
-    data_movement.Determinant: lambda p: {
-        "x": (p.dtype, p.count * p.n * p.n), "y": (p.dtype, p.count),
-    },
-    data_movement.Fourier: lambda p: {
-        "x": (p.dtype, p.outer * p.length * p.inner * p.parts), "table": ("float64", 2 * p.points),
-        "window": (p.dtype, p.points), "y": (p.dtype, p.count * p.results * (1 if p.half else 2)),
-    },
-    data_movement.NGrams: lambda p: {"y": ("float32", p.size)},
-    data_movement.Range: lambda p: {"x": ("float32", p.size)},
-}  # fmt: skip
+    data_movement.GatherElements: lambda p: (
+        ("index", p.index, p.size),
+        ("x", p.dtype, p.size // max(1, p.taken) * p.length),
+        ("y", p.dtype, p.size),
+    ),
+    data_movement.GatherND: lambda p: (
+        ("index", p.index, p.batch * p.rows * len(p.dims)),
+        ("x", p.dtype, p.batch * prod(p.dims) * p.inner),
+        ("y", p.dtype, p.batch * p.rows * p.inner),
+    ),
+    data_movement.ScatterElements: _rows("""index: index lines given; update: dtype lines given;
+        y: dtype lines length"""),
+    data_movement.ScatterND: lambda p: (
+        ("index", p.index, p.count * len(p.dims)),
+        ("update", p.dtype, p.count * p.inner),
+        ("y", p.dtype, p.rows * p.inner),
+    ),
+    data_movement.CumulativeSum: _LINES,
+    data_movement.TopK: _rows("""x: dtype outer length inner; values: dtype outer k inner;
+        indices: int64 outer k inner"""),
+    data_movement.SortedRows: _rows("x: dtype count width; indices: int64 count"),
+    data_movement.Random: _rows("y: dtype size"),
+    data_movement.RoiAlign: _rows("x: dtype batch image; y: dtype size"),
+    data_movement.Determinant: _rows("x: dtype count n n; y: dtype count"),
+    data_movement.Fourier: lambda p: (
+        *_rows("x: dtype outer length inner parts; table: float64 2 points; window: dtype points")(
+            p
+        ),
+        ("y", p.dtype, p.count * p.results * (1 if p.half else 2)),
+    ),
+    data_movement.NGrams: _rows("y: float32 size"),
+    data_movement.Range: _rows("x: float32 size"),
+}
 """Kind of problem -> its operands. What it leaves out holds more than its kernels touch."""
 
 BY_ELEMENTS = (
@@ -406,10 +330,10 @@ UPDATES = (
 """Problems whose kernels read an element before they write that very element."""
 
 
-def needs(problem: AnyProblem) -> Needs:
-    """What the kernels of a problem touch: its row of the table."""
-    row = TABLE.get(type(problem))
-    return {} if row is None else row(problem)
+def needs(problem: AnyProblem) -> dict[str, tuple[str, int]]:
+    """Operand -> (dtype, elements touched), of the problem's row in the table."""
+    rows = TABLE.get(type(problem), lambda _: ())(problem)
+    return {name: (dtype, count) for names, dtype, count in rows for name in names.split()}
 
 
 def alignment(problem: AnyProblem | None, name: str, written: bool) -> int:
@@ -478,33 +402,29 @@ def of_launches(call: Call, hw: Hardware | None = None) -> list[str]:
 
 def of_launch(launch: Launch, hw: Hardware | None = None) -> list[str]:
     """What a launch breaks of the chip's limits and of its arguments' types."""
-    if launch.of_library:
-        return []
-    faults = []
-    for axis, size, most in zip("xyz", map(hint, launch.grid), GRID, strict=True):
+    broken = () if launch.of_library else _of_launch(launch, hw)
+    return [f"{launch.entry} {text}" for text in broken]
+
+
+def _of_launch(launch: Launch, hw: Hardware | None) -> Iterator[str]:
+    blocks, threads = tuple(map(hint, launch.grid)), prod(map(hint, launch.block))
+    smem = hint(launch.smem)
+    for axis, size, most in zip("xyz", blocks, GRID, strict=True):
         if not 1 <= size <= most:
-            faults.append(f"{launch.entry} has {size} blocks along {axis}, of 1 to {most}")
+            yield f"has {size} blocks along {axis}, of 1 to {most}"
     if any(isinstance(n, OpenSize) for n in (*launch.block, launch.cluster)):
-        faults.append(f"{launch.entry} has a block of an open size")
-    threads = prod(map(hint, launch.block))
+        yield "has a block of an open size"
     if not 1 <= threads <= THREADS or hint(launch.block[2]) > 64:
-        faults.append(f"{launch.entry} has {threads} threads a block, of 1 to {THREADS}")
-    if hint(launch.grid[0]) % launch.cluster:
-        faults.append(f"{launch.entry} has {hint(launch.grid[0])} blocks in {launch.cluster}s")
-    if hw is not None and hint(launch.smem) > hw.smem_per_block:
-        faults.append(
-            f"{launch.entry} takes {hint(launch.smem)} bytes of shared memory a block; "
-            f"{hw.name} has {hw.smem_per_block}"
-        )
+        yield f"has {threads} threads a block, of 1 to {THREADS}"
+    if blocks[0] % launch.cluster:
+        yield f"has {blocks[0]} blocks in {launch.cluster}s"
+    if hw is not None and smem > hw.smem_per_block:
+        yield f"takes {smem} bytes of shared memory a block; {hw.name} has {hw.smem_per_block}"
     for i, arg in enumerate(launch.args):
         if isinstance(arg, Num) and arg.ctype in _RANGES:
             low, high = _RANGES[arg.ctype]
-            if not low <= hint(int_of(arg.value)) <= high:
-                faults.append(
-                    f"{launch.entry} takes {hint(int_of(arg.value))} as argument {i}, "
-                    f"which does not fit in {arg.ctype}"
-                )
-    return faults
+            if not low <= (number := hint(int_of(arg.value))) <= high:
+                yield f"takes {number} as argument {i}, which does not fit in {arg.ctype}"
 
 
 def _of_map(arg: TensorMap) -> Iterator[str]:
@@ -531,7 +451,8 @@ def _of_call(call: Call, sizes: Mapping[int, int]) -> Iterator[str]:
     for name, t in writes:
         if t.size and any(n > 1 and not s for n, s in zip(t.shape, t.strides, strict=True)):
             yield f"{name}, {t}, writes one place several times"
-    if call.host or (call.problem is None and call.expression is None):
+    untyped = any(t.dtype not in ITEMSIZE for _, t in (*reads, *writes))
+    if untyped or call.host or (call.problem is None and call.expression is None):
         return
     problem = None if call.problem is None else call.problem.concrete()
     closed = replace(call, reads=tuple(reads), writes=tuple(writes), problem=problem)
