@@ -5,10 +5,11 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import onnx
@@ -557,6 +558,23 @@ def test_transposes_of_unequal_ranks_are_refused() -> None:
     )
     with pytest.raises(ModelError, match="do not fit"):
         rewrite.optimize(load(model))
+
+
+def test_an_expand_to_a_number_is_one_of_a_vector() -> None:
+    """As onnxruntime has it, which onnxscript's rule does not know."""
+    model = parsed("(float[1] x) => (float[A] y) <int64 s = {3}> { y = Expand (x, s) }")
+    graph = load(model)
+    rewrite.optimize(graph)
+    (y,) = ort.run(ort.session(graph), {"x": np.ones(1, "f")})
+    assert y.shape == (3,)
+
+
+@pytest.mark.parametrize("error", [TypeError, AssertionError, IndexError])
+def test_a_fault_beside_onnxscripts_rules_is_no_fault_of_the_file(error: type[Exception]) -> None:
+    model = load(parsed("(float[3] x) => (float[3] y) { y = Transpose <perm = [0]> (x) }"))
+    canonicalize = import_module("onnx_fuse.rewrite.canonicalize")
+    with patch.object(canonicalize, "isolated_subgraphs", side_effect=error), pytest.raises(error):
+        canonicalize._apply(model, ["no_op_transpose"], lambda node: True)
 
 
 @HYPOTHESIS

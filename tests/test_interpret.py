@@ -20,13 +20,14 @@ from special_values import ROWS, assert_same, special_row
 from onnx_fuse import program, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import pointwise
+from onnx_fuse.guard import Crash
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.data_movement import Pointwise
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.memory import Memory
 from onnx_fuse.program.interpret.recurrences import philox
-from onnx_fuse.program.interpret.run import ANSWERS
+from onnx_fuse.program.interpret.run import ANSWERS, by_onnxruntime
 from onnx_fuse.program.interpret.steps import STEPS
 from onnx_fuse.program.problem import AnyProblem, Collective, Contraction
 from onnx_fuse.program.problems import Registered
@@ -202,6 +203,12 @@ def test_random_numbers_are_philoxs() -> None:
     np.testing.assert_array_equal(zero, [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]])
     most = philox(np.full((1, 4), ones, np.uint64), 2**64 - 1)
     np.testing.assert_array_equal(most, [[0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]])
+
+
+def test_a_crash_of_onnxruntime_leaves_the_process_alone() -> None:
+    model = text_model("g (int64[1] x) => (int64[1] y) <int64 minus = {-1}> { y = Div (x, minus) }")
+    with pytest.raises(Crash):
+        by_onnxruntime(to_proto(model).SerializeToString(), ["y"], {"x": np.array([-(2**63)])})
 
 
 def test_memory_that_nothing_has_written_shows() -> None:

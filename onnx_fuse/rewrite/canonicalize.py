@@ -111,7 +111,9 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     wanted = fold_sizes(model, training=training)
     notes = _sequences(model)
     _drop_identities(model)
-    no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
+    no_ops = ["no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze"]
+    if any(n.op_type == "Expand" and rank(given(n, 1)) == 0 for n in all_nodes(model.graph)):
+        no_ops.remove("no_op_expand")  # onnxruntime takes a number for one size, the rule does not
     if _apply(model, no_ops, _may_do_nothing):
         _drop_identities(model)  # which a Cast to the same type has become
     _drop_no_ops(model)
@@ -199,15 +201,15 @@ def _apply(model: ir.Model, names: Sequence[str], may: Callable[[ir.Node], bool]
     from onnxscript.rewriter.rules import common
 
     rules = [getattr(common, f"{name}_rule") for name in names]
-    try:
-        with isolated_subgraphs(model.graph):
+    with isolated_subgraphs(model.graph):
+        try:
             return int(RewriteRuleSet(rules).apply_to_model(model))
-    except (*MISFITS, AssertionError, TypeError) as error:
-        # its rules believe that operands have the ranks which the operators ask for
-        kinds = ", ".join(sorted({n.op_type for n in matching}))
-        raise ModelError(
-            f"a node among {kinds} has operands that do not fit it ({one_line(error)})"
-        ) from error
+        except (*MISFITS, AssertionError, TypeError) as error:
+            # onnxscript's alone: its rules believe that operands are what the operators ask for
+            kinds = ", ".join(sorted({n.op_type for n in matching}))
+            raise ModelError(
+                f"a node among {kinds} has operands that do not fit it ({one_line(error)})"
+            ) from error
 
 
 def _drop_identities(model: ir.Model) -> None:

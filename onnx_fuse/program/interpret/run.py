@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.guard import in_child
 from onnx_fuse.program import contractions, problems
 from onnx_fuse.program import data_movement as move_problems
 from onnx_fuse.program import losses as loss_problems
@@ -216,8 +217,10 @@ def initializers(model: ir.Model) -> dict[str, np.ndarray]:
 def by_onnxruntime(
     model: bytes, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """The outputs of a serialized model, run on the CPU."""
+    """The outputs of a serialized model, run on the CPU. Raises Crash where that ends a process."""
     import onnxruntime
 
-    arrays: list[np.ndarray] = onnxruntime.InferenceSession(model).run(list(outputs), dict(feeds))
+    arrays: list[np.ndarray] = in_child(
+        lambda: onnxruntime.InferenceSession(model).run(list(outputs), dict(feeds)), silent=True
+    )
     return arrays
