@@ -127,9 +127,8 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     """
     sizes = [d for i in model.graph.inputs for d in i.shape or () if not isinstance(d, int)]
     symbols, least = {d for d in sizes if d.value}, math.inf if sizes else 2
-    graphs = {node.graph for node in all_nodes(model.graph)}
     # the body of a Loop or Scan says by the names of its ends whether a state keeps its shape
-    loops = (graph for graph in graphs if graph is not None and graph.inputs)
+    loops = {node.graph for node in all_nodes(model.graph) if node.graph and node.graph.inputs}
     ends = {v for graph in (model.graph, *loops) for v in graph.outputs}
     inner = (v for node in all_nodes(model.graph) for v in node.outputs if v not in ends)
     declared = {v: v.shape for v in inner if v.shape is not None and v.dtype is not None}
