@@ -340,6 +340,16 @@ def test_streams(streams: str, code: int, err: str, folder: Path) -> None:
     assert (done.returncode, done.stderr) == (code, err)
 
 
+def test_a_model_on_standard_output_is_alone_there(folder: Path) -> None:
+    line = [sys.executable, "-m", "onnx_fuse", "optimize", "m.onnx", "--no-check", "-o", "-"]
+    done = subprocess.run(line, capture_output=True, check=True)
+    assert onnx.load_from_string(done.stdout).graph.node
+    assert b"wrote /dev/stdout" in done.stderr
+    done = subprocess.run([*line, "--quiet"], capture_output=True, check=True)
+    assert onnx.load_from_string(done.stdout).graph.node
+    assert not done.stderr
+
+
 BUSY = """
 import os, signal, sys
 from onnx_fuse import files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -50,6 +51,9 @@ def root(
     version: Annotated[
         bool, typer.Option("-v", "--version", help="Print the version and exit.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")
+    ] = False,
 ) -> None:
     """Make ONNX models faster, check them, run them, differentiate them and train them.
 
@@ -58,6 +62,7 @@ def root(
     if version:
         print(f"onnx-fuse {__version__}")
         raise typer.Exit
+    show.quiet.set(quiet)
 
 
 def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
@@ -106,8 +111,11 @@ _SEVERAL = {
 def expand(arguments: Sequence[str]) -> list[str]:
     """Repeat an option for each of its values, since the parser knows one value for each.
 
-    `--input-shapes a:1,2 b:3` becomes `--input-shapes a:1,2 --input-shapes b:3`.
+    `--input-shapes a:1,2 b:3` becomes `--input-shapes a:1,2 --input-shapes b:3`. --quiet comes
+    first, wherever it stands, and `-o -` is the standard output.
     """
+    if "--quiet" in arguments:
+        arguments = ["--quiet", *(a for a in arguments if a != "--quiet")]
     result: list[str] = []
     option: str | None = None
     for argument in arguments:
@@ -117,7 +125,8 @@ def expand(arguments: Sequence[str]) -> list[str]:
         elif argument.startswith("-") or not fits:
             option = None
         option = argument if argument in _SEVERAL else option
-        result.append(argument)
+        stream = argument == "-" and result and result[-1] in ("-o", "--output")
+        result.append("/dev/stdout" if stream else argument)
     return result
 
 
@@ -128,7 +137,7 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
     """
     show.command_line.set(shlex.join(("onnx-fuse", *arguments)))
     try:
-        with progress.shown():
+        with progress.shown() if "--quiet" not in arguments else contextlib.nullcontext():
             code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130

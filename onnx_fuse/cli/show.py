@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ def printer() -> report.Printer:
     """A printer to the terminal that also collects the text for --html."""
     from onnx_fuse.report import Printer
 
-    return Printer()
+    on_stdout = re.search(r" (-o|--output) /dev/stdout\b", command_line.get())
+    return Printer(quiet=quiet.get(), errors=on_stdout is not None)
 
 
+quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+"""Whether only warnings and errors are printed."""
 command_line: ContextVar[str] = ContextVar("command_line", default="")
 """The command as it was called, which a page of --html names."""
 

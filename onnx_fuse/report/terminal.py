@@ -89,7 +89,8 @@ def _type(value: onnx_ir.Value) -> str:
 class Printer:
     """The console of one command: it prints, and remembers, so that `--html` can write it too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False, errors: bool = False) -> None:
+        """A console that is `quiet` prints nothing; `errors` is one on standard error."""
         self.blocks: list[Part] = []
         """All that was printed, in order."""
         from rich.console import Console
@@ -104,7 +105,9 @@ class Printer:
                 self.end_capture()  # drops what could not be written
 
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-        self.console: Console = Unread(record=True, width=width, highlight=False, soft_wrap=False)
+        self.console: Console = Unread(
+            record=True, width=width, highlight=False, soft_wrap=False, quiet=quiet, stderr=errors
+        )
 
     def text(self, *lines: str) -> None:
         """Print lines of text; in a terminal, lines that are too long break between words."""
