@@ -109,6 +109,14 @@ two nodes of one name: True
 an empty last operand: True
   <ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y)
   <float[4] w = {1,2,3,4}> { a = Clip (x, , , )  y = LayerNormalization (a, w, , ) }
+an axis that is split into ones, and dropped: False
+  <ir_version: 8, opset_import: ["" : 17]> g (float[B,2] x) => (float[] y)
+  <int64 i = {0}, int64 one = {1}>
+  { s = SplitToSequence <axis = 1, keepdims = 0> (x, one)  y = SequenceAt (s, i) }
+a function whose first result nobody reads: False
+  <ir_version: 8, opset_import: ["" : 17, "local" : 1]> g (float[B,4] x) => (float[B,4] y)
+  { , y = local.f (x) } <domain: "local", opset_import: ["" : 17]> f (x) => (r, y)
+  { r = Relu (x)  y = Neg (r) }
 """)
 
 

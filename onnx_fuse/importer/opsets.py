@@ -57,29 +57,28 @@ def _write_as_all_read(model: ir.Model) -> None:
 
     A backward Slice whose end is the largest integer takes the whole rest; others clamp that end to
     the front, where nothing is left, and take the rest for the smallest integer. A Squeeze by an
-    empty list of axes is one without the list; inference squeezes nothing then. Last operands that
-    are empty are left out.
+    empty list of axes is one without the list; inference squeezes nothing then. A SplitToSequence
+    into ones drops the axis; by inference a size keeps it. Empty last operands are left out.
     """
-    for node in list(all_nodes(model.graph)):
+    for node in [node for node in all_nodes(model.graph) if not node.domain]:
         while node.inputs and node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
             if node.op_type == "LayerNormalization":
                 model.meta[MENDED] = "an empty operand of LayerNormalization ends onnxruntime"
-        if node.op_type == "Squeeze" and not node.domain and len(node.inputs) > 1:
-            axes = const_array(node.inputs[1])
-            if axes is not None and not axes.size:
+        if node.op_type in ("Squeeze", "SplitToSequence") and len(node.inputs) > 1:
+            second, keeps = const_array(node.inputs[1]), node.attributes.get_int("keepdims", 1)
+            unread = [] if node.op_type == "Squeeze" else None if keeps else 1
+            if second is not None and second.tolist() == unread:
                 node.resize_inputs(1)
-        if node.op_type != "Slice" or node.domain or len(node.inputs) < 5 or node.graph is None:
+        if node.op_type != "Slice" or len(node.inputs) < 5 or node.graph is None:
             continue
         ends, steps = (const_array(node.inputs[i]) for i in (2, 4))
         if ends is None or steps is None or ends.shape != steps.shape:
             continue
         backward = (steps < 0) & np.isin(ends, TO_THE_END)
         if backward.any():
-            op = Builder()
-            node.replace_input_with(
-                2, op.constant(np.where(backward, np.iinfo(ends.dtype).min, ends))
-            )
+            op, least = Builder(), np.iinfo(ends.dtype).min
+            node.replace_input_with(2, op.constant(np.where(backward, least, ends)))
             node.graph.insert_before(node, op.nodes)
 
 

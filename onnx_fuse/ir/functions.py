@@ -174,7 +174,7 @@ class _Inliner:
                 nodes.append(identity)
                 result = identity.outputs[0]
             fresh.discard(result)
-            result.name, result.type, result.shape = old.name, old.type, old.shape
+            result.name, result.type, result.shape = old.name or result.name, old.type, old.shape
             result.doc_string = old.doc_string
             result.metadata_props.update(old.metadata_props)
             results.append(result)
