@@ -67,7 +67,7 @@ def _write_as_all_read(model: ir.Model) -> None:
                 model.meta[MENDED] = "an empty operand of LayerNormalization ends onnxruntime"
         if node.op_type in ("Squeeze", "SplitToSequence") and len(node.inputs) > 1:
             second, keeps = const_array(node.inputs[1]), node.attributes.get_int("keepdims", 1)
-            unread = [] if node.op_type == "Squeeze" else None if keeps else 1
+            unread: object = [] if node.op_type == "Squeeze" else None if keeps else 1
             if second is not None and second.tolist() == unread:
                 node.resize_inputs(1)
         if node.op_type != "Slice" or len(node.inputs) < 5 or node.graph is None:
