@@ -7,12 +7,24 @@
 //            and the index `nowhere` from the plane's first element on.
 // Macros   : T ACC VEC CHANNELS_LAST MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
 //            (padding before), ED EH EW (padding after; a mean leaves out what a negative one cuts off);
-//            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (`program.call.LOWEST`).
+//            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (`program.call.LOWEST`); CODES: the largest of 8-bit integers, channels
+//            last, fewer than 2^31 vectors of 4 or more.
 // Numerics : max propagates NaN, with indices or in double that of the first element; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"
 #define TAPS (KD * KH * KW)
+#ifndef CODES
+#define CODES false
+typedef T Word;  // what is loaded
+constexpr int WORDS = VEC;
+#else
+typedef u32 Word;
+constexpr int WORDS = VEC / 4;
+#endif
 constexpr bool SMALL = CHANNELS_LAST && TAPS <= 9, CUT = MODE == 1 && (ED < 0 || EH < 0 || EW < 0);
+
+// Of each 16 bits the larger.
+DEVICE u32 larger(u32 a, u32 b) { return (T)-1 < (T)0 ? __vmaxs2(a, b) : __vmaxu2(a, b); }
 
 extern "C" __global__ void __launch_bounds__(256)
     pool(const T* x, T* y, i64* indices, i64 size, int channels, int d, int h, int w, int od, int oh, int ow,
@@ -21,9 +33,19 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
     const int vectors = CHANNELS_LAST ? channels / VEC : 1, step = CHANNELS_LAST ? channels : 1;
+#if CODES  // a pair of 16 bits is compared by its upper bytes: those of odd places, and the others moved up
+    const u32 q = (u32)i / vectors, line = q / ow, sheet = line / oh, plane = sheet / od;
+    const int ox = q - line * ow, oy = line - sheet * oh, oz = sheet - plane * od;
+    const i64 base = (i64)plane * d * h * w;
+    const u32 least = (T)-1 < (T)0 ? 0x80008000u : 0;
+    u32 odd[VEC / 4], even[VEC / 4];
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) odd[j] = even[j] = least;
+#else
     const i64 q = i / vectors;
     const int ox = q % ow, oy = q / ow % oh, oz = q / ((i64)ow * oh) % od;
     const i64 plane = q / ((i64)ow * oh * od), base = plane * d * h * w;
+#endif
     const T* from = x + base * step + (CHANNELS_LAST ? i % vectors * VEC : 0);
     const int z0 = oz * SD - PD, y0 = oy * SH - PH, x0 = ox * SW - PW;
     ACC s[VEC];
@@ -38,7 +60,16 @@ extern "C" __global__ void __launch_bounds__(256)
                (!CUT || padded(z, y, x));
     };
     auto element = [&](int z, int y, int x) { return ((i64)z * h + y) * w + x; };
-    auto take = [&](const Vec<T, VEC>& in, int iz, int iy, int ix) {
+    auto at = [&](int z, int y, int x) { return (const Word*)(from + element(z, y, x) * step); };
+    auto take = [&](const Vec<Word, WORDS>& in, int iz, int iy, int ix) {
+#if CODES
+#pragma unroll
+        for (int j = 0; j < WORDS; j++) {
+            odd[j] = larger(odd[j], in.at[j]);
+            even[j] = larger(even[j], in.at[j] << 8);
+        }
+        return;
+#endif
         if (!INCLUDE_PAD) count++;
         const bool first = best < 0;
 #pragma unroll
@@ -53,11 +84,11 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     };
     if (SMALL) {  // all loads are on their way before the first is used
-        Vec<T, VEC> in[SMALL ? TAPS : 1];
+        Vec<Word, WORDS> in[SMALL ? TAPS : 1];
 #pragma unroll
         for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
-            if (inside(iz, iy, ix)) in[SMALL ? t : 0] = load<VEC>(from + element(iz, iy, ix) * step);
+            if (inside(iz, iy, ix)) in[SMALL ? t : 0] = load<WORDS>(at(iz, iy, ix));
         }
 #pragma unroll
         for (int t = 0; t < TAPS; t++) {
@@ -69,8 +100,15 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
             if (INCLUDE_PAD) count += padded(iz, iy, ix);
-            if (inside(iz, iy, ix)) take(load<VEC>(from + element(iz, iy, ix) * step), iz, iy, ix);
+            if (inside(iz, iy, ix)) take(load<WORDS>(at(iz, iy, ix)), iz, iy, ix);
         }
+#if CODES
+    Vec<Word, WORDS> codes;
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) codes.at[j] = __byte_perm(even[j], odd[j], 0x7351);
+    store<WORDS>((Word*)y + i * WORDS, codes);
+    return;
+#endif
     Vec<T, VEC> out;
 #pragma unroll
     for (int j = 0; j < VEC; j++) {

@@ -40,6 +40,8 @@ class Windows(HeuristicKernel):
         dtype = problem.dtype
         vec = access_width(problem.channels, dtype) if problem.channels else 1
         size = problem.planes * prod(problem.outer) // vec
+        small = ITEMSIZE[dtype] == 1 and vec >= 4 and size < 2**31 and problem.kind == "max"
+        codes = {"CODES": True} if small else {}
         after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
         return self.one(
             "pool", -(-size // 256), 256, Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
@@ -48,7 +50,7 @@ class Windows(HeuristicKernel):
             VEC=vec, CHANNELS_LAST=bool(problem.channels), LOWEST=LOWEST[dtype],
             T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
             MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
-            COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
+            COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after, **codes,
         )  # fmt: skip
 
 
