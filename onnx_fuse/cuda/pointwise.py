@@ -76,7 +76,7 @@ TABLE: dict[str, str] = {
     "Celu": "m_max({0}, ({t})0) + m_min(({t})0, {1} * m_expm1({0} / {1}))",
     "ClipMax": "{0} > {1} ? {1} : {0}",
     "ClipMin": "{0} < {1} ? {1} : {0}",
-    "Code": "code_bits({0})",
+    "Code": "code_bits({0}, {1}, {2}, {3}, {4}, {5})",
     "Cos": "m_cos({0})",
     "Cosh": "m_cosh({0})",
     "Div": "m_div(({t}){0}, ({t}){1})",
@@ -215,10 +215,26 @@ def _steps(expression: Expression, values: list[str]) -> list[str]:
         before = args[0] - first if args else -1  # an Iota reads nothing
         if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
             args = expression.steps[before].args  # the integer as it was, in a float
+        elif step.name == "Code":
+            args = _clipped_once(expression, expression.steps[before].args)
+        elif step.name == "Quantize":
+            args = _clipped_once(expression, args)
         text = TABLE[step.name].format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
     return body
+
+
+def _clipped_once(expression: Expression, args: tuple[int, ...]) -> tuple[int, ...]:
+    """The operands of a Quantize, of its Relu's where what is negative, or NaN, is the least."""
+    first, at = expression.loads + len(expression.scalars), args[0]
+    while at >= first and (step := expression.steps[at - first]).name in ("Cast", "Relu"):
+        if step.name == "Relu" and step.dtype == "float32" and args[3] == args[4]:
+            return (step.args[0], *args[1:])
+        if step.dtype != "float32":
+            break
+        at = step.args[0]
+    return args
 
 
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
