@@ -86,6 +86,7 @@ def gradient(
     input `y.grad` of its shape, and each name `w` of `wrt` gets an output `w.grad` of w's shape
     and dtype. With `loss` it has an input `labels` and a scalar output `loss` instead of the
     `y.grad`. Characters of names that a shell would need quoted become "_" in the new names.
+    Sizes of inputs that have one name in the file must be equal: a node refuses others.
 
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model. It is not changed.
