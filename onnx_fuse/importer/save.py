@@ -18,6 +18,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
+from onnx_fuse.importer.weights import GRAPH, INITIALIZER, lengthy
 from onnx_fuse.ir.build import all_nodes, given, remove_unused_nodes, rename_shadowing_values
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
 from onnx_fuse.ir.names import FusedName
@@ -294,10 +295,9 @@ def save(
                     model.graph.initializers[value.name or ""] = value
             for value in big.values():
                 assert value.const_value is not None
-                piece = onnx.ModelProto()
-                piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
-                piece.graph.initializer[0].name = value.name
-                file.write(piece.SerializeToString())
+                tensor = ir.serde.serialize_tensor(value.const_value)
+                tensor.name = value.name or ""
+                file.writelines(lengthy(GRAPH, lengthy(INITIALIZER, [tensor.SerializeToString()])))
             file.write(more)
 
 

@@ -30,7 +30,7 @@ Place = tuple[str, int, tuple[int, int] | None]
 LARGE = 1 << 16
 """Bytes from which an initializer is read by itself."""
 _SMALL_FILE = 1 << 20
-_GRAPH, _INITIALIZER = 7, 5  # fields of ModelProto and of GraphProto
+GRAPH, INITIALIZER = 7, 5  # fields of ModelProto and of GraphProto
 _DATA_TYPE, _RAW_DATA, _EXTERNAL, _LOCATION = 2, 9, 13, 14  # fields of TensorProto
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}
@@ -172,15 +172,15 @@ def _as_varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
-def _lengthy(number: int, pieces: list[bytes]) -> list[bytes]:
+def lengthy(number: int, pieces: list[bytes]) -> list[bytes]:
     """A field of a message or of bytes."""
     return [_as_varint(number << 3 | _BYTES), _as_varint(sum(map(len, pieces))), *pieces]
 
 
 def _model(data: Any, end: int, weights: InMemory) -> Iterator[bytes]:
     for number, kind, start, at, stop in _fields(data, 0, end):
-        if number == _GRAPH and kind == _BYTES:
-            yield from _lengthy(number, _graph(data, at, stop, weights))
+        if number == GRAPH and kind == _BYTES:
+            yield from lengthy(number, _graph(data, at, stop, weights))
         else:
             yield data[start:stop]
 
@@ -189,9 +189,9 @@ def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
     """The graph's fields in order, what lies between two large initializers in one piece."""
     pieces, copied = [], at
     for number, kind, start, inner, stop in _fields(data, at, end):
-        if number == _INITIALIZER and kind == _BYTES and stop - inner >= LARGE:
+        if number == INITIALIZER and kind == _BYTES and stop - inner >= LARGE:
             pieces.append(data[copied:start])
-            pieces += _lengthy(number, _tensor(data, inner, stop, weights))
+            pieces += lengthy(number, _tensor(data, inner, stop, weights))
             copied = stop
     return [*pieces, data[copied:end]]
 
