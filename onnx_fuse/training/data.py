@@ -108,7 +108,7 @@ def _numbers(row: Mapping[str | None, Any]) -> dict[str, float]:
 
 
 def split(arrays: Mapping[str, Array], share: float, seed: int) -> tuple[dict[str, Array], ...]:
-    """The examples in `arrays` in two parts, drawn by `seed`: those that are left, and `share` of all.
+    """The examples in `arrays` in two parts, drawn by `seed`: those left, and `share` of all.
 
     Raises UsageError where one part has none.
     """
