@@ -23,8 +23,9 @@ constexpr int WORDS = VEC / 4;
 #endif
 constexpr bool SMALL = CHANNELS_LAST && TAPS <= 9, CUT = MODE == 1 && (ED < 0 || EH < 0 || EW < 0);
 
-// Of each 16 bits the larger.
+#if CODES  // of each 16 bits the larger
 DEVICE u32 larger(u32 a, u32 b) { return (T)-1 < (T)0 ? __vmaxs2(a, b) : __vmaxu2(a, b); }
+#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     pool(const T* x, T* y, i64* indices, i64 size, int channels, int d, int h, int w, int od, int oh, int ow,
