@@ -13,7 +13,7 @@
 // Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK (bytes) STAGES, geometry.cuh's,
 //            DEEP (three axes), FLAT (y's pixels are x's, one behind another), VEC (16 or 8 where filters are a
 //            multiple of it, else 1), suffix.cuh's, and E1, E2, E3, the types of its operands, of which those of bits
-//            of ROWS_OF_E are rows; FLOATS_OF_E: SUFFIX makes floats of them; NUMBERS, the parameters n0 and so on.
+//            of ROWS_OF_E are rows; NUMBERS, the parameters n0 and so on.
 // Launch   : pixel tiles * filter tiles * groups blocks of 32 BM BN / (WM WN) threads; fewer than 2^31 pixels.
 // Numerics : exact sums; scale and bias each rounded once.
 // Bound    : the instructions of the epilogue; mma.sync's rate (about half of wgmma's on Hopper).
@@ -48,23 +48,12 @@ DEVICE void copy_or_fill(u32 to, const void* from, int bytes, bool there, u32 wo
                  "r"(word)
                  : "memory");
 }
-// The type of an operand's values.
-template <class E> DEVICE auto value() {
-    if constexpr (FLOATS_OF_E && sizeof(E) == 1) return 0.0f;
-    else return widen(E());
-}
-// Two neighbours of an operand, the second where it is there. Bytes that are cast to floats are the low bits of 2^23,
-// of which 2^23 is taken: the conversion takes eight times as long.
-template <class E, class V> DEVICE void pair_of(const E* p, bool both, V (&to)[2]) {
-    if constexpr (FLOATS_OF_E && sizeof(E) == 1 && VEC > 1) {
-        const u32 sign = (E)-1 < (E)0 ? 128 : 0, word = *(const u16*)p ^ sign * 257;
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-            to[k] = __fsub_rn(__int_as_float(__byte_perm(word, 0x4b000000, 0x7440 + k)), 8388608.0f + sign);
-    } else if constexpr (VEC > 1) {
+// Two neighbours of an operand, the second where it is there.
+template <class E> DEVICE void pair_of(const E* p, bool both, E (&to)[2]) {
+    if (VEC > 1) {
         const Vec<E, 2> two = load<2>(p);
-        to[0] = widen(two.at[0]), to[1] = widen(two.at[1]);
-    } else to[0] = widen(p[0]), to[1] = widen(both ? p[1] : p[0]);
+        to[0] = two.at[0], to[1] = two.at[1];
+    } else to[0] = p[0], to[1] = both ? p[1] : p[0];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -191,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int e = 0; e < 2; e++) {
                 const int r = wm + i * 16 + e * 8 + lane / 4;
                 const i64 to = (i64)(q0 + r) * all + f;
-                decltype(value<E1>()) a[2] = {};
-                decltype(value<E2>()) b[2] = {};
-                decltype(value<E3>()) c[2] = {};
+                E1 a[2] = {};
+                E2 b[2] = {};
+                E3 c[2] = {};
                 if (AHEAD) pair_of((const E1*)(memory + OUT_AT + r * CODES + n), both, a);
                 const bool in = q0 + r < columns;
                 if (OPERANDS > 0 && !AHEAD && in) pair_of(e1 + (ROWS_OF_E & 1 ? f : to), both, a);
@@ -203,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     const float v = __fadd_rn(__fmul_rn((float)acc[i][j][e * 2 + k], by[k]), plus[k]);
-                    out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, a[k], b[k], c[k]));
+                    out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(a[k]), widen(b[k]),
+                                                                                   widen(c[k])));
                 }
                 store<2>(tile_y + r * OUT + n, out);
             }

@@ -19,7 +19,6 @@ from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
-from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -228,7 +227,6 @@ class MmaInt8Nhwc(Chosen):
             "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
             "DEEP": is_deep(problem), "VEC": self._vec(problem),
             "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
-            "FLOATS_OF_E": tail is not None and _makes_floats(tail),
             "NUMBERS": ", ".join(f"{SCALAR[n.ctype]} {name}"
                                  for name, n in zip(NUMBERS, numbers, strict=True)),
             **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
@@ -237,15 +235,6 @@ class MmaInt8Nhwc(Chosen):
         block, smem = (32 * (bm // wm) * (bn // wn), 1, 1), self._smem(problem, tile)
         defines = as_defines(macros)
         return (Launch(self.source, "conv_integer", (blocks, 1, 1), block, args, defines, smem),)
-
-
-def _makes_floats(tail: Tail) -> bool:
-    """Whether the tail takes its operands as float32."""
-    expression = tail.expression
-    operands = set(range(expression.loads)) - {tail.own}
-    readers = [step for step in expression.steps if operands & set(step.args)]
-    cast = all((step.name, step.dtype) == ("Cast", "float32") for step in readers)
-    return cast and not operands & set(expression.stores)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
