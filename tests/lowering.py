@@ -87,6 +87,10 @@ the absent bounds of a Clip: {"x": np.float32([-np.inf, np.inf, np.nan, 0.5, 3, 
 "z": np.array([-np.inf, np.inf, np.nan, 0.5, 3, -3.4e+38, -0.0, 1])}
   agraph (float[8] x, double[8] z) => (float[8] a, float[8] b, double[8] c)
   <float one = {1}, double low = {-2}> { a = Clip(x, "", one) b = Clip(x) c = Clip(z, low) }
+integers of 64 bits without a sign: {"x": np.uint64([0, 5, 2**63, 2**64 - 1])}
+  agraph (uint64[4] x) => (bool[4] g, uint64[4] s)
+  <uint64 most = {18446744073709551614}, uint64 three = {3}>
+  { g = Greater (x, most)  b = BitwiseAnd (x, three)  s = BitShift <direction = "LEFT"> (b, three) }
 a number worked out where it is read: {"x": X}
   agraph (float[3,4,6] x) => (float[3,4,6] y) <float one = {1}> { m = ReduceMax <keepdims = 0> (x)
   r = Div(one, m) n = Neg(r) y = Mul(x, n) }

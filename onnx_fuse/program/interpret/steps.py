@@ -197,6 +197,8 @@ def evaluate(
                 operands = [values[a] for a in step.args]
                 if step.name in _ALIKE:
                     operands = [np.asarray(v).astype(kind) for v in operands]
+                elif any(v.dtype == np.uint64 for v in operands):  # as C has it; NumPy takes floats
+                    operands = [v.astype(np.uint64) if v.dtype.kind == "i" else v for v in operands]
                 result = STEPS[step.name](*operands)
             values.append(np.asarray(result).astype(kind))
     stored = zip(expression.stores, writes, strict=True)
