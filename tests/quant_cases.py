@@ -455,7 +455,7 @@ def dequantized(
 
 
 def block(kind: str, zero: int) -> Quantized:
-    """A residual block from codes to codes: two convolutions, a sum with x, and codes between."""
+    """A residual block from codes to codes: two convolutions, a sum with x, the largest of it."""
     rng = np.random.default_rng(8)
     weights = {
         "s": np.array(0.05, np.float32), "z": np.array(zero, kind),
@@ -470,7 +470,10 @@ def block(kind: str, zero: int) -> Quantized:
         d0 = DequantizeLinear (q0, s, z) c1 = Conv <pads = [1, 1, 1, 1]> (d0, f1, b)
         q1 = QuantizeLinear (c1, s, z) d1 = DequantizeLinear (q1, s, z)
         a = Add (d1, fx) r1 = Relu (a) q2 = QuantizeLinear (r1, s, z)
-        d2 = DequantizeLinear (q2, s, z) y = Transpose <perm = [0, 2, 3, 1]> (d2)
+        d2 = DequantizeLinear (q2, s, z)
+        m = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (d2)
+        q3 = QuantizeLinear (m, s, z) d3 = DequantizeLinear (q3, s, z)
+        y = Transpose <perm = [0, 2, 3, 1]> (d3)
     """
     feeds, outputs = {"pixels": integers((2, 6, 6, 16), kind)}, {"y": ("float32", (2, 6, 6, 16))}
     # a code that another rounding has moved moves those behind it

@@ -57,7 +57,8 @@ def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None
 
 def test_codes_become_codes_in_one_call_a_convolution() -> None:
     for case in (c for c in DEQUANTIZED if "block" in c.name):
-        first, second = (call.problem for call in case.program().calls)
+        first, second, largest, _ = (call.problem for call in case.program().calls)
+        assert (largest.op, largest.dtype) == ("Pool", first.dtype)
         assert first.op == second.op == "IntegerConv"
         assert first.tail.dtype == first.dtype
         assert second.tail.reads == (first.dtype,)
