@@ -161,6 +161,7 @@ class Case:
             # it clamps the position, where PyTorch and onnxruntime clamp each tap
             or (self.op == "GridSample" and self.note == "cubic border")
             or (self.op == "Resize" and how == "align_corners")  # its last corner is not aligned
+            or (self.note == "a vector" and "max" in self.attrs.values())  # it leaves NaN out
         )
 
     def oracle(self) -> list[np.ndarray]:

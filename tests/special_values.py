@@ -2,7 +2,8 @@
 
 Where its own answer hangs on the length of its vectors, the axis or the order in memory, it is no
 rule. ReduceMax, ReduceMin and MaxPool drop a NaN in some places of a row and keep it in others, and
-have NumPy's answer here. No row asks for these: a Unique loses what its tree compares with a NaN; a
+have NumPy's answer here. A NaN is the largest number of a TopK, as in 1.32 (1.30 keeps it where it
+is compared). No row asks for these: a Unique loses what its tree compares with a NaN; a
 LogSoftmax of float64 has 46.05 beside one; of +0 and -0, Max, Min and the extremes of rows have
 either, by dtype, place and the operand that is repeated; and ReduceSum of nothing but -0 has the
 sign that its axis decides.
@@ -69,6 +70,10 @@ def special_row(name: str, kind: str) -> tuple[ir.Model, Arrays, Arrays]:
     if name in ("ReduceMax", "ReduceMin", "MaxPool"):
         x += 0  # without -0
         return model, feeds, {"y": (np.min if name == "ReduceMin" else np.max)(x, 1)}
+    if name.startswith("TopK"):
+        sign = -1 if name == "TopK 1" else 1
+        order = np.lexsort((sign * np.where(np.isnan(x), 0, x), sign * np.isnan(x)), axis=1)[:, :2]
+        return model, feeds, {"y": np.take_along_axis(x, order, 1), "i": order}
     feeds = {key: np.ascontiguousarray(array) for key, array in feeds.items()}
     names = [str(value.name) for value in model.graph.outputs]
     return model, feeds, dict(zip(names, ort.run(ort.session(model), feeds), strict=True))
