@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support import Cli, stock, table
@@ -127,6 +128,24 @@ def test_the_original_is_what_the_file_means(name: str) -> None:
     check = validate(onnx.parser.parse_model(text))
     assert check.ok
     assert any("is run with that mended" in note for note in check.notes) == mended
+
+
+@pytest.mark.parametrize("outer", ["", "w = Mul (x, x)"], ids=["initializer", "computed"])
+@pytest.mark.parametrize("other", ["Add (x, w)", "Neg (x)"])
+def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: str) -> None:
+    """ONNX has no two values of one name; onnxruntime runs the file."""
+    held = "" if outer else "<float[1] w = {10}>"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[1] x, bool c) => (float[1] y) {held} {{'
+        f" {outer} z = If (c) <then_branch: graph = t () => (float[1] a) <float[1] w = {{5}}> "
+        f" {{ a = Add (x, w) }}, else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
+        " y = Add (z, w) }"
+    )
+    stock = onnxruntime.InferenceSession(model.SerializeToString())
+    ours = onnx_fuse.InferenceSession(model)
+    for taken in (True, False):
+        feed = {"x": np.ones(1, np.float32), "c": np.array(taken)}
+        np.testing.assert_array_equal(ours.run(None, feed)[0], stock.run(None, feed)[0])
 
 
 def int8_model(opset: int) -> onnx.ModelProto:

@@ -451,9 +451,26 @@ def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
                     f"node '{name}' ({node.op_type}) reads '{read.name}', which no node, "
                     "input or initializer defines"
                 )
-        for attribute in node.attributes.values():
-            for sub in subgraphs(attribute):
-                _check_defined(sub, defined)
+        branches = [sub for attr in node.attributes.values() for sub in subgraphs(attr)]
+        _let_outer_names_win(branches, defined)
+        for sub in branches:
+            _check_defined(sub, defined)
     for output in graph.outputs:
         if output not in defined:
             raise ModelError(f"nothing defines the output '{output.name}'")
+
+
+def _let_outer_names_win(branches: Sequence[ir.Graph], outer: set[ir.Value]) -> None:
+    """A branch's initializer gives way to an outer value of its name that some branch reads.
+
+    So it is in onnxruntime; ONNX has no two values of one name.
+    """
+    names = {name for sub in branches for name in sub.initializers}
+    shadowed = {value for value in outer if value.name in names}
+    nodes = [node for sub in branches for node in all_nodes(sub)] if shadowed else []
+    read = {value for node in nodes for value in node.inputs}
+    read |= {value for sub in branches for value in sub.outputs}
+    for value in shadowed & read:
+        for sub in branches:
+            if inner := sub.initializers.pop(str(value.name), None):
+                inner.replace_all_uses_with(value, replace_graph_outputs=True)
