@@ -136,16 +136,16 @@ def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: s
     """ONNX has no two values of one name; onnxruntime runs the file."""
     held = "" if outer else "<float[1] w = {10}>"
     model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[1] x, bool c) => (float[1] y) {held} {{'
-        f" {outer} z = If (c) <then_branch: graph = t () => (float[1] a) <float[1] w = {{5}}> "
-        f" {{ a = Add (x, w) }}, else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[1] x, bool c) => (float[1] y)'
+        f" {held} {{ {outer} z = If (c) <then_branch: graph = t () => (float[1] a)"
+        f" <float[1] w = {{5}}> {{ a = Add (x, w) }}, else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
         " y = Add (z, w) }"
     )
-    stock = onnxruntime.InferenceSession(model.SerializeToString())
+    theirs = onnxruntime.InferenceSession(model.SerializeToString())
     ours = onnx_fuse.InferenceSession(model)
     for taken in (True, False):
         feed = {"x": np.ones(1, np.float32), "c": np.array(taken)}
-        np.testing.assert_array_equal(ours.run(None, feed)[0], stock.run(None, feed)[0])
+        np.testing.assert_array_equal(ours.run(None, feed)[0], theirs.run(None, feed)[0])
 
 
 def int8_model(opset: int) -> onnx.ModelProto:
