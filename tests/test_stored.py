@@ -138,7 +138,8 @@ def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: s
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["" : 21]> g (float[1] x, bool c) => (float[1] y)'
         f" {held} {{ {outer} z = If (c) <then_branch: graph = t () => (float[1] a)"
-        f" <float[1] w = {{5}}> {{ a = Add (x, w) }}, else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
+        f" <float[1] w = {{5}}> {{ a = Add (x, w) }},"
+        f" else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
         " y = Add (z, w) }"
     )
     theirs = onnxruntime.InferenceSession(model.SerializeToString())
