@@ -24,6 +24,10 @@ static inline void __syncthreads() {}
 template <class E> E __shfl_xor_sync(unsigned, E x, int) { return x; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
+static inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
+static inline float __fadd_rn(float x, float y) { return x + y; }
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 #define __expf expf  // glibc declares the name
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }

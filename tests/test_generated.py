@@ -41,7 +41,8 @@ def steps_of(dtype: str) -> list[str]:
     if dtype in NARROW_FLOATS:  # moved, compared and cast; other operators have no such types
         return ["Equal", "Where", "Cast"]
     if dtype in FLOATS:
-        return [n for n in TABLE if not n.startswith(INTEGERS) and n not in LOGICAL]
+        left_out = (*LOGICAL, "Quantize", "Code")
+        return [n for n in TABLE if not n.startswith(INTEGERS) and n not in left_out]
     # ONNX shifts unsigned integers, and int32
     shifts = [n for n in TABLE if n.startswith(INTEGERS)]
     return [*EXACT, *shifts, "Equal", "Less", "Where", "Sign", "Cast"]
@@ -61,6 +62,16 @@ def test_every_step_compiles(dtype: str) -> None:
         kind = "bool" if name in (*COMPARES, *LOGICAL) else "int64" if name == "Iota" else dtype
         stores.append(code.step(name, kind, first, *operands[1:]))
         writes.append(flat(10 + len(writes), kind))
+    launch = launch_of(code.expression(*stores), code.reads, writes)
+    (report,) = nvrtc.resources(launch.source).values()
+    assert report.spill_bytes == 0
+
+
+def test_steps_of_codes_compile() -> None:
+    code = Code()
+    number = code.step("Quantize", "float32", *(code.load(flat(i, "float32")) for i in range(6)))
+    stores = code.step("Cast", "float16", number), code.step("Code", "int8", number)
+    writes = [flat(10, "float16"), flat(11, "int8")]
     launch = launch_of(code.expression(*stores), code.reads, writes)
     (report,) = nvrtc.resources(launch.source).values()
     assert report.spill_bytes == 0
