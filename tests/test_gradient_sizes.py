@@ -377,3 +377,14 @@ def test_sizes_of_one_name_are_equal_or_a_node_says_so(name):
             continue
         for dx, answer in zip(sessions[0].run(None, feeds)[1:], right, strict=True):
             np.testing.assert_array_equal(dx, answer)
+
+
+def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:
+    """onnxruntime dies of one of an empty tensor that a node has computed."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+      f (float[N,1,M] x, float[N,N,N,N] z, float[1] a) => (float[N,1,M] y, float[N,N,N,N] w)
+      { y = InstanceNormalization (x, a, a)  w = Neg (z) }""")
+    runner = stock(onnx_fuse.gradient(model, ["x", "z"]))
+    feeds = {"x": np.ones((2, 1, 0), "f"), "z": np.ones((2, 2, 2, 2), "f"), "a": np.ones(1, "f")}
+    feeds |= {"y.grad": feeds["x"], "w.grad": feeds["z"]}
+    np.testing.assert_array_equal(runner.run(["z.grad"], feeds)[0], -feeds["z"])
