@@ -388,3 +388,14 @@ def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:
     feeds = {"x": np.ones((2, 1, 0), "f"), "z": np.ones((2, 2, 2, 2), "f"), "a": np.ones(1, "f")}
     feeds |= {"y.grad": feeds["x"], "w.grad": feeds["z"]}
     np.testing.assert_array_equal(runner.run(["z.grad"], feeds)[0], -feeds["z"])
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_one_tuple_of_gather_nd_reads_a_tensor_that_may_be_empty(size: int) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+      f (float[B,C,4] x) => (float[C,4] y) <int64[1] i = {-3}> { y = GatherND (x, i) }""")
+    runner = stock(onnx_fuse.gradient(model, ["x"]))
+    feeds = {"x": np.ones((3, size, 4), "f"), "y.grad": np.full((size, 4), 2, "f")}
+    expected = np.zeros((3, size, 4), "f")
+    expected[0] = 2
+    np.testing.assert_array_equal(runner.run(["x.grad"], feeds)[0], expected)

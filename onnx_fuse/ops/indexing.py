@@ -92,6 +92,8 @@ def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
     width = dim(full, -1)
     if not sizes or width is None or not (all(sizes[:width]) or all(sizes[width:])):
         # onnxruntime's ScatterND (1.32) takes no index into an empty axis, even of empty slices
+        if known_rank(indices) == 1:  # one tuple, whose only axis is its own
+            full, dy = (op.Unsqueeze(v, op.constant([0])) for v in (full, dy))
         end = op.Mul(op.Size(dy), op.constant([2**31]))
         full, dy = (op.Slice(v, [0], end, [0]) for v in (full, dy))
     return [op.scatter_add("ScatterND", op.zeros_like(x), full, dy)]
