@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 6991, "validation": 4678,
     "generation": 1495,
     "quantization": 749,
-    "tests": 50555, "tools": 11464,
+    "tests": 50570, "tools": 11464,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

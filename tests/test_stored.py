@@ -13,6 +13,7 @@ from support import Cli, stock, table
 import onnx_fuse
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import to_proto
+from onnx_fuse.rewrite.fold import fold_constants
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.check import validate
 
@@ -147,6 +148,19 @@ def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: s
     for taken in (True, False):
         feed = {"x": np.ones(1, np.float32), "c": np.array(taken)}
         np.testing.assert_array_equal(ours.run(None, feed)[0], theirs.run(None, feed)[0])
+
+
+def test_a_node_without_a_type_is_simplified() -> None:
+    """Inference has no types for operators of an opset that it does not know."""
+    model = load(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 24]>
+      g (float[A,B] x) => (float[A,B] y)
+      { s = Shape (x)  t = Concat <axis = 0> (s)  y = Reshape (x, t) }""")
+    )
+    for node in list(model.graph)[:2]:
+        node.outputs[0].type = None
+    assert fold_constants(model, lambda node: True)
+    assert [node.op_type for node in to_proto(model).graph.node] == ["Shape", "Identity", "Reshape"]
 
 
 def int8_model(opset: int) -> onnx.ModelProto:

@@ -96,7 +96,7 @@ def _simplify(node: ir.Node) -> bool:
             simpler = op.Concat(*parts, axis=axis) if len(parts) > 1 else op.Identity(*parts)
         case _:
             return False
-    simpler.name, simpler.dtype, simpler.shape = y.name, y.dtype, y.shape
+    simpler.name, simpler.type, simpler.shape = y.name, y.type, y.shape
     op.nodes[-1].name = node.name
     op.nodes[-1].metadata_props.update(node.metadata_props)
     node.graph.insert_before(node, op.nodes)
