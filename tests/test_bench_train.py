@@ -63,9 +63,9 @@ def test_arms_get_ready_together_and_are_timed_one_after_another(
     monkeypatch.setattr(bench_train, "devices", lambda: ["0"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     only = ["mlp", "vit"]
-    options = argparse.Namespace(layers=0, profile=False, limit=30.0, only=only)
+    options = argparse.Namespace(layers=0, profile=False, limit=30.0, only=only, json=None)
     rows = {name: {"model": name} for name in only}
-    bench_train.together(options, lambda: None, rows)
+    bench_train.at_once(options, rows)
     times = sorted((rows[name][arm] for name in only for arm in ("cold", "torch")),
                    key=lambda found: found["begun"])  # fmt: skip
     assert times[0]["begun"] >= max(found["ready"] for found in times)

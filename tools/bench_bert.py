@@ -8,23 +8,19 @@ and CUDA graphs). The two run in turns, medians of nine. Then the time of each k
 itself, L2 warm, launch included. `--freeze` tunes the products first and ships the records.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _paths  # noqa: F401
 import encoder
 import numpy as np
 import torch as t
-from gpu_events import microseconds
+from bench_train import kernel_times
+from gpu_events import in_turns, microseconds
 from performance_page import save
 from train_peers import Encoder
 
@@ -48,17 +44,8 @@ class Peer(Encoder):
         return x.float(), pooled.float()
 
 
-def in_turns(arms: dict[str, Callable[[], float]], rounds: int = 9) -> dict[str, float]:
-    """Arm -> median of the seconds that it answers, in us."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name, arm in arms.items():
-            times[name].append(arm() * 1e6)
-    return {name: median(values) for name, values in times.items()}
-
-
 def compiled(c: encoder.Config, feeds: dict[str, np.ndarray]) -> Callable[[], float]:
-    """Seconds a run of torch.compile's encoder on these feeds."""
+    """Microseconds a run of torch.compile's encoder on these feeds."""
     with t.device("cuda"):
         peer = t.compile(Peer(c).half().eval(), mode="reduce-overhead", dynamic=False)
     given = [
@@ -70,9 +57,14 @@ def compiled(c: encoder.Config, feeds: dict[str, np.ndarray]) -> Callable[[], fl
 
     def once() -> float:
         with t.no_grad():
-            return microseconds(lambda: peer(*given), 20) / 1e6
+            return microseconds(lambda: peer(*given), 20)
 
     return once
+
+
+def microseconds_of(stream: Any, instance: Any) -> float:
+    """Microseconds of a launch of the graph."""
+    return 1e6 * stream.timed(instance.launch)
 
 
 def main() -> None:
@@ -101,7 +93,7 @@ def main() -> None:
             executable.release_memory()  # the next instance is made of the new choices
         ours = executable.instance(feeds)
         ours.capture()
-        arms = {"onnx_fuse": partial(executable.stream.timed, ours.launch)}
+        arms = {"onnx_fuse": partial(microseconds_of, executable.stream, ours)}
         if not args.quick:
             arms["compile"] = compiled(c, feeds)
         us = in_turns(arms)
@@ -112,15 +104,12 @@ def main() -> None:
         if (batch, tokens) in ORT:
             line += f"; onnxruntime, an earlier run: {ORT[batch, tokens]}"
         print(line)
-        kinds: dict[str, list[float]] = {}
-        for call, seconds in ours.profile():
-            name = f"{call.kernel[:32]} {call.problem or ''}".strip()[:72]
-            kinds.setdefault(f"{name} {call.why.split(':')[0]}", []).append(seconds * 1e6)
-        for name, each in sorted(kinds.items(), key=lambda item: -sum(item[1])):
-            print(f"    {sum(each):8.1f}  {len(each):3d} x {median(each):7.2f}  {name}")
-        print(f"    {sum(map(sum, kinds.values())):8.1f}  by themselves")
-        profile = {name: [len(each), sum(each)] for name, each in kinds.items()}
-        rows.append({"shape": [batch, tokens], "us": us, "launches": launches, "kernels": profile})
+        kinds = {name: (n, 1e6 * took) for name, (n, took) in kernel_times(ours).items()}
+        for name, (calls, took) in sorted(kinds.items(), key=lambda item: -item[1][1]):
+            print(f"    {took:8.1f}  {calls:3.0f} x {took / calls:7.2f}  {name}")
+        print(f"    {sum(took for _, took in kinds.values()):8.1f}  by themselves")
+        row = {"shape": [batch, tokens], "us": us, "launches": launches, "kernels": kinds}
+        rows.append(row)
     if args.json:
         save(args.json, hw.name, t.__version__, rows)
 

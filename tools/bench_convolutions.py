@@ -7,8 +7,6 @@ gradients of the images and of the weight. cuDNN's are those of PyTorch, as CUDA
 medians, in microseconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Collection, Iterator
@@ -20,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 import torch as t
 from bench_vision import Once, ours, timed
+from gpu_events import captured
 from gpu_turns import Turn
 
 from onnx_fuse.ir.build import text_model
@@ -40,12 +39,7 @@ TURN = Turn()  # a process of no tool: it does not wait
 
 def replayed(once: Once) -> float:
     """Microseconds of what a call enqueues, as a CUDA graph."""
-    graph = t.cuda.CUDAGraph()
-    for _ in range(3):
-        once()
-    with t.cuda.graph(graph):
-        once()
-    return timed(graph.replay, TURN)
+    return timed(captured(once).replay, TURN)
 
 
 def convolution(
@@ -82,29 +76,18 @@ def convolution(
         for v in (t.randn(batch, c, image, image), t.randn(batch, m, out, out), weight)
     )
 
-    def backward(*wanted: bool) -> object:
-        return t.ops.aten.convolution_backward(
-            dy, given, w, None, [s, s], [pad, pad], [1, 1], False, [0, 0], 1, wanted
-        )
+    def backward(*wanted: bool) -> Once:
+        how = [s, s], [pad, pad], [1, 1], False, [0, 0], 1, wanted
+        return lambda: t.ops.aten.convolution_backward(dy, given, w, None, *how)
 
-    if "forward" in only:
-        yield (
-            "forward",
-            ours(forward, np.float16, [x], "fp32", TURN),
-            replayed(lambda: t.nn.functional.conv2d(given, w, None, s, pad)),
-        )
-    if "dgrad" in only and c > 3:  # images need no gradient
-        yield (
-            "dgrad",
-            ours(data, np.float16, [y], "fp32", TURN),
-            replayed(lambda: backward(True, False, False)),
-        )
-    if "wgrad" in only:
-        yield (
-            "wgrad",
-            ours(filters, np.float16, [y, x], "fp32", TURN),
-            replayed(lambda: backward(False, True, False)),
-        )
+    arms = {
+        "forward": (forward, [x], lambda: t.nn.functional.conv2d(given, w, None, s, pad)),
+        "dgrad": (data, [y], backward(True, False, False)),
+        "wgrad": (filters, [y, x], backward(False, True, False)),
+    }
+    for what, (model, shapes, theirs) in arms.items():
+        if what in only and (what != "dgrad" or c > 3):  # images need no gradient
+            yield what, ours(model, np.float16, shapes, "fp32", TURN), replayed(theirs)
 
 
 def main() -> None:

@@ -14,19 +14,17 @@ hold from run to run better than times. Needs torch.
 `python tools/performance_page.py` makes docs/performance.md of the JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _paths  # noqa: F401
 import onnx
 import torch as t
-from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
+from gpu_events import rotating
 from performance_page import ARMS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, rewrite
@@ -40,6 +38,11 @@ from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware
 from onnx_fuse.session import load
 from onnx_fuse.tune import TOLERANCE, calls_of, shortlist, tune
 
+SHAPES = (
+    (8192, 4096, 4096), (8192, 768, 3072), (8192, 768, 2304), (8192, 1024, 4096),
+    (16384, 2048, 8192), (4096, 4096, 14336), (512, 768, 3072), (128, 768, 768),
+    (16, 4096, 4096), (1, 4096, 4096), (32, 256, 256),
+)  # fmt: skip
 BF16 = {"dtype": "bfloat16"}
 LARGE = ((8192, 4096, 4096), (8192, 1024, 4096))  # where fp32 products are compared
 REST = 4.0  # idle seconds before a cool chip is timed
@@ -48,13 +51,77 @@ linear_gelu (bfloat16[M, K] x) => (bfloat16[M, N] y)
 { h = MatMul(x, w)  z = Add(h, c)  y = Gelu(z) }"""
 
 
+@dataclass
+class Operands:
+    """A problem's tensors, by the names that its kernels have for them, and bare cuBLAS on them."""
+
+    tensors: dict[str, Any]
+    baseline: Callable[[], object]
+
+    def pointers(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+
+
+def operands(problem: GemmProblem, seed: int) -> Operands:
+    """Random operands, and room for the results."""
+    random = t.Generator(device="cuda").manual_seed(seed)
+    dtype, m, n, k = getattr(t, problem.dtype), problem.m, problem.n, problem.k
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return (t.randn(shape, device="cuda", generator=random) * scale).to(dtype)
+
+    def empty(*shape: int, dtype: Any = dtype) -> Any:
+        return t.full(shape, math.nan, device="cuda", dtype=dtype)
+
+    x, w = normal(m, k), normal(k, n, scale=k**-0.5)
+    if problem.op == "Gemm":
+        tensors = {"a": x, "b": w, "col0": normal(n), "col1": normal(n), "c": normal(m, n)}
+        return Operands(tensors | {"y": empty(m, n), "z": empty(m, n)}, lambda: t.matmul(x, w))
+    gamma, beta, c = normal(k) * 0.2 + 1, normal(k, scale=0.2), normal(n, scale=0.2)
+    tensors = {"x": x, "gamma": gamma, "beta": beta, "w": w, "c": c, "wq": t.zeros_like(w)}
+    tensors |= {"cs": empty(n, dtype=t.float32), "cv": empty(n, dtype=t.float32)}
+    if problem.op == "LayerNormGemm":
+        tensors |= {"mean": empty(m, dtype=t.float32), "rstd": empty(m, dtype=t.float32)}
+        return Operands(
+            tensors | {"a": x, "b": w, "y": empty(m, n)},
+            lambda: t.nn.functional.linear(x, w.mT, c),
+        )
+    wide, dy = x.double(), normal(m, n)
+    normed = t.nn.functional.layer_norm(wide, (k,), gamma.double(), beta.double())
+    tensors |= {
+        "mean": wide.mean(-1).float(),
+        "rstd": (wide.var(-1, correction=0) + 1e-5).rsqrt().float(),
+        "y": (normed @ w.double() + c.double()).to(dtype),
+        "dy": dy, "dx": empty(m, k), "dgamma": empty(k), "dbeta": empty(k), "dw": empty(k, n),
+        "dc": empty(n),
+    }  # fmt: skip
+    tensors["z"] = tensors["y"]
+    leaves = [v.clone().requires_grad_() for v in (x, w.mT, c)]
+
+    def backward() -> None:
+        t.autograd.grad(t.nn.functional.linear(*leaves), leaves, dy)
+
+    return Operands(tensors, backward)
+
+
+def rotation(problem: GemmProblem, hw: Hardware) -> tuple[int, int]:
+    """How many operand sets exceed twice the L2, and how many calls one graph makes."""
+    sets = max(2, min(16, 2 * hw.l2_bytes // max(1, problem.bytes) + 1))
+    seconds = max(problem.bytes / hw.bandwidth, problem.flops / hw.rate(problem.dtype), 3e-6)
+    return sets, max(sets, min(200, int(4e-3 / seconds)))
+
+
 class Bench:
     """The arms of one shape, bound to their own operand sets."""
 
     def __init__(self, hw: Hardware, m: int, k: int, n: int, tuned: set[str] | None = None) -> None:
         self.hw, self.shape, self.tuned = hw, (m, k, n), tuned  # the keys of what was tuned
-        self.case = Case("bench", m, k, n)
         self.chosen: dict[str, str] = {}
+
+    def sets(self, problem: GemmProblem, most: int = 16) -> tuple[list[Operands], int]:
+        """Operand sets of the problem, and how many calls one graph makes."""
+        sets, launches = rotation(problem, self.hw)
+        return [operands(problem, seed) for seed in range(min(sets, most))], launches
 
     def ours(self, problem: GemmProblem, sets: list[Any], name: str) -> Any:
         """Calls of the kernel that select takes for `problem`, bound to each operand set."""
@@ -73,18 +140,16 @@ class Bench:
         bound = []
         for op in sets:
             size = max(16, choice.workspace(problem, self.hw))
-            op.inputs[f"workspace {name}"] = t.empty(size, dtype=t.uint8, device="cuda")
-            pointers = {key: v.data_ptr() for key, v in (op.inputs | op.outputs).items()}
+            op.tensors[f"workspace {name}"] = t.empty(size, dtype=t.uint8, device="cuda")
+            pointers = op.pointers()
             pointers["workspace"] = pointers[f"workspace {name}"]
-            if problem.folded:
-                prepare(problem, pointers, self.hw)
             bound.append([bind(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
-
-        def run(i: int) -> None:
-            for call in bound[i]:
-                call.enqueue(t.cuda.current_stream().cuda_stream)
-
-        return run
+        if problem.folded:  # once, as a session does when it loads a model
+            folds = self.fold(sets, problem)
+            for i in range(len(sets)):
+                folds(i)
+            t.cuda.synchronize()
+        return enqueued(bound)
 
     def tune(self, problem: GemmProblem, sets: list[Any]) -> None:
         """Ship the fastest of the likely choices as this GPU's record, if its results agree."""
@@ -96,8 +161,8 @@ class Bench:
         for number, choice in enumerate(choices):
             run = self.bound(choice, problem, sets, f"tune {number}")
             run(0)
-            floats = sets[0].inputs | sets[0].outputs
-            floats = {name: v for name, v in floats.items() if v.is_floating_point()}
+            tensors = sets[0].tensors.items()
+            floats = {name: v for name, v in tensors if v.is_floating_point()}
             found = {name: v.double().nan_to_num() for name, v in floats.items()}
             truth = truth or found
             bounds = {name: TOLERANCE[str(v.dtype)[6:]] for name, v in floats.items()}
@@ -106,10 +171,10 @@ class Bench:
                 for name, bound in bounds.items()
             ):
                 arms[str(number)] = run
-        us = interleaved(arms, len(sets), max(len(sets), rotation(problem, self.hw)[1]))
+        us = rotating(arms, len(sets), max(len(sets), rotation(problem, self.hw)[1]))
         for op in sets:
             for number in range(len(choices)):
-                del op.inputs[f"workspace tune {number}"]
+                del op.tensors[f"workspace tune {number}"]
         best = min(us, key=us.__getitem__)
         choice = choices[int(best)]
         entry = tuning.record(problem, choice.kernel, choice.config, us[best], self.hw)
@@ -118,27 +183,17 @@ class Bench:
             f"tuned {problem}: {len(us)} of {len(choices)} agree, {us['0']:.2f} to {us[best]:.2f}"
         )
 
-    def fold(self, sets: list[Any], k: int, n: int) -> Any:
+    def fold(self, sets: list[Any], problem: GemmProblem) -> Any:
         """The weights' fold, which a training step makes once for both directions."""
-        bound = []
-        for op in sets:
-            pointers = {key: v.data_ptr() for key, v in op.inputs.items()}
-            bound.append(bind(fold(k, n, "bfloat16", False, self.hw), pointers, self.hw))
-
-        def run(i: int) -> None:
-            bound[i].enqueue(t.cuda.current_stream().cuda_stream)
-
-        return run
+        call = fold(problem.k, problem.n, problem.dtype, problem.trans_b, self.hw)
+        return enqueued([[bind(call, op.pointers(), self.hw)] for op in sets])
 
     def forward(self, compiled: bool) -> dict[str, float]:
         """Median us: cublas, gemm (ours, bare), fused, compile."""
         m, k, n = self.shape
         attrs = {"folded": True, "static_b": True, **BF16}
         fused = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **attrs)
-        sets, launches = rotation(fused, self.hw)
-        ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
-        for op in ops:
-            op.inputs |= {"a": op.inputs["x"], "b": op.inputs["w"]}
+        ops, launches = self.sets(fused)
         bare = GemmProblem.of("Gemm", m=m, k=k, n=n, static_b=True, **BF16)
         arms = {
             "cublas": lambda i: ops[i].baseline(),
@@ -153,24 +208,23 @@ class Bench:
                 ),
                 dynamic=False,
             )
-            weights = [op.inputs["w"].mT.contiguous() for op in ops]
+            weights = [op.tensors["w"].mT.contiguous() for op in ops]
 
             def inductor(i: int) -> None:
-                v = ops[i].inputs
+                v = ops[i].tensors
                 module(v["x"], v["gamma"], v["beta"], weights[i], v["c"])
 
             arms["compile"] = inductor
         with t.no_grad():
-            return interleaved(arms, sets, launches)
+            return rotating(arms, len(ops), launches)
 
     def gelu(self) -> dict[str, float]:
         """Median us of y = gelu(x w + c) with z kept: cublas (bare), fused."""
         m, k, n = self.shape
         fused = GemmProblem.of("Gemm", m=m, k=k, n=n, bias=True, act="gelu", save_z=True, **BF16)
-        sets, launches = rotation(fused, self.hw)
-        ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
+        ops, launches = self.sets(fused)
         arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "gelu")}
-        return interleaved(arms, sets, launches)
+        return rotating(arms, len(ops), launches)
 
     def gelu_program(self) -> Program:
         """Forward and backward of Linear+GELU."""
@@ -189,9 +243,8 @@ class Bench:
                 self.tuned.add(tuning.key(found.problem.op, found.problem))
             program = self.gelu_program()
         grad = GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
-        sets, launches = rotation(grad, self.hw)
-        sets, launches = min(sets, 4), max(4, launches // 3)
-        ops = [make(grad, self.case, seed, oracle=False) for seed in range(sets)]
+        ops, launches = self.sets(grad, most=4)
+        launches = max(4, launches // 3)
         keep = []
         bound: list[list[PlacedLaunch]] = []
         for op in ops:
@@ -199,8 +252,8 @@ class Bench:
                 b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
                 for b in program.buffers
             }
-            given = {"x": op.inputs["x"], "w": op.inputs["w"], "c": op.inputs["c"]}
-            given["y.grad"] = op.inputs["dy"]
+            given = {name: op.tensors[name] for name in ("x", "w", "c")}
+            given["y.grad"] = op.tensors["dy"]
             for b in program.buffers:
                 if b.name in given:
                     memory[b.id].copy_(given[b.name].reshape(-1).view(t.uint8))
@@ -220,24 +273,20 @@ class Bench:
             keep += memory.values()
             bound.append(calls)
 
-        def run(i: int) -> None:
-            for call in bound[i]:
-                call.enqueue(t.cuda.current_stream().cuda_stream)
-
-        return interleaved({"cublas": lambda i: ops[i].baseline(), "fused": run}, sets, launches)
+        arms = {"cublas": lambda i: ops[i].baseline(), "fused": enqueued(bound)}
+        return rotating(arms, len(ops), launches)
 
     def fp16(self) -> dict[str, float]:
         """Median us in fp16: cublas (bare), fused (LayerNorm+Linear); on a rested chip as well."""
         m, k, n = self.shape
         how = {"bias": True, "folded": True, "dtype": "float16"}
         fused = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, **how)
-        sets, launches = rotation(fused, self.hw)
-        ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
+        ops, launches = self.sets(fused)
         arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "fp16")}
-        us = interleaved(arms, sets, launches)
-        low = [(op.inputs["x"].bfloat16(), op.inputs["w"].bfloat16()) for op in ops]
+        us = rotating(arms, len(ops), launches)
+        low = [(op.tensors["x"].bfloat16(), op.tensors["w"].bfloat16()) for op in ops]
         arms["cublas bf16"] = lambda i: t.matmul(*low[i])
-        rested = interleaved(arms, sets, launches, rounds=3, rest=REST)
+        rested = rotating(arms, len(ops), launches, rounds=3, rest=REST)
         return us | {f"rested {name}": time for name, time in rested.items()}
 
     def fp32(self) -> dict[str, float]:
@@ -247,26 +296,20 @@ class Bench:
             how: GemmProblem.of("Gemm", m=m, k=k, n=n, dtype="float32", math=how)
             for how in ("bf16x3", "bf16x6")
         }
-        ops = [make(problems["bf16x3"], self.case, seed, oracle=False) for seed in range(2)]
+        ops, _ = self.sets(problems["bf16x3"], most=2)
         arms = {"cublas": lambda i: ops[i].baseline()}
         arms |= {name: self.ours(problem, ops, name) for name, problem in problems.items()}
-        return interleaved(arms, 2, 2, rounds=5)
+        return rotating(arms, 2, 2, rounds=5)
 
     def training(self) -> dict[str, float] | None:
         """Median us of forward and backward: cublas (three gradients), fused (five)."""
         m, k, n = self.shape
         fwd = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **BF16)
         bwd = GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
-        sets, launches = rotation(bwd, self.hw)
-        sets, launches = min(sets, 8), max(1, launches // 3)
-        launches = max(launches, sets)
-        ops = [make(bwd, self.case, seed, oracle=False) for seed in range(sets)]
-        for op in ops:
-            op.inputs["y"] = op.inputs["z"]
-            op.inputs["wq"] = t.empty_like(op.inputs["w"])
-            op.inputs["cs"], op.inputs["cv"] = (t.empty(n, device="cuda") for _ in range(2))
+        ops, launches = self.sets(bwd, most=8)
+        launches = max(launches // 3, len(ops))
         arms = {"cublas": lambda i: ops[i].baseline()}
-        fold = self.fold(ops, k, n)
+        fold = self.fold(ops, bwd)
         for way, folded in (("folded", True), ("unfolded", False)):
             forward = self.ours(fwd.replace(folded=folded), ops, f"forward, {way}")
             backward = self.ours(bwd.replace(folded=folded), ops, f"backward, {way}")
@@ -275,12 +318,22 @@ class Bench:
             calls = [fold, forward, backward] if folded else [forward, backward]
             arms[way] = lambda i, calls=calls: [call(i) for call in calls]
             arms[f"forward, {way}"] = forward
-        us = interleaved(arms, sets, launches)
+        us = rotating(arms, len(ops), launches)
         ways = [way for way in ("folded", "unfolded") if way in us]
         if not ways:
             return None
         best = min(ways, key=us.__getitem__)
         return us | {"fused": us[best], "forward": us[f"forward, {best}"]}
+
+
+def enqueued(bound: list[list[PlacedLaunch]]) -> Callable[[int], None]:
+    """What enqueues the launches on one operand set."""
+
+    def run(i: int) -> None:
+        for call in bound[i]:
+            call.enqueue(t.cuda.current_stream().cuda_stream)
+
+    return run
 
 
 def linear_gelu_gradient(k: int, n: int) -> Any:

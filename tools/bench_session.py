@@ -8,8 +8,6 @@ growing and a fixed cache, its training step at lengths never seen, and the star
 Models have random weights (models/).
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -19,12 +17,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+import encoder
+import gpt
+import gpt_cache
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+from _paths import ROOT
+from gpu_events import captured, in_turns
+
+from onnx_fuse import InferenceSession, Trainer, optim
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.runtime import device, precompile
 
 Row = tuple[str, str, float, float | None]
 """(what, unit, ours, torch's)."""
@@ -53,10 +63,6 @@ def each(work: Callable[[], object], repeats: int, rounds: int = 7) -> float:
 
 def linear(k: int, n: int, *, norm: bool = False, half: str = "") -> Any:
     """[LayerNorm and] Linear of [N, k], as an exporter writes it: a ModelProto."""
-    import ml_dtypes
-    import numpy as np
-    import onnx
-
     rng = np.random.default_rng(0)
     kind, dtype = ("bfloat16", ml_dtypes.bfloat16) if half else ("float", np.float32)
     product = "h = LayerNormalization (x, g, b)  p = MatMul (h, w)" if norm else "p = MatMul (x, w)"
@@ -78,7 +84,6 @@ class Places:
         self.kept: list[Any] = []
 
     def new(self, nbytes: int) -> int:
-        from onnx_fuse.runtime import device
 
         device.start()
         self.kept.append(device.Memory(nbytes, "a place"))
@@ -87,8 +92,6 @@ class Places:
 
 def bound(session: Any, places: Places, **ends: tuple[Any, tuple[int, ...], int]) -> Any:
     """A binding of each input and output by name: (type, shape, address or 0)."""
-    import numpy as np
-
     binding = session.io_binding()
     inputs = {end.name for end in session.get_inputs()}
     for name, (kind, shape, address) in ends.items():
@@ -101,10 +104,6 @@ def bound(session: Any, places: Places, **ends: tuple[Any, tuple[int, ...], int]
 
 def small(_: argparse.Namespace) -> Iterator[Row]:
     """Host time of a run of a 64 x 64 Linear."""
-    import numpy as np
-
-    from onnx_fuse import InferenceSession
-
     session, places = InferenceSession(linear(64, 64), device="cuda"), Places()
     x = np.ones((64, 64), np.float32)
     kind = (np.float32, (64, 64), 0)
@@ -143,55 +142,39 @@ def small(_: argparse.Namespace) -> Iterator[Row]:
 
 def large(_: argparse.Namespace) -> Iterator[Row]:
     """LayerNorm+Linear in bf16, bound in place and back to back, against torch's bare Linear."""
-    import ml_dtypes
-
-    from onnx_fuse import InferenceSession
-
     t = torch()
     for m, k, n in ((8192, 768, 3072), (512, 768, 3072), (16, 4096, 4096)):
         session = InferenceSession(linear(k, n, norm=True, half="bf16"), device="cuda")
         kind = ml_dtypes.bfloat16
         places = Places()
         binding = bound(session, places, x=(kind, (m, k), 0), y=(kind, (m, n), 0))
-        theirs = None
-        arms: list[Callable[[], object]] = []
-
-        def ours(session: Any = session, binding: Any = binding) -> None:
-            session.run_with_iobinding(binding, synchronize=False)
-
-        arms.append(ours)
+        arms = {"ours": partial(session.run_with_iobinding, binding, synchronize=False)}
         if t is not None:
             x = t.randn(m, k, device="cuda", dtype=t.bfloat16)
             w, c = t.randn(n, k, device="cuda", dtype=t.bfloat16), t.zeros(n, device="cuda")
-            c = c.bfloat16()
-            arms.append(lambda x=x, w=w, c=c: t.nn.functional.linear(x, w, c))
+            arms["torch"] = partial(t.nn.functional.linear, x, w, c.bfloat16())
         for _ in range(5):
             session.run_with_iobinding(binding)
-        times: list[list[float]] = [[] for _ in arms]
-        for _ in range(9):
-            for arm, found in zip(arms, times, strict=True):
-                started = time.perf_counter()
-                for _ in range(200):
-                    arm()
-                binding.synchronize_inputs()  # all streams
-                found.append((time.perf_counter() - started) / 200 * 1e6)
-        if t is not None:
-            theirs = median(times[1])
-        yield f"LayerNorm+Linear bf16 {m},{k},{n}, back to back", "us", median(times[0]), theirs
+        us = in_turns({name: partial(back_to_back, arm, binding) for name, arm in arms.items()})
+        name = f"LayerNorm+Linear bf16 {m},{k},{n}, back to back"
+        yield name, "us", us["ours"], us.get("torch")
+
+
+def back_to_back(work: Callable[[], object], binding: Any, calls: int = 200) -> float:
+    """Microseconds of a call of so many, all streams awaited at the end."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    binding.synchronize_inputs()  # all streams
+    return (time.perf_counter() - started) / calls * 1e6
 
 
 def _encoder() -> Any:
-    import encoder
-
-    from onnx_fuse import InferenceSession
-
     model = encoder.build(encoder.SIZES["bert-base"])
     return InferenceSession(model, device="cuda", precision="fp16")
 
 
 def _tokens(length: int, seed: int = 0) -> dict[str, Any]:
-    import numpy as np
-
     ids = np.random.default_rng(seed).integers(0, 30522, (1, length))
     return {
         "input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)
@@ -200,8 +183,6 @@ def _tokens(length: int, seed: int = 0) -> dict[str, Any]:
 
 def bert(_: argparse.Namespace) -> Iterator[Row]:
     """BERT-base in fp16 at one length, then at lengths never seen."""
-    import numpy as np
-
     session, places = _encoder(), Places()
     feeds, long = _tokens(128), (np.int64, (1, 128), 0)
     began = time.time()
@@ -223,8 +204,6 @@ def bert(_: argparse.Namespace) -> Iterator[Row]:
 
 def _write(binding: Any, feeds: dict[str, Any]) -> None:
     """Fill what a binding names."""
-    from onnx_fuse.runtime import device
-
     stream = device.Stream()
     for name, array in feeds.items():
         stream.upload(binding.feeds[name].address, array.ctypes.data, array.nbytes)
@@ -236,21 +215,13 @@ def _peer() -> float | None:
     t = torch()
     if t is None:
         return None
-    import encoder
     from bench_bert import Peer
 
     with t.device("cuda"), t.no_grad():
         peer = Peer(encoder.SIZES["bert-base"]).half().eval()
         ids = t.zeros(1, 128, dtype=t.int64)
         given = (ids, t.ones_like(ids), ids)
-        side = t.cuda.Stream()
-        with t.cuda.stream(side):
-            for _ in range(3):
-                peer(*given)
-        side.synchronize()
-        graph = t.cuda.CUDAGraph()
-        with t.cuda.graph(graph):
-            peer(*given)
+        graph = captured(lambda: peer(*given))
 
     def once() -> None:
         graph.replay()
@@ -264,8 +235,6 @@ def prepared(executable: Any, feeds: dict[str, Any]) -> float:
 
     It waits until all are there, two minutes at most.
     """
-    from onnx_fuse.runtime import precompile
-
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     shapes = {**executable._resident(), **shapes}
     specializer = executable.specializer
@@ -281,10 +250,6 @@ def prepared(executable: Any, feeds: dict[str, Any]) -> float:
 
 def lengths(session: Any, began: float) -> Iterator[Row]:
     """60 random lengths after 12, which have compiled kernels, after a first run that `began`."""
-    import numpy as np
-
-    from onnx_fuse.cuda import nvrtc
-
     compiled, inner = [0], nvrtc._nvrtc
 
     def counted(*given: Any) -> Any:
@@ -292,11 +257,12 @@ def lengths(session: Any, began: float) -> Iterator[Row]:
         return inner(*given)
 
     nvrtc._nvrtc = counted
-    for length in (1, 2, 8, 16, 32, 64, 96, 129, 200, 300, 400, 512):
+    known = (1, 2, 8, 16, 32, 64, 96, 129, 200, 300, 400, 512)
+    for length in known:
         session.run(None, _tokens(length))
     compiled[0] = 0
     rng = np.random.default_rng(1)
-    fresh = rng.permutation(np.setdiff1d(np.arange(1, 513), (1, 2, 8, 16, 32, 64, 96, 128, 129, 200, 300, 400, 512)))  # noqa: E501  # fmt: skip
+    fresh = rng.permutation(np.setdiff1d(np.arange(1, 513), (128, *known)))
     times = []
     for length in fresh[:60]:
         feeds = _tokens(int(length))
@@ -313,10 +279,6 @@ def lengths(session: Any, began: float) -> Iterator[Row]:
 
 def decode(_: argparse.Namespace) -> Iterator[Row]:
     """GPT-2 with a cache, batch 1, token by token: the cache never leaves the GPU."""
-    import gpt_cache
-
-    from onnx_fuse import InferenceSession
-
     for name, what in (("gpt2-small", "growing"), ("gpt2-small-fixed", "fixed")):
         c = gpt_cache.SIZES[name]
         session = InferenceSession(gpt_cache.build(c), device="cuda", precision="fp16")
@@ -340,10 +302,6 @@ def _growing(session: Any, c: Any, tokens: int) -> float:
 
 def growing(session: Any, c: Any) -> Iterator[None]:
     """Token by token: each a length of its own, what it gives the next one's past."""
-    import numpy as np
-
-    from onnx_fuse.runtime import device
-
     names = [f"{kind}.{layer}" for layer in range(c.layers) for kind in ("key", "value")]
     places, head = Places(), c.width // c.heads
     first = places.new(2 * c.width)
@@ -367,10 +325,6 @@ def growing(session: Any, c: Any) -> Iterator[None]:
 
 def _fixed(session: Any, c: Any, tokens: int) -> float:
     """Seconds: the cache in one place, where each run adds a token to it."""
-    import numpy as np
-
-    from onnx_fuse.runtime import device
-
     names = [f"{kind}.{layer}" for layer in range(c.layers) for kind in ("key", "value")]
     shape = (1, c.heads, c.capacity, c.width // c.heads)
     places, size = Places(), 2 * int(np.prod(shape))
@@ -400,11 +354,6 @@ def train(_: argparse.Namespace) -> Iterator[Row]:
 
     Then at lengths of classes that never came, once they are prepared.
     """
-    import gpt
-    import numpy as np
-
-    from onnx_fuse import Trainer, optim
-
     c = gpt.SIZES["gpt2-small"]
     trainer = Trainer(
         gpt.build(c), loss="cross_entropy", optimizer=optim.AdamW(), precision="bf16", device="cuda"
@@ -438,20 +387,19 @@ def train(_: argparse.Namespace) -> Iterator[Row]:
 
 def start(_: argparse.Namespace) -> Iterator[Row]:
     """A new process from its start to the first result of BERT-base: cold, then warm."""
-    import encoder
-    import onnx_ir as ir
-
     code = (
-        "import sys, time; sys.path[:0] = sys.argv[2:4]\n"
-        "from onnx_fuse import InferenceSession; import bench_session as b\n"
-        "InferenceSession(sys.argv[1], device='cuda', precision='fp16').run(None, b._tokens(128))\n"
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from onnx_fuse import InferenceSession; import numpy as np\n"
+        "names = ('input_ids', 'attention_mask', 'token_type_ids')\n"
+        "feeds = dict.fromkeys(names, np.ones((1, 128), np.int64))\n"
+        "InferenceSession(sys.argv[1], device='cuda', precision='fp16').run(None, feeds)\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bert.onnx"
         ir.save(encoder.build(encoder.SIZES["bert-base"]), path)
         for name in ("cold", "warm"):
             began = time.perf_counter()
-            command = [sys.executable, "-c", code, str(path), str(ROOT), str(ROOT / "tools")]
+            command = [sys.executable, "-c", code, str(path), str(ROOT)]
             environment = {**os.environ, "ONNX_FUSE_CACHE_DIR": str(Path(folder) / "cache")}
             subprocess.run(command, check=True, env=environment)
             yield f"BERT-base, a new process, {name} cache", "s", time.perf_counter() - began, None

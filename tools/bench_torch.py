@@ -2,43 +2,39 @@
 
     python tools/bench_torch.py [--only ROW ...] [--limit S] [--quick] [--profile] [--json FILE]
 
-Rows have processes of their own; those of the host's time share one. All prepare (compile, warm up)
-at the same time and say when they are ready; then they are measured one after another, so that
-nothing else uses the GPU. No programs are made ahead of time for other lengths: they would take
-turns with a row in its process. What is not ready within the limit is given up, and the others go
-on. The arms of a row take turns and their times are medians, so that ratios hold from run to run.
+Rows have processes of their own, which all prepare (compile, warm up) at the same time, and are
+then measured one after another, so that nothing else uses the GPU. No programs are made ahead of
+time for other lengths: they would take turns with a row in its process. A row that takes longer
+than the limit is given up. The arms of a row take turns and their times are medians, so that ratios
+hold from run to run.
 `host` is the time until the calls of a step return: where it is nearly the step's own, the host is
 what is measured. --profile lists the kernels of each arm, and times a norm and a product as CUDA
 graphs. Needs torch and one GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
-import multiprocessing
 import operator
 import os
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import _paths  # noqa: F401
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
-from gpu_events import microseconds
+from gpu_events import captured as as_graph
+from gpu_events import in_turns, microseconds
+from gpu_turns import Found, Turn, devices, say, together, told
 from torch import nn
 
 import onnx_fuse as of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
 Work = Callable[[], Any]
 Row = Callable[[], "tuple[dict[str, Work], float]"]
@@ -276,23 +272,16 @@ def measured(arms: dict[str, Work], rounds: int, enough: float = 40) -> dict[str
 def replayed(arms: dict[str, Work], rounds: int, replays: int = 20) -> dict[str, float]:
     """Medians of the milliseconds of each arm as a CUDA graph: what the GPU takes, without a host.
 
-    The arms allocate with torch alone. They take turns, since the clock sinks as the GPU warms.
+    The arms allocate with torch alone.
     """
-    graphs: dict[str, Any] = {}
-    side = torch.cuda.Stream()
-    for name, work in arms.items():
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                work()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=side):
-            work()
-    found: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            found[name].append(microseconds(graph.replay, replays) / 1e3)
-    return {name: statistics.median(each) for name, each in found.items()}
+    graphs = {name: as_graph(work) for name, work in arms.items()}
+    return in_turns(
+        {
+            name: lambda graph=graph: microseconds(graph.replay, replays) / 1e3
+            for name, graph in graphs.items()
+        },
+        rounds,
+    )
 
 
 def called(arms: dict[str, Work], rounds: int) -> dict[str, Any]:
@@ -320,28 +309,23 @@ def kernels(work: Work, calls: int = 3) -> list[tuple[float, float, str]]:
     return sorted((r for r in rows if r[0] > 0), reverse=True)
 
 
-def serve(names: list[str], rounds: int, profile: bool, parent: Connection) -> None:
-    """A process of some rows: prepares them, waits for its turn, and sends what it measures."""
-    try:
-        rows = {name: {**ROWS, **HOST}[name]() for name in names}
-        for arms, _ in rows.values():
-            for work in arms.values():
-                for _ in range(5):
-                    work()
-        torch.cuda.synchronize()
-        parent.send("ready")
-        parent.recv()
-        for name, (arms, bar) in rows.items():
-            found = called(arms, rounds) if name in HOST else measured(arms, rounds)
-            if profile and name.startswith("norm_linear"):
-                for arm, ms in replayed(arms, rounds).items():
-                    found[arm]["graph_ms"] = ms
-            if profile and name in ROWS:
-                for arm, work in arms.items():
-                    found[arm]["kernels"] = kernels(work)
-            parent.send({"row": name, "bar": bar, "arms": found})
-    except Exception:  # noqa: BLE001 - rows that fail are one message, and the others go on
-        parent.send(traceback.format_exc())
+def child(name: str, rounds: int, profile: bool) -> None:
+    """Prepare a row, wait for its turn, and say what it measures."""
+    turn = Turn()
+    arms, bar = {**ROWS, **HOST}[name]()
+    for work in arms.values():
+        for _ in range(5):
+            work()
+    torch.cuda.synchronize()
+    turn.take()
+    found = called(arms, rounds) if name in HOST else measured(arms, rounds)
+    if profile and name.startswith("norm_linear"):
+        for arm, ms in replayed(arms, rounds).items():
+            found[arm]["graph_ms"] = ms
+    if profile and name in ROWS:
+        for arm, work in arms.items():
+            found[arm]["kernels"] = kernels(work)
+    say(row=name, bar=bar, arms=found)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -370,63 +354,29 @@ def main() -> None:
     every = [*ROWS, *HOST]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=every, help="a row; may be repeated")
-    parser.add_argument("--limit", type=float, default=120, help="seconds to prepare a row")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for each row")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each arm")
+    parser.add_argument("--child", choices=every, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        return child(options.child, 5 if options.quick else 25, options.profile)
     os.environ.setdefault("ONNX_FUSE_AHEAD", "0")
-    began, context = time.monotonic(), multiprocessing.get_context("spawn")
-    chosen = options.only or every
-    groups = [[name] for name in chosen if name in ROWS]
-    groups.append([name for name in chosen if name in HOST])
-    waiting: dict[Any, tuple[list[str], Any]] = {}
-    for names in filter(None, groups):
-        ours, theirs = context.Pipe()
-        given = (names, 5 if options.quick else 25, options.profile, theirs)
-        process = context.Process(target=serve, args=given, daemon=True)
-        process.start()
-        theirs.close()
-        waiting[ours] = names, process
-    ready: list[Any] = []
-    while waiting.keys() - set(ready):
-        left = began + options.limit - time.monotonic()
-        answers = wait(list(waiting.keys() - set(ready)), max(left, 0))
-        for pipe in answers:
-            names, _ = waiting[pipe]
-            said = received(pipe)
-            print(f"{', '.join(names)}: {said} after {time.monotonic() - began:.1f} s", flush=True)
-            if said == "ready":
-                ready.append(pipe)
-            else:
-                del waiting[pipe]
-        if not answers:
-            break
-    rows: list[dict[str, Any]] = []
-    for pipe in ready:
-        names, process = waiting.pop(pipe)
-        pipe.send("go")
-        for name in names:
-            found = received(pipe) if pipe.poll(options.limit) else "given up"
-            if isinstance(found, str):
-                print(f"{name}: {found}", flush=True)
-                process.terminate()
-                break
+    flags = [flag for flag in ("--quick", "--profile") if getattr(options, flag[2:])]
+
+    def measure(name: str, _: str, where: Mapping[str, Any]) -> Found:
+        return told([sys.executable, __file__, "--child", name, *flags], where, options.limit)
+
+    rows = []
+    for name, _, found in together(options.only or every, ("",), measure, devices()[:1]):
+        if "error" in found:
+            print(f"{name}: {found['error']}", flush=True)
+        else:
             rows.append(found)
             show(found)
-    for names, process in waiting.values():
-        print(f"{', '.join(names)}: not ready in {options.limit:.0f} s, given up", flush=True)
-        process.terminate()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-
-
-def received(pipe: Connection) -> Any:
-    """What a row's process sends, or that it ended."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return "its process ended"
 
 
 if __name__ == "__main__":

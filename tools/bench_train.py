@@ -16,34 +16,24 @@ all GPUs, and each is timed alone (gpu_turns.py): in minutes, without memory and
 the first step beside others that compile. ResNet-50 and ConvNeXt need torchvision.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _paths  # noqa: F401
 import numpy as np
-from gpu_turns import Place, Turn, devices
-
-for folder in ("models", "."):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
+from gpu_turns import Found, Turn, devices, say, together, told
 
 Arrays = dict[str, Any]
-Show = Callable[[str], object]
 ROUNDS, SECONDS = 7, 0.25
 """Rounds of steps, and about how long each takes."""
 
@@ -162,11 +152,6 @@ def _quick_weights() -> None:
     common.Net.normal = normal  # type: ignore[assignment]
 
 
-def say(**figures: Any) -> None:
-    """Hand figures of an arm to the process that waits for them, as a line of JSON."""
-    print(json.dumps(figures), flush=True)
-
-
 def on_gpu(array: Any, stream: Any) -> Any:
     """Floats in GPU memory, where torch's feeds are too; the host checks labels, which stay."""
     from onnx_fuse.runtime import device
@@ -208,11 +193,17 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     graph = median(executable.stream.timed(instance.launch) for _ in range(3))
     say(graph=graph, launches=sum(len(call.launches) for call in instance.program.calls))
     if profile:
-        kinds: dict[str, list[float]] = {}
-        for call, took in instance.profile():
-            name = f"{call.kernel[:40]} {call.problem or ''}".strip()[:110]
-            kinds.setdefault(f"{name} {call.why.split(':')[0]}", []).append(took)
-        say(kernels={name: [len(each), sum(each)] for name, each in kinds.items()})
+        say(kernels=kernel_times(instance))
+
+
+def kernel_times(instance: Any) -> dict[str, list[float]]:
+    """Calls and seconds of each kind of kernel call by itself."""
+    kinds: dict[str, list[float]] = {}
+    for call, took in instance.profile():
+        name = f"{call.kernel[:40]} {call.problem or ''}".strip()[:110]
+        kind = kinds.setdefault(f"{name} {call.why.split(':')[0]}", [0, 0.0])
+        kind[:] = kind[0] + 1, kind[1] + took
+    return kinds
 
 
 def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
@@ -280,44 +271,24 @@ SHOWN: dict[str, Callable[[Any], str]] = {
 
 
 def measured(
-    name: str, arm: str, where: Mapping[str, Any], args: argparse.Namespace, show: Show
-) -> Arrays:
-    """What a process of one arm found, shown as it comes; `error` says why it ended early.
-
-    `where`: what Popen is to be given for it.
-    """
+    name: str,
+    arm: str,
+    where: Mapping[str, Any],
+    args: argparse.Namespace,
+    show: Callable[[str], object],
+) -> Found:
+    """What a process of one arm found, shown as it comes; Popen is given `where`."""
     command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
     command += ["--profile"] if args.profile and arm == "cold" else []
-    found: Arrays = {}
 
-    def keep(figures: Arrays) -> None:
-        found.update(figures)
-        for key, value in figures.items():
-            if key in SHOWN:
-                show(f"  {SHOWN[key](value)}")
+    def shown(key: str, value: Any) -> None:
+        if key in SHOWN:
+            show(f"  {SHOWN[key](value)}")
 
-    with (
-        tempfile.TemporaryFile("w+") as faults,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=faults, text=True, **where
-        ) as process,
-    ):
-        limit = threading.Timer(args.limit, process.kill)
-        limit.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):  # libraries print, too
-                keep(json.loads(line))
-        if process.wait():
-            faults.seek(0)
-            why = (faults.read().strip().splitlines() or ["no output"])[-1]
-            over = not limit.is_alive()
-            keep({"error": f"ended after {args.limit:g} s" if over else why})
-        limit.cancel()
-    return found
+    return told(command, where, args.limit, shown)
 
 
-def in_turn(args: argparse.Namespace, done: Callable[[], None], rows: Mapping[str, Arrays]) -> None:
+def in_turn(args: argparse.Namespace, rows: Mapping[str, Found]) -> None:
     """All arms one after another, each alone, printed as its figures come."""
     for name in args.only:
         row = ROWS[name]
@@ -326,43 +297,31 @@ def in_turn(args: argparse.Namespace, done: Callable[[], None], rows: Mapping[st
             caches = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
             for arm in ("cold",) if args.quick else ("cold", "warm", "torch"):
                 print(f"  {arm:6s}", end="", flush=True)
-                show = partial(print, end="", flush=True)
-                rows[name][arm] = measured(name, arm, {"env": {**os.environ, **caches}}, args, show)
+                rows[name][arm] = measured(
+                    name, arm, {"env": {**os.environ, **caches}}, args,
+                    lambda text: print(text, end="", flush=True),
+                )  # fmt: skip
                 print(flush=True)
-                done()
+                write(args, rows)
         conclude(rows[name])
 
 
-def together(
-    args: argparse.Namespace, done: Callable[[], None], rows: Mapping[str, Arrays]
-) -> None:
+def at_once(args: argparse.Namespace, rows: Mapping[str, Found]) -> None:
     """All arms at once but for their timing, on all GPUs, each printed when it has ended."""
-    gpus, lines, runs = devices(), dict[tuple[str, str], list[str]](), {}
+    lines = {(name, arm): list[str]() for name in args.only for arm in ("torch", "cold")}
 
-    def placed(name: str, arm: str, device: str, cache: Path) -> Arrays:
-        with Place(device, cache) as place:
-            where = {"env": place.env, "pass_fds": place.pass_fds}
-            return measured(name, arm, where, args, lines[name, arm].append)
+    def measure(name: str, arm: str, where: Mapping[str, Any]) -> Found:
+        return measured(name, arm, where, args, lines[name, arm].append)
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(max_workers=2 * len(args.only)) as pool,
-    ):
-        for i, name in enumerate(args.only):
-            for arm in ("torch", "cold"):
-                lines[name, arm] = []
-                cache = Path(folder) / f"{name}.{arm}"
-                runs[pool.submit(placed, name, arm, gpus[i % len(gpus)], cache)] = name, arm
-        for run in as_completed(runs):
-            name, arm = runs[run]
-            rows[name][arm] = run.result()
-            print(f"{name:8s} {arm:6s}{''.join(lines[name, arm])}", flush=True)
-            if len(rows[name]) == 3:  # with its name
-                conclude(rows[name])
-            done()
+    for name, arm, found in together(args.only, ("torch", "cold"), measure, devices()):
+        rows[name][arm] = found
+        print(f"{name:8s} {arm:6s}{''.join(lines[name, arm])}", flush=True)
+        if len(rows[name]) == 3:  # with its name
+            conclude(rows[name])
+        write(args, rows)
 
 
-def conclude(found: Arrays) -> None:
+def conclude(found: Found) -> None:
     """Print how our step compares with torch.compile's, and what its kernels take."""
     if "step" in found["cold"] and "step" in found.get("torch", {}):
         ratio = found["cold"]["step"] / found["torch"]["step"]
@@ -370,7 +329,7 @@ def conclude(found: Arrays) -> None:
     for kernel, (count, took) in sorted(
         found["cold"].get("kernels", {}).items(), key=lambda item: -item[1][1]
     ):
-        print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}", flush=True)
+        print(f"    {took * 1e6:9.1f} us  {count:3.0f} x  {kernel}", flush=True)
 
 
 def main() -> None:
@@ -387,23 +346,22 @@ def main() -> None:
     if args.child:
         child(*args.child, args.layers, args.profile)
         return
-    rows: dict[str, Arrays] = {name: {"model": name} for name in args.only}
+    rows: dict[str, Found] = {name: {"model": name} for name in args.only}
 
-    def done() -> None:
-        if args.json:
-            write(args.json, list(rows.values()))
-
-    (together if args.together else in_turn)(args, done, rows)
+    (at_once if args.together else in_turn)(args, rows)
 
 
-def write(path: Path, rows: list[Arrays]) -> None:
+def write(args: argparse.Namespace, found: Mapping[str, Found]) -> None:
     """Write what is known so far, for the page."""
+    if not args.json:
+        return
     from performance_page import save
 
     from onnx_fuse.program.problem import Hardware
 
+    rows = list(found.values())
     version = next((r["torch"].get("version", "") for r in rows if "torch" in r), "")
-    save(path, Hardware.detect(0).name, version, rows)
+    save(args.json, Hardware.detect(0).name, version, rows)
 
 
 if __name__ == "__main__":

@@ -10,31 +10,24 @@ medians, in microseconds. tools/bench_convolutions.py has single convolutions, b
 training steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _paths  # noqa: F401
 import numpy as np
 import onnx_ir as ir
 import torch as t
 from gpu_events import microseconds
-from gpu_turns import Place, Turn, devices
+from gpu_turns import Found, Turn, devices, say, together, told
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
-
-from onnx_fuse import InferenceSession  # noqa: E402
+from onnx_fuse import InferenceSession
 
 Once = Callable[[], object]
 
@@ -141,6 +134,10 @@ def ours(
     return timed(once, turn)
 
 
+def in_fp16(row: Row, turn: Turn) -> float:
+    return ours(graph(row), np.float32, row.shapes, "fp16", turn)
+
+
 def peer(row: Row, turn: Turn) -> float:
     """Microseconds of torch.compile's run of PyTorch's module."""
     with t.device("cuda"):
@@ -152,22 +149,6 @@ def peer(row: Row, turn: Turn) -> float:
         return timed(lambda: compiled(*inputs), turn)
 
 
-def measured(name: str, theirs: bool, limit: float, device: str, cache: Path) -> float | str:
-    """Microseconds that a process of its own finds within the limit, or why it finds none."""
-    command = [sys.executable, __file__, "--worker", name, *(["--theirs"] if theirs else [])]
-    try:
-        with Place(device, cache) as place:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, check=False,
-                env=place.env, pass_fds=place.pass_fds,
-            )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"over {limit:g} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]
-    return float(done.stdout.split()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ROWS, default=[*ROWS])
@@ -175,39 +156,34 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="measurements that compile at once")
     parser.add_argument("--limit", type=float, default=180, help="seconds of each measurement")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--theirs", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         t.backends.cudnn.benchmark = True
-        row, turn = ROWS[args.worker], Turn()
-        if args.theirs:
-            print(peer(row, turn))
-        else:
-            print(ours(graph(row), np.float32, row.shapes, "fp16", turn))
-        return
-    found: dict[str, list[float | str]] = {name: [] for name in args.only}
-    arms = (False,) if args.quick else (False, True)
-    gpus = devices()
+        name, arm = args.worker
+        row, turn = ROWS[name], Turn()
+        measures = {"torch": peer, "ours": in_fp16}
+        return say(us=measures[arm](row, turn))
+
+    def measure(name: str, arm: str, where: Mapping[str, Any]) -> Found:
+        return told([sys.executable, __file__, "--worker", name, arm], where, args.limit)
+
+    found: dict[str, dict[str, float | str]] = {name: {} for name in args.only}
+    arms = ("ours",) if args.quick else ("ours", "torch")
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio", flush=True)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=args.jobs) as pool:
-        runs = {}
-        for i, name in enumerate(args.only):
-            for theirs in arms:
-                place = gpus[i % len(gpus)], Path(folder) / f"{name}.{theirs}"
-                runs[pool.submit(measured, name, theirs, args.limit, *place)] = name
-        for run in as_completed(runs):
-            name = runs[run]
-            found[name].append(run.result())
-            if len(found[name]) == len(arms):
-                times = found[name] = [r.result() for r, of in runs.items() if of == name]
-                shown = [x if isinstance(x, str) else f"{x:.1f}" for x in times]
-                match times:
-                    case [float(mine), float(peers)]:
-                        shown.append(f"{mine / peers:.2f}")
-                print(f"{name:16s}" + "".join(f" {x:>10s}" for x in shown), flush=True)
+    for name, arm, figures in together(args.only, arms, measure, devices(), args.jobs):
+        times = found[name]
+        times[arm] = figures.get("us") or figures.get("error", "no figure")[:120]
+        if len(times) == len(arms):
+            both = [times[arm] for arm in arms]
+            shown = [x if isinstance(x, str) else f"{x:.1f}" for x in both]
+            match both:
+                case [float(mine), float(peers)]:
+                    shown.append(f"{mine / peers:.2f}")
+            print(f"{name:16s}" + "".join(f" {x:>10s}" for x in shown), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        rows = {name: [times[arm] for arm in arms] for name, times in found.items()}
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

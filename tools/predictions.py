@@ -1,19 +1,18 @@
 """Predicted and measured time of each kernel call over 20 us of whole models, on one GPU.
 
     python tools/predictions.py [NAME ...] [--least 20] [--worst 10] [--all] [--jobs N]
-                                [--limit S] [--folder DIR] [--json DIR]
+                                [--limit S] [--folder DIR] [--json DIR] [--tune]
 
 The predictions are those that `--explain` and `--target` print. A call is measured by itself, in a
 CUDA graph of twenty runs, so the L2 is warm; of calls that are alike one is measured. For each
 model: how many calls are within 1.5 of their time, the sums, and the worst calls (with `--all`,
 every one of them). Each model is a process of its own; `--jobs` of them get ready beside each
 other, and are timed alone (gpu_turns.py). Models that PyTorch exports are kept in `--folder`.
+`--tune` tunes the calls as `onnx-fuse bench --tune` does it, and ships the winners as records.
 
 The models are those of bench_train.py ("-step": a training step), bench_vision.py and bench_bert.py
 (inference in fp16), with random weights.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib
@@ -29,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _paths  # noqa: F401
 import bench_train
 import numpy as np
 import onnx_ir
@@ -40,6 +40,7 @@ from onnx_fuse.kernels import site, tuning
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.instance import Instance
+from onnx_fuse.tune import calls_of, tune
 
 WITHIN = 1.5
 
@@ -169,6 +170,15 @@ def child(name: str, args: argparse.Namespace) -> None:
     ready = time.monotonic()
     turn.take(args.patience)
     timing = time.monotonic()
+    if args.tune:
+        calls = calls_of(instance.program)
+        for won in tune(calls, Hardware.detect(0), seconds=args.limit, folder=tuning.SHIPPED):
+            print(
+                f"{won.before_us:9.1f} to {won.us:9.1f} us of {won.tried}, {len(won.refused)} "
+                f"refused: {str(won.problem)[:120]} | {won.kernel} {won.config}",
+                flush=True,
+            )
+        return
     found = timed(instance)
     show(name, found, args.least, None if args.all else args.worst)
     if args.json:
@@ -193,6 +203,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=100, help="seconds until all are ready")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "onnx-fuse")
     parser.add_argument("--json", type=Path, help="folder for a file of all calls of each model")
+    parser.add_argument("--tune", action="store_true", help="ship the fastest kernels as records")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -202,15 +213,16 @@ def main() -> None:
         parser.error(f"no model is called {', '.join(sorted(unknown))}")
     command = [sys.executable, __file__, "--least", str(args.least), "--worst", str(args.worst),
                "--patience", str(args.patience), "--folder", str(args.folder),
-               *(["--all"] if args.all else []),
+               "--limit", str(args.limit),
+               *(f"--{flag}" for flag in ("all", "tune") if getattr(args, flag)),
                *(["--json", str(args.json)] if args.json else [])]  # fmt: skip
     gpu = devices()[0]
 
     def measure(name: str) -> None:
-        with Place(gpu, config.CACHE_DIR.value) as place:
+        with Place(gpu, config.CACHE_DIR.value) as where:
             done = subprocess.run(
                 [*command, "--child", name], capture_output=True, text=True, check=False,
-                timeout=args.limit, env=place.env, pass_fds=place.pass_fds,
+                timeout=args.limit + 60 * args.tune, **where,
             )  # fmt: skip
         failed = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""
         print(done.stdout + (f"{name}: {failed}\n" if failed else ""), end="", flush=True)
