@@ -171,6 +171,7 @@ class GatherElements(AnyProblem):
     `taken` and `length` are y's and x's elements along the axis.
     """
 
+    moves = "x y: dtype size; index: index size"
     size: int
     inner: int
     taken: int
@@ -178,28 +179,19 @@ class GatherElements(AnyProblem):
     dtype: str
     index: str
 
-    @property
-    def bytes(self) -> int:
-        """Indices and elements read, y written."""
-        return self.size * (2 * ITEMSIZE[self.dtype] + ITEMSIZE[self.index])
-
 
 @dataclass(frozen=True)
 class GatherND(AnyProblem):
     """y[b, j, i] = x[b, index[b, j, :], i]: `rows` tuples a batch, x's indexed sizes `dims`."""
 
+    operands = "index: index batch rows #dims; x: dtype batch dims inner; y: dtype batch rows inner"
+    moves = "x y: dtype batch rows inner; index: index batch rows #dims"
     batch: int
     rows: int
     dims: tuple[int, ...]
     inner: int
     dtype: str
     index: str
-
-    @property
-    def bytes(self) -> int:
-        """Indices and elements read, y written."""
-        tuple_bytes = len(self.dims) * ITEMSIZE[self.index]
-        return self.batch * self.rows * (2 * self.inner * ITEMSIZE[self.dtype] + tuple_bytes)
 
 
 @dataclass(frozen=True)
@@ -209,6 +201,8 @@ class ScatterElements(AnyProblem):
     `distinct`: no two updates are for the same element.
     """
 
+    operands = "index: index lines given; update: dtype lines given; y: dtype lines length"
+    moves = "update y: dtype lines given; index: index lines given"
     lines: int
     inner: int
     given: int
@@ -218,11 +212,6 @@ class ScatterElements(AnyProblem):
     reduction: str = "none"
     distinct: bool = False
 
-    @property
-    def bytes(self) -> int:
-        """Indices and updates read, y written."""
-        return self.lines * self.given * (2 * ITEMSIZE[self.dtype] + ITEMSIZE[self.index])
-
 
 @dataclass(frozen=True)
 class ScatterND(AnyProblem):
@@ -231,6 +220,7 @@ class ScatterND(AnyProblem):
     `fresh`: all of y is written, as if it held zeros before.
     """
 
+    operands = "index: index count #dims; update: dtype count inner; y: dtype rows inner"
     count: int
     dims: tuple[int, ...]
     inner: int
@@ -256,6 +246,7 @@ class ScatterND(AnyProblem):
 class CumulativeSum(AnyProblem):
     """Running sums, or products, of x [outer, length, inner] along `length`."""
 
+    operands = "x y: dtype outer length inner"
     outer: int
     length: int
     inner: int
@@ -264,16 +255,13 @@ class CumulativeSum(AnyProblem):
     reverse: bool = False
     product: bool = False
 
-    @property
-    def bytes(self) -> int:
-        """x read, y written."""
-        return 2 * self.outer * self.length * self.inner * ITEMSIZE[self.dtype]
-
 
 @dataclass(frozen=True)
 class TopK(AnyProblem):
     """The k first of each of `outer` x `inner` lines of `length`, in order, and their indices."""
 
+    operands = """x: dtype outer length inner; values: dtype outer k inner;
+        indices: int64 outer k inner"""
     outer: int
     length: int
     inner: int
@@ -281,25 +269,15 @@ class TopK(AnyProblem):
     dtype: str
     largest: bool = True
 
-    @property
-    def bytes(self) -> int:
-        """x read, values and indices written."""
-        item = ITEMSIZE[self.dtype]
-        return self.outer * self.inner * (self.length * item + self.k * (item + 8))
-
 
 @dataclass(frozen=True)
 class SortedRows(AnyProblem):
     """The order of `count` rows of `width` numbers, by their first ones that differ."""
 
+    operands = "x: dtype count width; indices: int64 count"
     count: int
     width: int
     dtype: str
-
-    @property
-    def bytes(self) -> int:
-        """x read, indices written."""
-        return self.count * (self.width * ITEMSIZE[self.dtype] + 8)
 
 
 KEPT_TILE = 4096
@@ -310,6 +288,7 @@ KEPT_TILE = 4096
 class KeptCounts(AnyProblem):
     """How many of `length` flags are set before each tile of KEPT_TILE, and how many in all."""
 
+    moves = "keep: bool length; counts: int64 tiles"
     length: int
 
     @property
@@ -317,16 +296,12 @@ class KeptCounts(AnyProblem):
         """The tiles that the flags make."""
         return -(-self.length // KEPT_TILE)
 
-    @property
-    def bytes(self) -> int:
-        """Flags read."""
-        return self.length + 8 * self.tiles
-
 
 @dataclass(frozen=True)
 class KeptPositions(AnyProblem):
     """The positions of the `count` flags of `length` that are set, by the counts before tiles."""
 
+    moves = "keep: bool length; positions: int64 count"
     length: int
     count: int
 
@@ -334,11 +309,6 @@ class KeptPositions(AnyProblem):
     def tiles(self) -> int:
         """The tiles that the flags make."""
         return -(-self.length // KEPT_TILE)
-
-    @property
-    def bytes(self) -> int:
-        """Flags read, positions written."""
-        return self.length + 8 * self.count
 
 
 @dataclass(frozen=True)
@@ -348,6 +318,8 @@ class Recurrence(AnyProblem):
     `kind` is the number of the cell in recurrent/steps.cuh, which has `gates` products.
     """
 
+    moves = """weights: dtype hidden hidden gates; gates: dtype steps batch hidden gates;
+        states: dtype steps batch hidden"""
     kind: int
     gates: int
     steps: int
@@ -362,13 +334,6 @@ class Recurrence(AnyProblem):
         """The operations of the products with the states."""
         return 2 * self.steps * self.batch * self.hidden * self.hidden * self.gates
 
-    @property
-    def bytes(self) -> int:
-        """Weights, gates and states."""
-        weights = self.hidden * self.hidden * self.gates
-        rows = self.steps * self.batch * self.hidden * (self.gates + 1)
-        return (weights + rows) * ITEMSIZE[self.dtype]
-
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type."""
         return hw.rate(self.dtype)
@@ -381,6 +346,7 @@ class Random(AnyProblem):
     `fixed`: `bits` are the seed's.
     """
 
+    operands = "y: dtype size"
     kind: int
     size: int
     stream: int
@@ -390,11 +356,6 @@ class Random(AnyProblem):
     b: float = 1.0
     fixed: bool = False
     bits: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """y written."""
-        return self.size * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -450,6 +411,8 @@ class CacheAppend(AnyProblem):
 class RoiAlign(AnyProblem):
     """`size` bins of regions of images [batch, *image]; `image` is channels, height and width."""
 
+    operands = "x: dtype batch image; y: dtype size"
+    moves = "x y: dtype size"
     size: int
     batch: int
     image: tuple[int, int, int]
@@ -460,11 +423,6 @@ class RoiAlign(AnyProblem):
     scale: float = 1.0
     maximum: bool = False
     half_pixel: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """The bytes written, and as many read."""
-        return 2 * self.size * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -489,15 +447,11 @@ class DeformColumns(AnyProblem):
 class NmsChosen(AnyProblem):
     """The boxes that non-maximum suppression keeps, of `count` in each of `lines`."""
 
+    moves = "boxes: float32 4 lines count; scores: float32 lines count; chosen: int64 lines count"
     lines: int
     classes: int
     count: int
     center: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """Boxes and scores read, indices written."""
-        return self.lines * self.count * (16 + 4 + 8)
 
     @property
     def empty(self) -> bool:
@@ -509,14 +463,10 @@ class NmsChosen(AnyProblem):
 class Determinant(AnyProblem):
     """The determinants of `count` matrices [n, n]."""
 
+    operands = "x: dtype count n n; y: dtype count"
     count: int
     n: int
     dtype: str
-
-    @property
-    def bytes(self) -> int:
-        """x read, y written."""
-        return self.count * (self.n * self.n + 1) * ITEMSIZE[self.dtype]
 
     @property
     def empty(self) -> bool:
@@ -591,28 +541,21 @@ class Fourier(AnyProblem):
 class NGrams(AnyProblem):
     """How often each of `columns` n-grams stands in each of the rows of `words`: `size` counts."""
 
+    operands = "y: float32 size"
+    moves = "y: float32 size; x: dtype size words"
     size: int
     columns: int
     words: int
     dtype: str
     mode: int = 0
 
-    @property
-    def bytes(self) -> int:
-        """Words read for each count."""
-        return self.size * (4 + self.words * ITEMSIZE[self.dtype])
-
 
 @dataclass(frozen=True)
 class Range(AnyProblem):
     """Scale and zero point of uint8 for `size` numbers by their range, which holds 0."""
 
+    operands = "x: float32 size"
     size: int
-
-    @property
-    def bytes(self) -> int:
-        """x read, float32."""
-        return 4 * self.size
 
     @property
     def empty(self) -> bool:

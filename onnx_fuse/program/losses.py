@@ -72,6 +72,7 @@ class LabelScore(AnyProblem):
     or no class, 0 where its score is of no use. Pointers: x w bias target to.
     """
 
+    moves = "x w: dtype rows k"
     rows: int
     k: int
     classes: int
@@ -81,11 +82,6 @@ class LabelScore(AnyProblem):
     labels: str
     ignored: int = -100
     turned: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """A row of x and one of W read for each label."""
-        return 2 * self.rows * self.k * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,7 @@ class ExpRows(AnyProblem):
     `turned`.
     """
 
+    moves = "part: float32 parts rows; x scaled: dtype rows k"
     rows: int
     k: int
     classes: int
@@ -115,8 +112,3 @@ class ExpRows(AnyProblem):
     turned: bool = False
     scaled: bool = True
     """Whether "scaled" is written."""
-
-    @property
-    def bytes(self) -> int:
-        """The sums and x read, x written."""
-        return self.rows * (4 * self.parts + 2 * self.k * ITEMSIZE[self.dtype])

@@ -17,6 +17,8 @@ class GroupGrad(AnyProblem):
     "params", which adds them up, and "dx".
     """
 
+    operands = """x dy dx: dtype images channels pixels; scale bias dscale dbias: param channels;
+        part: any 2 images channels splits"""
     stage: str
     images: int
     channels: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
@@ -94,6 +94,40 @@ def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
     return tuple(sorted(attrs.items()))
 
 
+OperandRow: TypeAlias = tuple[str, str, int]
+"""Names of operands, their dtype ("": any), and the number of elements of each."""
+
+
+@cache
+def _parsed(text: str) -> tuple[tuple[str, list[str]], ...]:
+    parts = (row.partition(":") for row in text.split(";"))
+    return tuple((names.strip(), rest.split()) for names, _, rest in parts)
+
+
+def rows_of(p: AnyProblem, text: str) -> Iterator[OperandRow]:
+    """Rows of operands of a problem: "names: dtype factors", with semicolons between them.
+
+    The dtype is a type's name, the problem's field that holds it, "result" for what a tail or the
+    problem stores, or "any". The product of the factors, which are numbers, fields of the problem
+    and lengths of such (#dims), is the number of elements; without factors, none is known.
+    """
+    for names, (dtype, *factors) in _parsed(text):
+        if dtype == "result":
+            tail = getattr(p, "tail", None)
+            dtype = tail.dtype if tail else p.dtype  # type: ignore[attr-defined]
+        dtype = "" if dtype == "any" else getattr(p, dtype, dtype)
+        yield names, dtype, prod(_factor(p, name) for name in factors) if factors else 0
+
+
+def _factor(p: AnyProblem, name: str) -> int:
+    if name.isdigit():
+        return int(name)
+    if name[0] == "#":
+        return len(getattr(p, name[1:]))
+    size = getattr(p, name)
+    return prod(size) if isinstance(size, tuple) else size
+
+
 P = TypeVar("P", bound="AnyProblem")
 Q = TypeVar("Q", bound="Contraction")
 
@@ -106,6 +140,10 @@ class AnyProblem:
     """
 
     op: str
+    operands: ClassVar[str] = ""
+    """What its kernels touch, as `rows_of` reads it, where `spec.TABLE` has no function for it."""
+    moves: ClassVar[str] = ""
+    """What counts as read and written, in the same form; "": all operands, each once."""
 
     def __init_subclass__(cls) -> None:
         members = {**vars(cls), **vars(cls).get("__annotations__", {})}
@@ -162,8 +200,11 @@ class AnyProblem:
 
     @property
     def bytes(self) -> int:
-        """Each operand read once and the result written once."""
-        raise TypeError(f"{type(self).__name__} does not say what it moves")
+        """What `moves` says, or each operand read or written once."""
+        if not (text := self.moves or self.operands):
+            raise TypeError(f"{type(self).__name__} does not say what it moves")
+        rows = rows_of(self, text)
+        return sum(len(names.split()) * ITEMSIZE[dtype] * count for names, dtype, count in rows)
 
     @property
     def stored(self) -> str:

@@ -24,6 +24,7 @@ class Norm(AnyProblem):
     (`turned`: [columns, length]) plus "c".
     """
 
+    moves = "x y: dtype rows length; residual sum: dtype rows length residual"
     rows: int
     length: int
     dtype: str
@@ -44,11 +45,6 @@ class Norm(AnyProblem):
     def flops(self) -> int:
         """The operations of its product with a few columns."""
         return 2 * self.rows * self.length * self.columns
-
-    @property
-    def bytes(self) -> int:
-        """x read, y written; the same of the residual and the sum."""
-        return (2 + 2 * self.residual) * self.rows * self.length * ITEMSIZE[self.dtype]
 
     @property
     def stored(self) -> str:
@@ -117,6 +113,7 @@ class ChannelNorm(AnyProblem):
     given, where the channels are the last axis and `inner` is 1.
     """
 
+    operands = "x: dtype size; y: result size; scale bias: param channels"
     size: int
     channels: int
     inner: int
@@ -145,17 +142,14 @@ class ChannelNorm(AnyProblem):
 class RunningStats(AnyProblem):
     """The running mean and variance of `channels` after a batch's."""
 
+    operands = "mean variance old_mean old_variance new_mean new_variance: any channels"
+    moves = "mean variance: stat 3 channels"
     channels: int
     dtype: str
     param: str
     stat: str
     old: str
     momentum: float = 0.9
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of six rows."""
-        return 6 * self.channels * ITEMSIZE[self.stat]
 
 
 @dataclass(frozen=True)
@@ -167,6 +161,7 @@ class ChannelGrad(AnyProblem):
     Relu of the norm, which has "bias".
     """
 
+    operands = "x dy dx: dtype batch channels inner; scale bias dscale dbias: param channels"
     stage: str
     batch: int
     channels: int
@@ -249,6 +244,8 @@ class Conv(_Filtering):
     "part" [pixels / 64, filters, 2] takes y's moments, as of an `Epilogue`, or of 4 rows of 16.
     """
 
+    moves = """x: dtype batch groups channels inner; weight: dtype groups filters depth;
+        y: dtype batch groups filters outer"""
     op = "Conv"
     transposed: bool = False
     act: str = ""
@@ -262,12 +259,6 @@ class Conv(_Filtering):
     planar: bool = False
     math: str = "ieee"
     column_moments: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """x, the weights and y once each."""
-        ends = self.channels * prod(self.inner) + self.filters * prod(self.outer)
-        return self.groups * (self.batch * ends + self.filters * self.depth) * ITEMSIZE[self.dtype]
 
     @property
     def stored(self) -> str:
@@ -321,16 +312,11 @@ class ConvWeightGrad(_Filtering):
     groups * filters]. A ConvTranspose has it too, its x as dy, its dy as x. `math`: as a Conv's.
     """
 
+    moves = """x: dtype batch groups channels inner; dy: dtype batch groups filters outer;
+        dw: out_dtype groups filters depth"""
     out_dtype: str
     x_strides: tuple[int, ...] = ()
     math: str = "ieee"
-
-    @property
-    def bytes(self) -> int:
-        """x, dy and dw once each."""
-        ends = self.channels * prod(self.inner) + self.filters * prod(self.outer)
-        sums = self.filters * self.depth * ITEMSIZE[self.out_dtype]
-        return self.groups * (self.batch * ends * ITEMSIZE[self.dtype] + sums)
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, without tensor cores where channels stand alone."""
@@ -342,16 +328,12 @@ class ConvWeightGrad(_Filtering):
 class Softmax(AnyProblem):
     """y = exp(x - max) / sum exp(x - max) of x [outer, length, inner] over `length`; or its log."""
 
+    operands = "x y: dtype outer length inner"
     outer: int
     length: int
     inner: int
     dtype: str
     log: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return 2 * self.outer * self.length * self.inner * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -423,6 +405,8 @@ class Pool(AnyProblem):
     window that holds no element.
     """
 
+    operands = "x: dtype planes inner; y: dtype planes outer; indices: int64 planes outer"
+    moves = "x: dtype planes inner; y: dtype planes outer"
     kind: str
     planes: int
     inner: Triple
@@ -435,11 +419,6 @@ class Pool(AnyProblem):
     channels: int = 0
     nowhere: int = -1
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return self.planes * (prod(self.inner) + prod(self.outer)) * ITEMSIZE[self.dtype]
-
 
 @dataclass(frozen=True)
 class MaxPoolGrad(AnyProblem):
@@ -449,6 +428,7 @@ class MaxPoolGrad(AnyProblem):
     position: 1 where the planes of a batch stand one by one.
     """
 
+    operands = "x dx: dtype planes channels inner; dy: dtype planes channels outer"
     planes: int
     channels: int
     inner: Triple
@@ -456,17 +436,12 @@ class MaxPoolGrad(AnyProblem):
     window: Window
     dtype: str
 
-    @property
-    def bytes(self) -> int:
-        """x and dy read, dx written."""
-        each = 2 * prod(self.inner) + prod(self.outer)
-        return self.planes * self.channels * each * ITEMSIZE[self.dtype]
-
 
 @dataclass(frozen=True)
 class ChannelWindow(AnyProblem):
     """LRN: each of `size` elements by the squares of `width` neighbouring channels."""
 
+    operands = "x y: dtype size"
     size: int
     channels: int
     inner: int
@@ -475,11 +450,6 @@ class ChannelWindow(AnyProblem):
     alpha: float = 1e-4
     beta: float = 0.75
     bias: float = 1.0
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return 2 * self.size * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -513,6 +483,9 @@ class Resample(AnyProblem):
 class GridSample(AnyProblem):
     """x [batch, channels, *inner] at `points` positions of "grid" in each of the batch."""
 
+    operands = """x: dtype batch channels inner; grid: grid batch points rank;
+        y: dtype batch channels points"""
+    moves = "x y: dtype batch channels points; grid: grid batch points rank"
     batch: int
     channels: int
     inner: Triple
@@ -523,12 +496,6 @@ class GridSample(AnyProblem):
     mode: int = 1
     padding: int = 0
     align: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """The grid is read, y is written, and as much of x as of y is read."""
-        each = 2 * self.channels * ITEMSIZE[self.dtype] + self.rank * ITEMSIZE[self.grid]
-        return self.batch * self.points * each
 
 
 @dataclass(frozen=True)
@@ -554,6 +521,7 @@ class SlopeProduct(AnyProblem):
     Without `act`: the sums alone, of "dy".
     """
 
+    operands = "dy z dz: dtype m n; part: any parts n; dbias: any n"
     m: int
     n: int
     dtype: str
@@ -571,14 +539,11 @@ class SlopeProduct(AnyProblem):
 class PartSums(AnyProblem):
     """The sums over `parts` of "part" [parts, n], float32, to "out0" [n]."""
 
+    operands = "part: float32 parts n; out0: out_dtype n"
+    moves = "part: float32 parts n"
     parts: int
     n: int
     out_dtype: str
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the parts, which are read."""
-        return 4 * self.parts * self.n
 
 
 @dataclass(frozen=True)
@@ -588,6 +553,8 @@ class MergedMoments(AnyProblem):
     "part" [m / 64, n, 2], float32, has the mean and the sum of squared deviations of 64 rows each.
     """
 
+    operands = "part: float32 2 parts n; mean variance: float32 n"
+    moves = "part: float32 2 parts n"
     m: int
     n: int
 
@@ -595,11 +562,6 @@ class MergedMoments(AnyProblem):
     def parts(self) -> int:
         """The parts of a column."""
         return -(-self.m // 64)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the parts, which are read."""
-        return 8 * self.parts * self.n
 
 
 @dataclass(frozen=True)
@@ -630,6 +592,8 @@ class Float8(AnyProblem):
     [parts, k], where it is read, holds sums of columns of x, of 128 rows each.
     """
 
+    operands = "x: dtype m k; q qt: kind m k; part: any parts k"
+    moves = "x: dtype m k; q qt: kind m k"
     op = "Float8"
     m: int
     k: int
@@ -641,11 +605,6 @@ class Float8(AnyProblem):
     def parts(self) -> int:
         """The number of sums of a column."""
         return -(-self.m // 128)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of x, which is read, and of q and qt, which are written."""
-        return self.m * self.k * (ITEMSIZE[self.dtype] + 2)
 
 
 COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

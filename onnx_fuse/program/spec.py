@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program import contractions, data_movement, losses, norms, problems
+from onnx_fuse.program import contractions, data_movement, losses, problems
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -24,11 +24,13 @@ from onnx_fuse.program.problem import (
     Hardware,
     Launch,
     Num,
+    OperandRow,
     TensorMap,
     batch_strides,
     ld,
     ldc,
     operand,
+    rows_of,
 )
 from onnx_fuse.program.size import OpenSize, hint
 
@@ -40,35 +42,7 @@ _RANGES = {"i32": (-(2**31), 2**31 - 1), "u32": (0, 2**32 - 1), "i64": (-(2**63)
 _FLAT = 1 << 16
 """Elements up to which two views are compared place by place; larger ones by their ends."""
 
-Row: TypeAlias = tuple[str, str, int]
-"""Names of operands, their dtype ("": any), and how many elements a kernel touches of each."""
-
-
 # ---- the table: what the kernels of each problem touch ------------------------------------------
-
-
-def _rows(text: str) -> Callable[[Any], Iterator[Row]]:
-    """Rows of operands of a problem: "names: dtype factors", with semicolons between them.
-
-    The dtype is a type's name, the problem's field that holds it, "result" for what a tail or the
-    problem stores, or "any". The product of the factors, which are numbers and fields of the
-    problem, is the number of elements; without factors, none is known.
-    """
-    parts = [(row.partition(":")[0], row.partition(":")[2].split()) for row in text.split(";")]
-
-    def rows(p: Any) -> Iterator[Row]:
-        for names, (dtype, *factors) in parts:
-            if dtype == "result":
-                dtype = p.tail.dtype if p.tail else p.dtype
-            dtype = "" if dtype == "any" else getattr(p, dtype, dtype)
-            yield names, dtype, prod(_factor(p, name) for name in factors) if factors else 0
-
-    return rows
-
-
-def _factor(p: AnyProblem, name: str) -> int:
-    size = int(name) if name.isdigit() else getattr(p, name)
-    return prod(size) if isinstance(size, tuple) else int(size)
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -82,7 +56,7 @@ def _matrices(p: GemmProblem, name: str, rows: int, columns: int, *steps: int) -
     return _reach((*batch, rows, columns), (*batch_strides(p, name, rows * columns), *steps))
 
 
-def _product(p: GemmProblem) -> Iterator[Row]:
+def _product(p: GemmProblem) -> Iterator[OperandRow]:
     """A product's operands, by `program.epilogue`; a norm's product has its own names."""
     e, y = p.epilogue, p.n // 2 if p.epilogue.gate else p.n
     lda, ldb = ld(p)
@@ -94,35 +68,38 @@ def _product(p: GemmProblem) -> Iterator[Row]:
     if operand(p):
         yield "c", "", _matrices(p, "c", p.m, p.n, *ldc(p))
     if not e.dw:
-        yield from _rows("row0 row1 row2 row3: any m; col1: any n")(p)
+        yield from rows_of(p, "row0 row1 row2 row3: any m; col1: any n")
     if e.layernorm or e.layer_scale:
         yield "col0", "", p.n
     yield "y", p.out, (p.batches * p.m - 1) * (p.ldy or y) + (p.ldy if e.exp else y)
 
 
-def _norm_product(p: GemmProblem) -> Iterator[Row]:
-    yield from _rows("""c cs cv dc: any n; mean rstd: any m; r: any m n; add: any m k; dw: any k n;
-        gamma beta dgamma dbeta: any k""")(p)
+def _norm_product(p: GemmProblem) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """c cs cv dc: any n; mean rstd: any m; r: any m n; add: any m k;
+        dw: any k n; gamma beta dgamma dbeta: any k""",
+    )
     if p.op == "LayerNormGemm":
-        yield from _rows("x: dtype m k; w wq: dtype k n; dx: any m k; dy: any m n")(p)
+        yield from rows_of(p, "x: dtype m k; w wq: dtype k n; dx: any m k; dy: any m n")
     elif p.op == "LayerNormGemmGrad":
-        yield from _rows("x dx: dtype m k; dy: dtype m n; w wq: any k n")(p)
+        yield from rows_of(p, "x dx: dtype m k; dy: dtype m n; w wq: any k n")
     else:
-        yield from _rows("x dx: any m k; dy: any m n; w wq: any k n")(p)
+        yield from rows_of(p, "x dx: any m k; dy: any m n; w wq: any k n")
     columns = p.n // 2 if p.epilogue.gate else p.n
     yield "y", p.out if p.op == "LayerNormGemm" else "", p.m * columns
 
 
-def _gemm(p: GemmProblem) -> Iterator[Row]:
-    yield from _rows("z: any batches m n; scale_a scale_b: float32 1")(p)
+def _gemm(p: GemmProblem) -> Iterator[OperandRow]:
+    yield from rows_of(p, "z: any batches m n; scale_a scale_b: float32 1")
     if p.op == "LayerNormLeafGrad":
-        yield from _rows(f"dw w: any m n; gamma beta: any {'m' if p.turned else 'n'}")(p)
+        yield from rows_of(p, f"dw w: any m n; gamma beta: any {'m' if p.turned else 'n'}")
     else:
         yield from _product(p) if p.op == "Gemm" else _norm_product(p)
 
 
-def _packed(p: contractions.PackedProduct) -> Iterator[Row]:
-    yield from _rows("a: dtype m k; c: dtype m n; bias: dtype n; gamma beta: dtype k")(p)
+def _packed(p: contractions.PackedProduct) -> Iterator[OperandRow]:
+    yield from rows_of(p, "a: dtype m k; c: dtype m n; bias: dtype n; gamma beta: dtype k")
     rows = -(-p.n // 16) * 16 if p.tiled else p.n
     yield "q", "uint8", rows * p.row_bytes
     yield "scale", p.dtype, rows * p.blocks * (2 if p.tiled and p.zero else 1)
@@ -130,8 +107,8 @@ def _packed(p: contractions.PackedProduct) -> Iterator[Row]:
     yield "groups", "int32", p.k if p.groups else 0
 
 
-def _attention(p: contractions.Attention) -> Iterator[Row]:
-    yield from _rows("lse: any 2 batches m")(p)
+def _attention(p: contractions.Attention) -> Iterator[OperandRow]:
+    yield from rows_of(p, "lse: any 2 batches m")
     yield "lengths", "int32", p.batch[0]
     layouts = {name: p.layout(name) for name in "qkvy"}
     if isinstance(p, contractions.AttentionGrad):
@@ -143,10 +120,13 @@ def _attention(p: contractions.Attention) -> Iterator[Row]:
         yield name, "", _reach((*p.batch, p.m, p.n), strides) if strides else 0
 
 
-def _append(p: data_movement.CacheAppend) -> Iterator[Row]:
-    yield from _rows("""turned: dtype batch heads rows size;
+def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """turned: dtype batch heads rows size;
         past_key past_value: dtype batch kv_heads size past;
-        present_key present_value: dtype batch kv_heads size length""")(p)
+        present_key present_value: dtype batch kv_heads size length""",
+    )
     strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
     for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):
         yield name, p.dtype, _reach((p.batch, heads, p.rows, p.size), (*strides[name], 1))
@@ -156,68 +136,79 @@ def _append(p: data_movement.CacheAppend) -> Iterator[Row]:
     yield "positions", "int64", counts.get(p.placed or p.positions, 0)
 
 
-def _conv(p: problems.Conv) -> Iterator[Row]:
-    yield from _rows("bias slope: any groups filters")(p)
-    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
-    yield from _rows("weight: dtype" + " groups filters depth" * (not p.planar))(p)
+def _conv(p: problems.Conv) -> Iterator[OperandRow]:
+    yield from rows_of(p, "bias slope: any groups filters")
+    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
+    yield from rows_of(p, "weight: dtype" + " groups filters depth" * (not p.planar))
     y = " batch groups filters outer" * (not p.y_strides)
-    yield from _rows(f"y: result{y}; e1 e2 e3: any{y}")(p)
+    yield from rows_of(p, f"y: result{y}; e1 e2 e3: any{y}")
 
 
-def _integer_conv(p: problems.IntegerConv) -> Iterator[Row]:
-    yield from _rows("""weight: int8 groups filters depth; shift: int32 groups filters;
-        scale bias: float32 groups filters""")(p)
-    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
+def _integer_conv(p: problems.IntegerConv) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """weight: int8 groups filters depth; shift: int32 groups filters;
+        scale bias: float32 groups filters""",
+    )
+    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
     yield "y", p.tail.dtype if p.tail else "float32", filters * pixels
     for i, dtype in enumerate(p.tail.reads if p.tail else ()):
         yield f"e{i + 1}", dtype, filters * (1 if p.tail and i in p.tail.rows else pixels)
 
 
-def _conv_weights(p: problems.ConvWeightGrad) -> Iterator[Row]:
-    yield from _rows("dy: dtype batch groups filters outer; dw: out_dtype groups filters depth")(p)
-    yield from _rows("x: dtype" + " batch groups channels inner" * (not p.x_strides))(p)
+def _conv_weights(p: problems.ConvWeightGrad) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """dy: dtype batch groups filters outer;
+        dw: out_dtype groups filters depth""",
+    )
+    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
 
 
-def _norm(p: problems.Norm) -> Iterator[Row]:
-    yield from _rows("""x residual sum: dtype rows length; e1 e2 e3: any rows length;
-        mean rstd: stat rows; w: any length columns; z: any rows columns; c: any columns""")(p)
-    yield from _rows(f"y: {'result' if p.tail else 'any'} rows length")(p)
-    yield from _rows("scale bias: param " + ("length" if p.affine == 1 else "groups channels"))(p)
+def _norm(p: problems.Norm) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """x residual sum: dtype rows length; e1 e2 e3: any rows length;
+        mean rstd: stat rows; w: any length columns; z: any rows columns; c: any columns""",
+    )
+    yield from rows_of(p, f"y: {'result' if p.tail else 'any'} rows length")
+    yield from rows_of(p, "scale bias: param " + ("length" if p.affine == 1 else "groups channels"))
 
 
-def _norm_grad(p: problems.NormGrad) -> Iterator[Row]:
-    yield from _rows("""x ds: dtype rows length; dx: result rows length; scale: param length;
-        mean rstd: stat rows; b: any k length""")(p)
+def _norm_grad(p: problems.NormGrad) -> Iterator[OperandRow]:
+    yield from rows_of(
+        p,
+        """x ds: dtype rows length; dx: result rows length; scale: param length;
+        mean rstd: stat rows; b: any k length""",
+    )
     yield "dy", p.dtype, p.rows * (p.k or p.length)
     yield "part", "", (1 if p.rms else 2) * p.parts * p.length
 
 
-def _reduce(p: problems.Reduce) -> Iterator[Row]:
+def _reduce(p: problems.Reduce) -> Iterator[OperandRow]:
     x, y = "outer length inner", "outer splits inner"
-    yield from _rows(f"x: uint8 {x} state" if p.from_state else f"x: dtype {x}")(p)
-    yield from _rows(f"y: uint8 {y} state" if p.to_state else f"y: out_dtype {y}")(p)
-    yield from _rows(f"x2: dtype {x} paired; y2: out_dtype {y} second")(p)
+    yield from rows_of(p, f"x: uint8 {x} state" if p.from_state else f"x: dtype {x}")
+    yield from rows_of(p, f"y: uint8 {y} state" if p.to_state else f"y: out_dtype {y}")
+    yield from rows_of(p, f"x2: dtype {x} paired; y2: out_dtype {y} second")
 
 
-def _pointwise(p: data_movement.Pointwise) -> Iterator[Row]:
+def _pointwise(p: data_movement.Pointwise) -> Iterator[OperandRow]:
     yield from ((f"a{i}", t.dtype, 0) for i, t in enumerate(p.reads))
     yield from ((f"y{i}", t.dtype, 0) for i, t in enumerate(p.writes))
 
 
-def _many(p: data_movement.PointwiseMany) -> Iterator[Row]:
+def _many(p: data_movement.PointwiseMany) -> Iterator[OperandRow]:
     for row, (reads, writes) in enumerate(p.items):
         yield from ((f"{k}.{row}", t.dtype, 0) for k, t in enumerate((*reads, *writes)))
 
 
-def _batched(p: data_movement.BatchedCalls) -> Iterator[Row]:
+def _batched(p: data_movement.BatchedCalls) -> Iterator[OperandRow]:
     for name, need in needs(p.problem).items():
         yield from ((f"{name}.{i}", *need) for i in range(p.count))
 
 
-_LINES = _rows("x y: dtype outer length inner")
-
-TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[Row]]] = {
+TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[OperandRow]]] = {
     GemmProblem: _gemm,
     contractions.PackedProduct: _packed,
     contractions.IntegerProduct: lambda p: (
@@ -236,41 +227,20 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[Row]]] = {
         ("dscale dbias", p.grad.param, p.grad.length),
         ("part", "", p.outputs * p.grad.parts * p.grad.length),
     ),
-    problems.ChannelNorm: _rows("x: dtype size; y: result size; scale bias: param channels"),
-    problems.ChannelGrad: _rows("""x dy dx: dtype batch channels inner;
-        scale bias dscale dbias: param channels"""),
-    norms.GroupGrad: _rows("""x dy dx: dtype images channels pixels;
-        scale bias dscale dbias: param channels; part: any 2 images channels splits"""),
-    problems.RunningStats: _rows("""mean variance old_mean old_variance new_mean new_variance:
-        any channels"""),
-    problems.Softmax: _LINES,
     problems.Reduce: _reduce,
     problems.SumSquares: lambda p: (
         (f"x.{i}", *pair) for i, pair in enumerate(zip(p.dtypes, p.sizes, strict=True))
     ),
-    problems.Pool: _rows(
-        "x: dtype planes inner; y: dtype planes outer; indices: int64 planes outer"
-    ),
-    problems.MaxPoolGrad: _rows(
-        "x dx: dtype planes channels inner; dy: dtype planes channels outer"
-    ),
-    problems.ChannelWindow: _rows("x y: dtype size"),
     problems.Resample: lambda p: (
         ("x", p.dtype, p.outer * p.length * p.rows[0] * p.inner),
         ("y", p.out_dtype, p.outer * p.resized * p.rows[1] * p.inner),
         ("source", "int32", p.resized * p.taps),
         ("above", "int32", p.rows[1] * p.rows[2]),
     ),
-    problems.GridSample: _rows("""x: dtype batch channels inner; grid: grid batch points rank;
-        y: dtype batch channels points"""),
     problems.Col2Im: lambda p: (
         ("x", p.dtype, p.size // max(1, prod(p.image)) * prod((*p.window.kernel, *p.blocks))),
         ("y", p.dtype, p.size),
     ),
-    problems.SlopeProduct: _rows("dy z dz: dtype m n; part: any parts n; dbias: any n"),
-    problems.PartSums: _rows("part: float32 parts n; out0: out_dtype n"),
-    problems.MergedMoments: _rows("part: float32 2 parts n; mean variance: float32 n"),
-    problems.Float8: _rows("x: dtype m k; q qt: kind m k; part: any parts k"),
     problems.Registered: lambda p: (
         (name, dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
     ),
@@ -284,35 +254,16 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[Row]]] = {
         ("x", p.dtype, p.size // max(1, p.taken) * p.length),
         ("y", p.dtype, p.size),
     ),
-    data_movement.GatherND: lambda p: (
-        ("index", p.index, p.batch * p.rows * len(p.dims)),
-        ("x", p.dtype, p.batch * prod(p.dims) * p.inner),
-        ("y", p.dtype, p.batch * p.rows * p.inner),
-    ),
-    data_movement.ScatterElements: _rows("""index: index lines given; update: dtype lines given;
-        y: dtype lines length"""),
-    data_movement.ScatterND: lambda p: (
-        ("index", p.index, p.count * len(p.dims)),
-        ("update", p.dtype, p.count * p.inner),
-        ("y", p.dtype, p.rows * p.inner),
-    ),
-    data_movement.CumulativeSum: _LINES,
-    data_movement.TopK: _rows("""x: dtype outer length inner; values: dtype outer k inner;
-        indices: int64 outer k inner"""),
-    data_movement.SortedRows: _rows("x: dtype count width; indices: int64 count"),
-    data_movement.Random: _rows("y: dtype size"),
-    data_movement.RoiAlign: _rows("x: dtype batch image; y: dtype size"),
-    data_movement.Determinant: _rows("x: dtype count n n; y: dtype count"),
     data_movement.Fourier: lambda p: (
-        *_rows("x: dtype outer length inner parts; table: float64 2 points; window: dtype points")(
-            p
-        ),
+        *rows_of(p, "x: dtype outer length inner parts; window: dtype points"),
+        ("table", "float64", 2 * p.points),
         ("y", p.dtype, p.count * p.results * (1 if p.half else 2)),
     ),
-    data_movement.NGrams: _rows("y: float32 size"),
-    data_movement.Range: _rows("x: float32 size"),
 }
-"""Kind of problem -> its operands. What it leaves out holds more than its kernels touch."""
+"""Kind of problem -> its operands, where no text says them (`AnyProblem.operands`).
+
+What is left out holds more than its kernels touch.
+"""
 
 BY_ELEMENTS = (
     data_movement.Pointwise,
@@ -331,8 +282,10 @@ UPDATES = (
 
 
 def needs(problem: AnyProblem) -> dict[str, tuple[str, int]]:
-    """Operand -> (dtype, elements touched), of the problem's row in the table."""
-    rows = TABLE.get(type(problem), lambda _: ())(problem)
+    """Operand -> (dtype, elements touched), by the table or by the problem's own text."""
+    kind = type(problem)
+    text = problem.operands
+    rows = TABLE[kind](problem) if kind in TABLE else rows_of(problem, text) if text else ()
     return {name: (dtype, count) for names, dtype, count in rows for name in names.split()}
 
 
