@@ -221,7 +221,7 @@ def test_what_candidates_declare_of_their_kernels_is_so() -> None:
     for kernel in (kernel for op in MODULES for kernel in candidates(op)):
         text = (
             source_text(kernel.source).replace(common, "")
-            if vars(type(kernel)).get("source")
+            if "source" in vars(kernel) or vars(type(kernel)).get("source")
             else ""
         )
         for axis in getattr(kernel, "free_axes", "") if text else "":

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
+from onnx_fuse.cuda.macros import lanes
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, tail_macros
+from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, tail_macros, typed
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.norms import GroupGrad
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Num,
-    Ptr,
-)
-from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.problems import ChannelGrad, ChannelNorm
 from onnx_fuse.program.size import coarse
 
 
@@ -33,43 +23,19 @@ class ApplyChannelNorm(HeuristicKernel):
     def launch(self, problem: ChannelNorm, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a vector a thread."""
         columns = problem.inner < _SHORT and (problem.pixels > 0 or not problem.group)
-        vec = access_width(
-            problem.channels * problem.inner if columns else problem.inner, problem.dtype
-        )
+        across = problem.channels * problem.inner
+        vec = access_width(across if columns else problem.inner, problem.dtype)
         threads, slots = problem.size // vec, 1
         if columns:
-            across = problem.channels * problem.inner
             pixels = problem.pixels or problem.size // across
             images = problem.size // (across * pixels)
             slots = _slots(pixels, images * across // vec, 3 * 256 * hw.sm_count)
             threads = images * (across // vec) * slots
-        names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
-        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
-                   problem.pixels, slots)  # fmt: skip
+        text = "x scale bias mean variance e1 e2 e3 y, i64 size channels inner group pixels slots"
+        made = args(f"{text}, f32 epsilon", problem, group=max(problem.group, 1), slots=slots)
         return self.one(
-            "channel_apply", -(-threads // 256), 256, *map(Ptr, names),
-            *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon),
-            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
-            ACC=accumulator(problem.dtype), VEC=vec, GROUPED=problem.group > 0, COLUMNS=columns,
-            **tail_macros(problem.tail),
-        )  # fmt: skip
-
-
-class Running(HeuristicKernel):
-    """layernorm/channel.cu. Operands: old_mean old_variance mean variance new_mean new_variance."""
-
-    source = "layernorm/channel.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: RunningStats, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a channel a thread."""
-        names = ("old_mean", "old_variance", "mean", "variance", "new_mean", "new_variance")
-        return self.one(
-            "channel_running", -(-problem.channels // 256), 256, *map(Ptr, names),
-            Num("i64", problem.channels), Num("f32", problem.momentum),
-            T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], M=C_TYPES[problem.stat],
-            R=C_TYPES[problem.old], ACC=accumulator(problem.dtype), VEC=1, GROUPED=False,
-            COLUMNS=False,
+            "channel_apply", -(-threads // 256), 256, *made, **typed(problem, P="param", M="stat"),
+            VEC=vec, GROUPED=problem.group > 0, COLUMNS=columns, **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -83,35 +49,26 @@ class Grad(HeuristicKernel):
     def launch(self, problem: ChannelGrad, config: KernelConfig, hw: Hardware) -> Launches:
         batch, channels, inner = problem.batch, problem.channels, problem.inner
         columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
-        count, epsilon = Num("i64", batch * inner), Num("f32", problem.epsilon)
-        macros: dict[str, Any] = {
-            "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param],
-            "ACC": accumulator(problem.dtype), "VEC": vec, "COLUMNS": columns, "TX": tx,
-            "RELU": problem.relu,
+        macros = typed(problem, P="param") | {
+            "VEC": vec, "COLUMNS": columns, "TX": tx, "RELU": problem.relu,
         }  # fmt: skip
         if problem.stage == "sums":
             tiles = -(-channels * inner // (tx * vec)) if columns else channels
-            counts = (batch, channels, inner, problem.chunk)
-            return self.one(
-                "channel_sums", tiles * problem.splits, 256,
-                *map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
-                *(Num("u32", n) for n in counts), epsilon, **macros,
-            )  # fmt: skip
+            names = "x dy scale bias mean variance part"
+            made = args(f"{names}, u32 batch channels inner chunk, f32 epsilon", problem)
+            return self.one("channel_sums", tiles * problem.splits, 256, *made, **macros)
         if problem.stage == "params":
-            parts = (problem.splits, channels, inner if columns else 1)
-            return (Launch(
-                self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
-                (*map(Ptr, ("part", "scale", "bias", "variance", "dscale", "dbias", "sums")),
-                 *(Num("u32", n) for n in parts), count, epsilon), defines(**macros),
-            ),)  # fmt: skip
+            text = "u32 splits channels across, i64 count, f32 epsilon"
+            made = args(f"part scale bias variance dscale dbias sums, {text}", problem,
+                        across=inner if columns else 1, count=batch * inner)  # fmt: skip
+            grid = (-(-channels // 32), 2, 1)
+            return self.one("channel_params", grid, 1024, *made, **macros)
         size = batch * channels * inner
         slots = _slots(batch, channels * inner // vec, 2 * 256 * hw.sm_count)
         threads = channels * inner // vec * slots if columns else size // vec
-        numbers = (size, channels, inner, slots)
-        return self.one(
-            "channel_dx", -(-threads // 256), 256, *map(Ptr, ("x", "dy", "mean", "sums", "dx")),
-            *(Num("i64", n) for n in numbers), **macros,
-        )  # fmt: skip
+        made = args("x dy mean sums dx, i64 size channels inner slots", problem, size=size,
+                    slots=slots)  # fmt: skip
+        return self.one("channel_dx", -(-threads // 256), 256, *made, **macros)
 
 
 _BLOCKS = 512  # of a channel's sums: fixed, so that they are the shape's alone
@@ -181,29 +138,24 @@ class Groups(HeuristicKernel):
         p, across = problem, group_across(problem)
         images, channels, pixels, per = p.images, p.channels, p.pixels, p.per
         vec, team = _group_width(p), _team(p)
-        macros = defines(
-            T=C_TYPES[p.dtype], P=C_TYPES[p.param], ACC=accumulator(p.dtype), VEC=vec,
-            LAST=p.last, TX=across, TEAM=team, **activation_macros(p.act),
-        )  # fmt: skip
-        sizes = (images, channels, pixels, per)
-        epsilon, alpha = Num("f32", p.epsilon), Num("f32", p.act_alpha)
+        macros = typed(p, P="param") | activation_macros(p.act) | {
+            "VEC": vec, "LAST": p.last, "TX": across, "TEAM": team,
+        }  # fmt: skip
 
-        def one(entry: str, blocks: int, names: str, splits: int, *more: Num) -> Launch:
-            numbers = (*(Num("u32", n) for n in (*sizes, splits)), *more)
-            args: tuple[Arg, ...] = (*map(Ptr, names.split()), *numbers)
-            return Launch(self.source, entry, (blocks, 1, 1), (256, 1, 1), args, macros)
+        def one(entry: str, blocks: int, names: str, more: str, **values: int) -> Launches:
+            made = args(f"{names}, u32 images channels pixels per splits{more}", p, **values)
+            return self.one(entry, blocks, 256, *made, **macros)
 
         if p.stage == "params":
-            names = "part scale variance dscale dbias means"
             blocks = images * (channels // per) + -(-channels // 8)
-            return (one("group_params", blocks, names, p.splits, epsilon),)
+            names = "part scale variance dscale dbias means"
+            return one("group_params", blocks, names, ", f32 epsilon")
+        inside, ends = "x dy scale bias mean variance", " chunk, f32 epsilon act_alpha"
         if p.stage == "sums":
-            tiles = -(-channels // (across * vec))
-            blocks = tiles * p.splits * images
+            blocks = -(-channels // (across * vec)) * p.splits * images
             if not p.last:
                 blocks = -(-images * channels * p.splits * team // 256)
-            names, chunk = "x dy scale bias mean variance part", p.chunk
-            return (one("group_sums", blocks, names, p.splits, Num("u32", chunk), epsilon, alpha),)
+            return one("group_sums", blocks, f"{inside} part", ends)
         chunk = _ROWS * team
         if p.last:
             splits = _slots(pixels, images * channels // vec, 2 * 256 * hw.sm_count)
@@ -211,8 +163,7 @@ class Groups(HeuristicKernel):
         else:
             splits = -(-pixels // (vec * chunk))
             blocks = -(-images * channels * splits * team // 256)
-        names = "x dy scale bias mean variance means dx"
-        return (one("group_dx", blocks, names, splits, Num("u32", chunk), epsilon, alpha),)
+        return one("group_dx", blocks, f"{inside} means dx", ends, splits=splits, chunk=chunk)
 
 
 def _group_width(problem: GroupGrad) -> int:
@@ -249,7 +200,13 @@ def group_chunks(problem: GroupGrad) -> tuple[int, int]:
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "ChannelNorm": (ApplyChannelNorm(),),
-    "RunningStats": (Running(),),
+    "RunningStats": (Each(  # a channel a thread
+        "layernorm/channel.cu", "channel_running", "old_mean old_variance mean variance new_mean "
+        "new_variance, i64 channels, f32 momentum",
+        lambda p: typed(p, P="param", M="stat", R="old")
+        | {"VEC": 1, "GROUPED": False, "COLUMNS": False},
+        count="channels",
+    ),),
     "ChannelGrad": (Grad(),),
     "GroupGrad": (Groups(),),
-}
+}  # fmt: skip

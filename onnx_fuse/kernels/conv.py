@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.cuda.macros import C_TYPES, defines
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel, Planned, tail_macros, window_macros
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.kernels.rule_based import HeuristicKernel, Planned, tail_macros, typed, window_macros
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Ptr, args
 from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
@@ -25,17 +25,11 @@ CHANNELS_LAST = "its images are channels last"
 
 
 def _macros(problem: Conv) -> dict[str, Any]:
-    macros: dict[str, Any] = {
-        "T": C_TYPES[problem.dtype],
-        "ACC": accumulator(problem.dtype),
-        "TRANSPOSED": problem.transposed,
-    }
+    macros = typed(problem) | {"TRANSPOSED": problem.transposed}
     return macros | window_macros(problem.window) | act_macros(problem)
 
 
-def _sizes(problem: Conv) -> tuple[Num, ...]:
-    numbers = (problem.groups, problem.channels, problem.filters, *problem.inner, *problem.outer)
-    return tuple(Num("i32", n) for n in numbers)
+_SIZES = "i32 groups channels filters inner outer"
 
 
 class Direct(HeuristicKernel):
@@ -56,8 +50,8 @@ class Direct(HeuristicKernel):
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
         return self.one(
-            "conv_direct", -(-size // 256), 256, Ptr("x"), Ptr("weight"), *ENDS, Num("i64", size),
-            *_sizes(problem), Num("f32", problem.act_alpha), **_macros(problem),
+            "conv_direct", -(-size // 256), 256, *args("x weight"), *ENDS,
+            *args(f"i64 size, {_SIZES}, f32 act_alpha", problem, size=size), **_macros(problem),
             **tail_macros(problem.tail),
         )  # fmt: skip
 
@@ -139,10 +133,10 @@ class _Tiled(Planned, HeuristicKernel):
         if tap_major:
             weight = Ptr("workspace", at)
             channels = -(-problem.channels // 8) * 8 if self.half else padded
-            widths = (problem.filters, problem.channels, channels)
+            widths = args("i32 filters channels to", problem, to=channels)
             launches.append(Launch(
                 "conv/pack.cu", "conv_pack", (-(-count // 32), -(-channels // 32), rows),
-                (256, 1, 1), (Ptr("weight"), weight, *(Num("i32", n) for n in widths)),
+                (256, 1, 1), (Ptr("weight"), weight, *widths),
                 defines(T=C_TYPES[dtype], TRANSPOSED=problem.transposed,
                         **window_macros(problem.window)),
             ))  # fmt: skip
@@ -151,8 +145,9 @@ class _Tiled(Planned, HeuristicKernel):
         launches.append(Launch(
             self.source, "conv", (*grid, splits),
             (256 if self.half else bm * bn // (16 * fragments**2), 1, 1),
-            (Ptr("x"), weight, *ENDS, Ptr("workspace"), Num("i64", columns), *_sizes(problem),
-             Num("i32", chunk), Num("i32", padded), Num("f32", problem.act_alpha)),
+            (Ptr("x"), weight, *ENDS,
+             *args(f"workspace, i64 columns, {_SIZES} chunk padded, f32 act_alpha", problem,
+                   columns=columns, chunk=chunk, padded=padded)),
             defines(**_macros(problem), **how, **({} if splits > 1 else tail)),
             2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
         ))  # fmt: skip

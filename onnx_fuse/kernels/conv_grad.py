@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
 from onnx_fuse.kernels.conv_nhwc import (
     gathered,
     gathering,
@@ -22,7 +22,7 @@ from onnx_fuse.kernels.conv_nhwc import (
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed, window_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     GemmProblem,
@@ -30,9 +30,9 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
     TensorMap,
+    args,
 )
 from onnx_fuse.program.problems import ConvWeightGrad
 
@@ -97,11 +97,9 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     return Launch(
         "conv/weight_sum.cu", "conv_weight_sum",
         (rows * -(-channels // across), -(-taps // few), 1), (threads, 1, 1),
-        (Ptr("workspace"), Ptr("dw"), *(Num("u32", n) for n in (rows, channels, taps, splits))),
-        defines(
-            TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), VEC=vec, LANES=lanes,
-            CB=across, TB=few,
-        ),
+        args("workspace dw, u32 sizes", sizes=(rows, channels, taps, splits)),
+        defines(TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), VEC=vec,
+                LANES=lanes, CB=across, TB=few),
     )  # fmt: skip
 
 
@@ -153,18 +151,17 @@ class Mma(HeuristicKernel):
         splits = -(-pixels // chunk)
         geometry, (sn, sy, sx) = window_macros(problem.window), image_strides(problem)
         macros = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk * 2 // size, "STAGES": stages}
-        product = Launch(
-            self.source, "conv_weight_grad", (tiles, splits, 1), (32 * bm * bn // (wm * wn), 1, 1),
-            (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
-             *(Num("i32", n) for n in (problem.groups, problem.channels, problem.filters, h, w)),
-             *(Num("u32", n) for n in (*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk)),
-             Num("i64", sn), Num("i32", sy), Num("i32", sx)),
-            as_defines(
-                {"T": C_TYPES[problem.dtype], "DENSE": not problem.x_strides}, macros, geometry
-            ),
-            stages * bk * 2 * (bm + bn + 16),
+        made = args(
+            "x dy workspace, u32 pixels, i32 groups channels filters h w, u32 divisors, "
+            "i64 sn, i32 sy sx", problem, pixels=pixels, h=h, w=w, sn=sn, sy=sy, sx=sx,
+            divisors=(*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk),
         )  # fmt: skip
-        return product, _total(problem, splits)
+        product = self.one(
+            "conv_weight_grad", (tiles, splits, 1), 32 * bm * bn // (wm * wn), *made,
+            smem=stages * bk * 2 * (bm + bn + 16), T=C_TYPES[problem.dtype],
+            DENSE=not problem.x_strides, **macros, **geometry,
+        )  # fmt: skip
+        return (*product, _total(problem, splits))
 
     def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""
@@ -268,16 +265,18 @@ class Wgmma(HeuristicKernel):
         )
         direct = way.direct(problem)
         part = C_TYPES[problem.out_dtype if direct else "float32"]
-        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,
+        macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,
                   "RESIDENT": resident, "IM2COL": 1, "PART": part}  # fmt: skip
-        product = Launch(
-            self.source, "conv_weight_grad_wgmma", (way.tiles, way.parts, 1), (288, 1, 1),
-            (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
-             Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", way.chunk)),
-            as_defines(macros, gathering(problem), window_macros(problem.window)),
-            stages * (stage + 16),
+        made = args(
+            f"{'dw' if direct else 'workspace'}, u32 pixels, i32 sizes, u32 chunk", way,
+            pixels=pixels, sizes=(c, m, *outer),
         )  # fmt: skip
-        return (product,) if direct else (product, _total(problem, way.parts))
+        product = self.one(
+            "conv_weight_grad_wgmma", (way.tiles, way.parts, 1), 288, slopes,
+            gathered(problem, 64), *made, smem=stages * (stage + 16), **macros,
+            **gathering(problem), **window_macros(problem.window),
+        )  # fmt: skip
+        return product if direct else (*product, _total(problem, way.parts))
 
     def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""
@@ -389,15 +388,13 @@ class Depthwise(HeuristicKernel):
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         rows = problem.batch * oh
         splits = -(-rows // chunk)
-        types = {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype)}
         grid = (-(-problem.groups // 64), splits, problem.window.kernel[1] // krows)
-        numbers = (rows, problem.groups, h, w, oh, ow, chunk)
-        sums = Launch(
-            self.source, "conv_depthwise_weight_grad", grid, (256, 1, 1),
-            (Ptr("x"), Ptr("dy"), Ptr("workspace"), *(Num("i32", n) for n in numbers)),
-            as_defines(types, {"WIDE": wide, "KROWS": krows}, window_macros(problem.window)),
+        made = args("x dy workspace, i32 sizes", sizes=(rows, problem.groups, h, w, oh, ow, chunk))
+        sums = self.one(
+            "conv_depthwise_weight_grad", grid, 256, *made, WIDE=wide, KROWS=krows,
+            **typed(problem), **window_macros(problem.window),
         )  # fmt: skip
-        return sums, _total(problem, splits)
+        return (*sums, _total(problem, splits))
 
     def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""

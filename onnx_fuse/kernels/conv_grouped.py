@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES, defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.conv_nhwc import ENDS, Chosen, act_macros, image_strides
 from onnx_fuse.kernels.rule_based import tail_macros, window_macros
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Conv
 
 SLAB = 64
@@ -115,15 +115,14 @@ class Grouped(Chosen):
         slabs = problem.groups // groups
         blocks = -(-3 * hw.sm_count // slabs) if stays else tiles
         sn, sy, sx = image_strides(problem)
-        return (Launch(
-            self.source, "conv_grouped", (min(tiles, blocks), slabs, 1),
-            (32 * warps * rows, 1, 1),
-            (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
-             *(Num("i32", n) for n in (problem.groups * c, *problem.inner[1:], oh, ow)),
-             Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", CHANNELS=c, GROUPS=groups, NT=width,
-                    TH=high, TW=wide, WM=rows, STAGES=stages, TRANSPOSED=False,
-                    **window_macros(problem.window), **act_macros(problem),
-                    **tail_macros(problem.tail)),
-            stages * stage,
-        ),)  # fmt: skip
+        numbers = args(
+            "i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem, tiles=tiles,
+            sizes=(problem.groups * c, *problem.inner[1:], oh, ow), sn=sn, sy=sy, sx=sx,
+        )  # fmt: skip
+        return self.one(
+            "conv_grouped", (min(tiles, blocks), slabs, 1), 32 * warps * rows,
+            *args("x weight"), *ENDS, *numbers, smem=stages * stage,
+            T=C_TYPES[problem.dtype], ACC="float", CHANNELS=c, GROUPS=groups, NT=width, TH=high,
+            TW=wide, WM=rows, STAGES=stages, TRANSPOSED=False, **window_macros(problem.window),
+            **act_macros(problem), **tail_macros(problem.tail),
+        )  # fmt: skip

@@ -66,8 +66,8 @@ def row_of_weights(problem: Conv) -> int:
     return -(-problem.channels // 8) * 8
 
 
-def act_macros(problem: Conv) -> dict[str, object]:
-    macros: dict[str, object] = {**activation_macros(problem.act)}
+def act_macros(problem: Conv) -> dict[str, Any]:
+    macros: dict[str, Any] = {**activation_macros(problem.act)}
     if problem.slope:
         macros["SLOPE"] = True
     return macros
@@ -620,7 +620,7 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathering(problem: Conv | ConvWeightGrad) -> dict[str, object]:
+def gathering(problem: Conv | ConvWeightGrad) -> dict[str, Any]:
     """The macro by which gemm/im2col.cuh gathers along three axes."""
     return {"DEEP": 1} if is_deep(problem) else {}
 

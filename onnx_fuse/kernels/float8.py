@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Float8
 
 
@@ -31,16 +31,12 @@ class Rounding(HeuristicKernel):
         return problem.bytes / (0.77 * hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Float8, config: KernelConfig, hw: Hardware) -> Launches:
-        e5m2 = problem.kind == "float8_e5m2"
-        args = (Ptr("x"), Ptr("history"), Num("i32", problem.m), Num("i32", problem.k), Ptr("q"),
-                Ptr("qt"), Ptr("scale"), Ptr("next"), Ptr("part"), Ptr("sync"))  # fmt: skip
-        macros = {"T": C_TYPES[problem.dtype], "E5M2": e5m2, "HISTORY": problem.steps}
         grid = (ceil(problem.k / 128), ceil(problem.m / 128), 1)
-        return (
-            Launch(
-                self.source, "quantize_float8", grid, (256, 1, 1), args, as_defines(macros), sync=8
-            ),
-        )
+        return self.one(
+            "quantize_float8", grid, 256,
+            *args("x history, i32 m k, q qt scale next part sync", problem), sync=8,
+            T=C_TYPES[problem.dtype], E5M2=problem.kind == "float8_e5m2", HISTORY=problem.steps,
+        )  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {"Float8": (Rounding(),)}

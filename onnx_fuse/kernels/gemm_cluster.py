@@ -24,9 +24,9 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
     TensorMap,
+    args,
     ld,
     operand,
 )
@@ -274,17 +274,14 @@ class Cluster(Kernel):
             )
         else:
             map_b = load(b, n, k, ldb, (64, BK))
-        args = (
-            map_a, map_b, Ptr("y"), Ptr("z"), Ptr(c if operand(problem) else "none"),
-            Num("i32", m), Num("i32", n), Num("i32", k),
-            Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
-            *epilogue_args(problem, (col0, col1), (row0, row1)),
-            Ptr("gamma" if self.norms else "none"), Ptr("beta" if self.norms else "none"),
-        )  # fmt: skip
+        text = f"y z {c if operand(problem) else 'none'}, i32 m n k, f32 epsilon, mean rstd"
+        vectors = epilogue_args(problem, (col0, col1), (row0, row1))
+        norm_args = args("gamma beta" if self.norms else "none none")
+        made = (map_a, map_b, *args(text, problem), *vectors, *norm_args)
         threads = 128 * wgm + (128 if stats else 0) + 32
         return (
             Launch(
-                self.source, "gemm_cluster", (grid, 1, 1), (threads, 1, 1), args, defines,
+                self.source, "gemm_cluster", (grid, 1, 1), (threads, 1, 1), made, defines,
                 smem=self._smem(problem, config)(stages), cluster=split * share,
             ),
         )  # fmt: skip

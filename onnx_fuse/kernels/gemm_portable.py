@@ -19,8 +19,8 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
+    args,
     batch_strides,
     ld,
     ldc,
@@ -159,10 +159,8 @@ def epilogue_args(
 
     A folded norm has its own names for the first vectors.
     """
-    epilogue = problem.epilogue
-    vectors = (*rows, "row2", "row3", *columns)
-    numbers = (epilogue.alpha, epilogue.beta, epilogue.act_alpha)
-    return (*map(Ptr, vectors), *(Num("f32", x) for x in numbers))
+    vectors = " ".join((*rows, "row2", "row3", *columns))
+    return args(f"{vectors}, f32 alpha beta act_alpha", problem.epilogue)
 
 
 def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:
@@ -175,20 +173,14 @@ def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:
 def portable_args(problem: GemmProblem) -> tuple[Arg, ...]:
     """The arguments GEMM_PARAMS of gemm/portable.cuh, in order."""
     m, n, k = problem.m, problem.n, problem.k
-    lda, ldb = ld(problem)
     sizes = (1,) * (3 - len(problem.batch)) + problem.batch
-    crow, ccol = ldc(problem)
-
-    def strides(name: str, dense: int) -> list[Arg]:
-        return [Num("i64", step) for step in batch_strides(problem, name, dense)]
-
-    return (
-        Ptr("a"), Ptr("b"), Ptr("y"), Num("i32", m), Num("i32", n), Num("i32", k),
-        Num("i64", lda), Num("i64", ldb), Num("i32", sizes[1]), Num("i32", sizes[2]),
-        *strides("a", m * k), *strides("b", k * n),
-        Ptr("c"), *strides("c", m * n), Num("i64", crow), Num("i64", ccol),
-        Ptr("z"), *epilogue_args(problem), Ptr("part"),
+    dense = {"a": m * k, "b": k * n, "c": m * n}
+    a, b, c = (batch_strides(problem, name, size) for name, size in dense.items())
+    made = args(
+        "a b y, i32 m n k, i64 steps, i32 sizes, i64 a b, c, i64 c rows_of_c, z", problem,
+        steps=ld(problem), sizes=sizes[1:], a=a, b=b, c=c, rows_of_c=ldc(problem),
     )  # fmt: skip
+    return (*made, *epilogue_args(problem), Ptr("part"))
 
 
 def each_has_steps(steps: int, splits: int) -> bool:

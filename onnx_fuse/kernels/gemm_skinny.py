@@ -19,14 +19,12 @@ from onnx_fuse.kernels.gemm_portable import (
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Arg,
     GemmProblem,
     Hardware,
     KernelConfig,
     Launch,
     Launches,
-    Num,
-    Ptr,
+    args,
     ld,
 )
 from onnx_fuse.program.size import coarse
@@ -125,24 +123,18 @@ class SmallM(Kernel):
              "UNROLL": self._unroll(mt, nt, warps, mode == 2), "LN": mode},
             {"RMS": 1} if problem.rms else {},
         )  # fmt: skip
-        lda, ldb = ld(problem)
         if norm:
             names = ("x", "wq" if mode == 1 else "w", "r", "cs", "cv" if mode == 1 else "c")
         else:
             names = ("a", "b", "c", "col0", "col1")
         x, w, c, col0, col1 = names
-        args: tuple[Arg, ...] = (
-            Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c),
-            Num("i32", problem.m), Num("i32", problem.n), Num("i32", problem.k),
-            Num("i64", lda), Num("i64", ldb), Num("f32", problem.epsilon),
-            Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"),
-            *epilogue_args(problem, (col0, col1)),
-        )  # fmt: skip
+        text = f"{x} {w} y z {c}, i32 m n k, i64 steps, f32 epsilon, mean rstd gamma beta"
+        made = (*args(text, problem, steps=ld(problem)), *epilogue_args(problem, (col0, col1)))
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
         smem = ITEMSIZE["float32"] * (warps // wn) * 16 * mt * columns
         return (
             Launch(
-                self.source, "gemm_skinny", grid, (32 * warps, 1, 1), args, defines, smem, cluster
+                self.source, "gemm_skinny", grid, (32 * warps, 1, 1), made, defines, smem, cluster
             ),
         )

@@ -31,9 +31,9 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
     TensorMap,
+    args,
     batch_strides,
     ld,
     ldc,
@@ -119,15 +119,10 @@ def streamed(problem: GemmProblem) -> int:
 def sum_of_parts(problem: GemmProblem, splits: int) -> Launch:
     """The sum of parts of a product in the workspace, with the product's epilogue."""
     types = {name: t for name, t in type_defines(problem).items() if name in ("TO", "TV", "TR")}
-    epilogue = problem.epilogue
+    made = args("workspace, i32 splits m n, y z c", problem, splits=splits)
     return Launch(
         "gemm/reduce.cu", "gemm_reduce", (problem.m, ceil(problem.n / 1024), 1), (256, 1, 1),
-        (
-            Ptr("workspace"), Num("i32", splits), Num("i32", problem.m), Num("i32", problem.n),
-            Ptr("y"), Ptr("z"), Ptr("c"), Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"),
-            Ptr("col0"), Ptr("col1"), Num("f32", epilogue.alpha), Num("f32", epilogue.beta),
-            Num("f32", epilogue.act_alpha), Ptr("part"),
-        ),
+        (*made, *epilogue_args(problem), Ptr("part")),
         as_defines(types, epilogue_defines(problem)),
     )  # fmt: skip
 
@@ -522,11 +517,11 @@ class Wgmma(Kernel):
                 map_a, map_b, stored("y", True),
                 stored("z", problem.epilogue.among("save_z", "save_act")),
                 stored("c", operand(problem)),
-                Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
-                Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),
-                Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
+                Ptr("workspace" if splits > 1 else "y"),
+                *args("z c, i32 m n k batches moves splits", problem, splits=splits,
+                      moves=(int(step_a != 0), int(step_b != 0))),
                 *vectors,
-                Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.epsilon),
+                *args("sync a, i64 lda, f32 epsilon", problem, lda=lda),
                 *((Ptr("workspace"),) if stream else ()),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),

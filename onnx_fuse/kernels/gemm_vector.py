@@ -27,8 +27,7 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
-    Ptr,
+    args,
     ld,
     operand,
 )
@@ -114,11 +113,8 @@ class Gemv(Kernel):
         )  # fmt: skip
         names = ("x", "wq", "r", "cs", "cv") if norm else ("a", "b", "c", "col0", "col1")
         x, w, c, col0, col1 = names
-        args = (
-            Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c), Num("i32", problem.n),
-            Num("i32", problem.k), Num("i64", ld(problem)[1]),
-            Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
-            *epilogue_args(problem, (col0, col1)),
-        )  # fmt: skip
+        text = f"{x} {w} y z {c}, i32 n k, i64 ldb, f32 epsilon, mean rstd"
+        vectors = epilogue_args(problem, (col0, col1))
+        made = (*args(text, problem, ldb=ld(problem)[1]), *vectors)
         grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
-        return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), args, defines),)
+        return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), made, defines),)

@@ -14,8 +14,8 @@ from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width
-from onnx_fuse.program.data_movement import GatherElements, GatherND, ScatterElements, ScatterND
+from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width
+from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -23,8 +23,8 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
+    args,
 )
 from onnx_fuse.program.size import coarse
 
@@ -57,9 +57,9 @@ _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
 
 
-def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
+def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes that a tuple of indices counts along, 1 for those it has not."""
-    return tuple(Num("i64", d) for d in (*dims, *(1,) * (MAX_TUPLE - len(dims))))
+    return (*dims, *(1,) * (MAX_TUPLE - len(dims)))
 
 
 def _units(inner: int, dtype: str) -> tuple[int, str]:
@@ -77,21 +77,6 @@ class _Tuples(HeuristicKernel):
         return f"index tuples of {q}" if q > MAX_TUPLE else None
 
 
-class Elements(HeuristicKernel):
-    """indexing/gather.cu. Operands: x index y."""
-
-    source = "indexing/gather.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: GatherElements, config: KernelConfig, hw: Hardware) -> Launches:
-        sizes = (problem.size, problem.inner, problem.taken, problem.length)
-        return self.one(
-            "gather_elements", -(-problem.size // THREADS), THREADS,
-            Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes),
-            IDX=_INDEX_TYPES[problem.index], T=_UNITS[ITEMSIZE[problem.dtype]],
-        )  # fmt: skip
-
-
 class Tuples(_Tuples):
     """indexing/gather.cu. Operands: x index y."""
 
@@ -101,13 +86,12 @@ class Tuples(_Tuples):
     def launch(self, problem: GatherND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, up to 16 bytes a thread."""
         width, unit = _units(problem.inner, problem.dtype)
-        n = problem.batch * problem.rows * problem.inner // width
-        return self.one(
-            "gather_nd", -(-n // THREADS), THREADS,
-            Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", problem.inner // width),
-            Num("i64", problem.rows), Num("i32", len(problem.dims)), *_dims(problem.dims),
-            IDX=_INDEX_TYPES[problem.index], T=unit,
-        )  # fmt: skip
+        inner, dims = problem.inner // width, _dims(problem.dims)
+        n, count = problem.batch * problem.rows * inner, len(problem.dims)
+        made = args("x index y, i64 n inner rows, i32 count, i64 dims", problem,
+                    n=n, inner=inner, count=count, dims=dims)  # fmt: skip
+        idx = _INDEX_TYPES[problem.index]
+        return self.one("gather_nd", -(-n // THREADS), THREADS, *made, IDX=idx, T=unit)
 
 
 def _scatter_macros(problem: Scatter) -> dict[str, Any]:
@@ -122,17 +106,17 @@ class _Updates:
     count: int
     rows: int
     inner: int
-    sizes: tuple[Num, ...]
+    q: int
+    sizes: tuple[int, ...]
     elements: bool
 
     @classmethod
     def of(cls, problem: Scatter) -> _Updates:
         if isinstance(problem, ScatterND):
-            sizes = Num("i32", len(problem.dims)), *_dims(problem.dims)
-            return cls(problem.count, problem.rows, problem.inner, sizes, False)
-        lines = problem.lines
-        sizes = Num("i32", 0), *_dims((problem.inner, problem.given, problem.length))
-        return cls(lines * problem.given, lines * problem.length, 1, sizes, True)
+            of, dims = (problem.count, problem.rows, problem.inner), problem.dims
+            return cls(*of, len(dims), _dims(dims), False)
+        lines, sizes = problem.lines, _dims((problem.inner, problem.given, problem.length))
+        return cls(lines * problem.given, lines * problem.length, 1, 0, sizes, True)
 
 
 def _distinct(problem: Scatter) -> bool:
@@ -202,24 +186,22 @@ class Last(_Many):
         updates = _Updates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
         macros = self._macros(problem, unit)
-        distinct = _distinct(problem)
-        index, last = Ptr("index"), Ptr("last" if distinct else "workspace")  # null
-
-        def each(entry: str, size: int, *args: Arg) -> Launches:
-            return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
-
         units = updates.inner // width
         total = updates.count * units
-        write = each("write_last", total, index, Ptr("update"), last, Ptr("y"), Num("i64", total),
-                     Num("i64", units), *updates.sizes)  # fmt: skip
+        distinct = _distinct(problem)
+        last = "last" if distinct else "workspace"  # null
+
+        def each(entry: str, size: int, text: str) -> Launches:
+            made = args(text, updates, total=total, units=units)
+            return self.one(entry, -(-size // THREADS), THREADS, *made, **macros)
+
+        tuples = "i32 q, i64 sizes"
+        write = each("write_last", total, f"index update {last} y, i64 total units, {tuples}")
         if distinct:
             return write
-        return (
-            *each("clear_last", updates.rows, last, Num("i64", updates.rows)),
-            *each("mark_last", updates.count, index, last, Num("i64", updates.count),
-                  *updates.sizes),
-            *write,
-        )  # fmt: skip
+        clear = each("clear_last", updates.rows, f"{last}, i64 rows")
+        return (*clear, *each("mark_last", updates.count, f"index {last}, i64 count, {tuples}"),
+                *write)  # fmt: skip
 
 
 class WarpLines(HeuristicKernel):
@@ -255,30 +237,14 @@ class WarpLines(HeuristicKernel):
 
     def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, four lines a block."""
-        slot = ITEMSIZE[problem.dtype]
+        slot, length = ITEMSIZE[problem.dtype], problem.length
         if problem.reduction != "none" and problem.dtype in ("float16", "bfloat16"):
             slot = 4
-        lines, length = problem.lines, problem.length
+        made = args("y index update, i64 lines, i32 given length bits", problem,
+                    bits=length.bit_length())  # fmt: skip
         return self.one(
-            "scatter_lines", -(-lines // WARPS), 32 * WARPS, Ptr("y"), Ptr("index"), Ptr("update"),
-            Num("i64", lines), Num("i32", problem.given), Num("i32", length),
-            Num("i32", length.bit_length()), smem=aligned(WARPS * length * slot),
-            **_scatter_macros(problem),
-        )  # fmt: skip
-
-
-class Lines(HeuristicKernel):
-    """indexing/scatter.cu. Operands: y index update."""
-
-    source = "indexing/scatter.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a line a thread: its updates are in order."""
-        sizes = (problem.lines, problem.inner, problem.given, problem.length)
-        return self.one(
-            "scatter_elements", -(-problem.lines // THREADS), THREADS, Ptr("y"), Ptr("index"),
-            Ptr("update"), *(Num("i64", s) for s in sizes), **_scatter_macros(problem),
+            "scatter_lines", -(-problem.lines // WARPS), 32 * WARPS, *made,
+            smem=aligned(WARPS * length * slot), **_scatter_macros(problem),
         )  # fmt: skip
 
 
@@ -351,14 +317,14 @@ class Grouped(HeuristicKernel):
             count, rows, inner, part, problem.dtype,
             (start, Ptr("stop"), Ptr("found"), row, order), Ptr("workspace", at),
             (("FRESH", fresh), ("IDS", IDS), ("IDX", _INDEX_TYPES[problem.index]),
-             ("ELEMENTS", updates.elements), ("Q", updates.sizes[0].value),
+             ("ELEMENTS", updates.elements), ("Q", updates.q),
              ("REDUCE", _REDUCTIONS[problem.reduction])),
         )  # fmt: skip
         filling = -(-rows * inner // FILLED) if fresh else 0
         sort = Launch(
             self.source, "group_rows", (-(-rows // IDS) + filling, 1, 1), (1024, 1, 1),
-            (Ptr("index"), start, row, order, Ptr("y"), Num("i32", count), Num("i32", rows),
-             Num("i64", rows * inner), *updates.sizes[1:]),
+            (Ptr("index"), start, row, order,
+             *args("y, i32 count rows, i64 total sizes", updates, total=rows * inner)),
             sums.macros, smem=4 * (32 * IDS + 32),
         )  # fmt: skip
         return (sort, *sums.launches())
@@ -396,14 +362,16 @@ class _RowSums:
         """The sums of parts if a row can have several, and the sums of rows."""
         vec, team = self._team
 
-        def summing(entry: str, blocks: int, *args: Arg) -> Launch:
+        def summing(entry: str, blocks: int, *more: Ptr) -> Launch:
             grid = (blocks, -(-self.inner // (team * vec)), 1)
-            pointers = (*self.order, Ptr("update"), self.sums, *args)
-            numbers = (Num("i32", n) for n in (self.rows, self.inner, self.part))
-            return Launch(
-                "indexing/row_sums.cu", entry, grid, (THREADS, 1, 1), (*pointers, *numbers),
-                self.macros,
-            )  # fmt: skip
+            made = (
+                *self.order,
+                Ptr("update"),
+                self.sums,
+                *more,
+                *args("i32 rows inner part", self),
+            )
+            return Launch("indexing/row_sums.cu", entry, grid, (THREADS, 1, 1), made, self.macros)
 
         parts = -(-self.count // self.part)
         return (
@@ -470,14 +438,15 @@ class Sorted(_Many):
         """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
         updates, sort = _Updates.of(problem), self._sort(problem)
         row, order = sort.sorted
-        count, none = Num("i64", updates.count), Num("i32", updates.rows)
+        counts = args("i64 count, i32 rows", updates)
         macros = self._macros(problem, "u32")
         reduce = _REDUCTIONS[problem.reduction]
 
-        def each(entry: str, *args: Arg) -> Launches:
-            return self.one(entry, -(-updates.count // THREADS), THREADS, *args, **macros)
+        def each(entry: str, *made: Arg) -> Launches:
+            return self.one(entry, -(-updates.count // THREADS), THREADS, *made, **macros)
 
-        keys = each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes)
+        tuples = args("i32 q, i64 sizes", updates)
+        keys = each("row_keys", Ptr("index"), sort.keys, *counts, *tuples)
         if updates.inner == 1:
             return (*keys, *sort.launches(), *self._runs(problem, sort))
         stop, kept_at, sums = self._room(problem)
@@ -489,25 +458,23 @@ class Sorted(_Many):
         return (
             *keys,
             *sort.launches(),
-            *each("mark_runs", row, *ends, count, none),
+            *each("mark_runs", row, *ends, *counts),
             *adding.launches(),
         )
 
-    def _runs(self, problem: Scatter, sort: RadixSort) -> tuple[Launch, Launch]:
+    def _runs(self, problem: Scatter, sort: RadixSort) -> Launches:
         """indexing/run_sums.cu: the sums of a tile, and of what reaches beyond tiles."""
         updates = _Updates.of(problem)
         blocks = -(-updates.count // RUN_TILE)
-        tiles, y = Ptr("workspace", sort.end), Ptr("y")
-        rows = Num("i32", updates.rows)
+        tiles, source = Ptr("workspace", sort.end), "indexing/run_sums.cu"
         macros = defines(
             T=STORAGE[problem.dtype], VALUES=sort.payload is not None,
             REDUCE=_REDUCTIONS[problem.reduction],
         )  # fmt: skip
-        source = "indexing/run_sums.cu"
-        args = (*sort.sorted, Ptr("update"), y, tiles, Num("i32", updates.count), rows)
-        left = (tiles, y, Num("i32", blocks), rows)
+        sums = (*sort.sorted, *args("update y"), tiles, *args("i32 count rows", updates))
+        left = (tiles, *args("y, i32 blocks rows", updates, blocks=blocks))
         return (
-            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), args, macros),
+            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), sums, macros),
             Launch(source, "run_joins", (1, 1, 1), (1024, 1, 1), left, macros),
         )
 
@@ -526,17 +493,23 @@ class Rows(_Tuples):
 
     def launch(self, problem: ScatterND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a tuple."""
-        return self.one(
-            "scatter_nd", problem.count, 128,
-            Ptr("y"), Ptr("index"), Ptr("update"), Num("i64", problem.count),
-            Num("i64", problem.inner), Num("i32", len(problem.dims)), *_dims(problem.dims),
-            **_scatter_macros(problem),
-        )  # fmt: skip
+        made = args("y index update, i64 count inner, i32 q, i64 dims", problem,
+                    q=len(problem.dims), dims=_dims(problem.dims))  # fmt: skip
+        return self.one("scatter_nd", problem.count, 128, *made, **_scatter_macros(problem))
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "GatherElements": (Elements(),),
+    "GatherElements": (Each(
+        "indexing/gather.cu", "gather_elements", "x index y, i64 size inner taken length",
+        lambda p: {"IDX": _INDEX_TYPES[p.index], "T": _UNITS[ITEMSIZE[p.dtype]]},
+    ),),
     "GatherND": (Tuples(),),
-    "ScatterElements": (WarpLines(), Last(), Grouped(), Sorted(), Lines()),
+    "ScatterElements": (
+        WarpLines(), Last(), Grouped(), Sorted(),
+        Each(  # a line a thread: its updates are in order
+            "indexing/scatter.cu", "scatter_elements",
+            "y index update, i64 lines inner given length", _scatter_macros, count="lines",
+        ),
+    ),
     "ScatterND": (Grouped(), Last(), Sorted(), Rows()),
-}
+}  # fmt: skip

@@ -19,8 +19,8 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
+    args,
 )
 from onnx_fuse.program.size import coarse, maximum
 
@@ -190,24 +190,21 @@ class FewRows(Planned):
         if act:
             calls.append(Launch(
                 self.source, "grad_dz", (ceil(m * n / 2048), 1, 1), (256, 1, 1),
-                (Ptr("dy"), Ptr("z"), Num("i64", m * n),
-                 Num("f32", problem.epilogue.act_alpha), dz),
-                defines,
+                (*args("dy z, i64 size, f32 act_alpha", problem.epilogue, size=m * n), dz), defines,
             ))  # fmt: skip
         calls.append(Launch(
             self.source, "grad_products", (splits * of_g + of_dw, 1, 1), (32 * tiles.warps, 1, 1),
-            (dz, Ptr("x"), Ptr("gamma"), Ptr("beta"), Ptr("w"), Ptr("mean"), Ptr("rstd"),
-             Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", splits), g, rows, columns,
-             Ptr("dw"), Ptr("dc")),
+            (dz, *args("x gamma beta w mean rstd, i32 m n k splits", problem, splits=splits), g,
+             rows, columns, *args("dw dc")),
             defines, tiles.smem,
         ))  # fmt: skip
         blocks = ceil(m * ceil(k / 256) / 4) + ceil(2 * k / 128)
         calls.append(Launch(
             self.source, "grad_finish", (blocks, 1, 1), (128, 1, 1),
-            (Ptr("x"), Ptr("gamma"), Ptr("mean"), Ptr("rstd"), Num("i32", m), Num("i32", k),
-             Num("i32", splits), Num("i32", row_parts), Num("i32", column_parts), g, rows, columns,
-             Ptr({"": "none", "here": "dx"}.get(problem.add, "add")),
-             Ptr("dx"), Ptr("dgamma"), Ptr("dbeta")),
+            (*args("x gamma mean rstd, i32 m k parts", problem,
+                   parts=(splits, row_parts, column_parts)),
+             g, rows, columns, Ptr({"": "none", "here": "dx"}.get(problem.add, "add")),
+             *args("dx dgamma dbeta")),
             defines,
         ))  # fmt: skip
         return tuple(calls), arena.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
@@ -13,9 +13,10 @@ from onnx_fuse.kernels.rule_based import (
     block_of,
     team_size,
     thread_choices,
+    typed,
 )
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row
@@ -51,24 +52,20 @@ class Rows(HeuristicKernel):
     def launch(self, problem: CrossEntropy, config: KernelConfig, hw: Hardware) -> Launches:
         vec, threads = self._team(problem, config)
         block = block_of(threads)
-        macros: dict[str, Any] = {
-            "T": C_TYPES[problem.dtype], "I": C_TYPES[problem.labels],
-            "ACC": accumulator(problem.dtype), "LOG_SOFTMAX": problem.log_softmax,
-            "MEAN": problem.mean, "VEC": vec, "TEAM": threads, "BLOCK": block,
+        macros = typed(problem, I="labels") | {
+            "LOG_SOFTMAX": problem.log_softmax, "MEAN": problem.mean, "VEC": vec, "TEAM": threads,
+            "BLOCK": block,
         }  # fmt: skip
-        rows = problem.rows
         if problem.stage == "total":
-            ends = Ptr("rows"), Ptr("loss")
-            return self.one("cross_entropy_total", 1, 1024, *ends, Num("i64", rows), **macros)
-        names: tuple[str, ...] = ("x", "target", "slope", "dx")
-        numbers: tuple[int, ...] = (rows, problem.classes, problem.inner)
+            total = args("rows loss, i64 rows", problem)
+            return self.one("cross_entropy_total", 1, 1024, *total, **macros)
+        entry, text = "cross_entropy_grad", "x target slope dx, i64 rows classes inner"
+        ignored = _NONE_IGNORED if problem.ignored is None else problem.ignored
         if problem.stage == "rows":
-            names = ("x", "target", "weight", "loss", "rows", "log_prob")
-            ignored = _NONE_IGNORED if problem.ignored is None else problem.ignored
-            numbers = (*numbers, ignored)
-        entry = "cross_entropy_row" if problem.stage == "rows" else "cross_entropy_grad"
-        args: list[Arg] = [*map(Ptr, names), *(Num("i64", n) for n in numbers)]
-        return self.one(entry, -(-rows * threads // block), block, *args, **macros)
+            entry = "cross_entropy_row"
+            text = "x target weight loss rows log_prob, i64 rows classes inner ignored"
+        made = args(text, problem, ignored=ignored)
+        return self.one(entry, -(-problem.rows * threads // block), block, *made, **macros)
 
 
 class Chunk(HeuristicKernel):
@@ -115,12 +112,11 @@ class Chunk(HeuristicKernel):
         blocks = minimum(problem.rows, hw.sm_count) if ahead else problem.rows
         more: dict[str, Any] = {"AHEAD": 1} if ahead else {}
         return self.one(
-            "cross_entropy_chunk", blocks, block, *map(Ptr, ("x", "target", "weight", "rows")),
-            Num("i32", problem.rows), Num("i32", problem.classes), Num("i32", problem.stride),
-            Num("i64", problem.ignored), Num("f32", problem.smoothing), smem=shared,
-            T=C_TYPES[problem.dtype], I=C_TYPES[problem.labels], W=C_TYPES[problem.weights],
-            ACC=accumulator(problem.dtype), VEC=vec, TEAM=block, SHARED=held,
-            GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, **more,
+            "cross_entropy_chunk", blocks, block,
+            *args("x target weight rows, i32 rows classes stride, i64 ignored, f32 smoothing",
+                  problem),
+            smem=shared, **typed(problem, I="labels", W="weights"), VEC=vec, TEAM=block,
+            SHARED=held, GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, **more,
         )  # fmt: skip
 
 
@@ -152,12 +148,8 @@ class Label(_OfProduct):
 
     def launch(self, problem: LabelScore, config: KernelConfig, hw: Hardware) -> Launches:
         """A warp a row."""
-        numbers = (problem.rows, problem.k, problem.classes, problem.ldx, problem.ldw)
-        return self.one(
-            "label_score", -(-problem.rows // 8), 256,
-            *map(Ptr, ("x", "w", "bias", "target", "to")),
-            *(Num("i32", n) for n in numbers), Num("i64", problem.ignored), **self.macros(problem),
-        )  # fmt: skip
+        made = args("x w bias target to, i32 rows k classes ldx ldw, i64 ignored", problem)
+        return self.one("label_score", -(-problem.rows // 8), 256, *made, **self.macros(problem))
 
 
 class Exp(_OfProduct):
@@ -169,14 +161,11 @@ class Exp(_OfProduct):
 
     def launch(self, problem: ExpRows, config: KernelConfig, hw: Hardware) -> Launches:
         """A block 16 rows."""
-        names = ("e", "part", "x", "w", "bias", "target", "weight", "rows", "scale",
-                 "narrow", "scaled")  # fmt: skip
-        numbers = (problem.rows, problem.k, problem.classes, problem.stride, problem.parts,
-                   problem.ldx, problem.ldw)  # fmt: skip
+        names = "e part x w bias target weight rows scale narrow scaled"
+        numbers = "i32 rows k classes stride parts ldx ldw, i64 ignored"
         macros = {"W": C_TYPES[problem.weights], "SCALED": problem.scaled}
         return self.one(
-            "exp_rows", -(-problem.rows // 16), 512, *map(Ptr, names),
-            *(Num("i32", n) for n in numbers), Num("i64", problem.ignored),
+            "exp_rows", -(-problem.rows // 16), 512, *args(f"{names}, {numbers}", problem),
             **(self.macros(problem) | macros),
         )  # fmt: skip
 

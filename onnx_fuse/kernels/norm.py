@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
@@ -17,9 +17,10 @@ from onnx_fuse.kernels.rule_based import (
     tail_macros,
     team_size,
     thread_choices,
+    typed,
     whole_sectors,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
 from onnx_fuse.program.size import coarse, maximum, minimum, upper_bound
 
@@ -90,6 +91,11 @@ def _cut(problem: Norm | NormGrad, vec: int) -> tuple[int, int]:
     return chunk, -(-problem.length // chunk)
 
 
+def _macros(problem: Norm) -> dict[str, Any]:
+    types = typed(problem, P="param", M="stat")
+    return types | {"RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine}
+
+
 class Chunks(HeuristicKernel):
     """layernorm/parts.cu: few long rows. Operands: those of `Row` without w, c and z."""
 
@@ -122,25 +128,17 @@ class Chunks(HeuristicKernel):
         """What each chunk has, and the row by what all of its chunks have."""
         vec = self._vec(problem)
         chunk, chunks = _cut(problem, vec)
-        x = problem.dtype
-        macros: dict[str, Any] = {
-            "T": C_TYPES[x], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
-            "ACC": accumulator(x), "VEC": vec, "ITEMS": row_items(chunk, vec, _THREADS, _kept(x)),
-            "BLOCK": _THREADS, "RMS": problem.rms, "RESIDUAL": problem.residual,
-            "AFFINE": problem.affine, **tail_macros(problem.tail),
-        }  # fmt: skip
-        sizes = tuple(Num("i64", n) for n in (problem.length, chunk, chunks))
-        parts = Ptr("workspace")
-        first = map(Ptr, ("x", "residual", "sum"))
-        names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "y", "mean", "rstd")
-        blocks = problem.rows * chunks
-        return (
-            *self.one("norm_parts", blocks, _THREADS, *first, parts, *sizes, **macros),
-            *self.one(
-                "norm_apply", blocks, _THREADS, *map(Ptr, names), parts, *sizes,
-                Num("f32", problem.epsilon), **macros,
-            ),
-        )  # fmt: skip
+        items = row_items(chunk, vec, _THREADS, _kept(problem.dtype))
+        macros = _macros(problem) | {"VEC": vec, "ITEMS": items, "BLOCK": _THREADS}
+        macros |= tail_macros(problem.tail)
+
+        def each(entry: str, names: str, more: str = "") -> Launches:
+            made = args(f"{names} workspace, i64 length chunk chunks{more}", problem,
+                        chunk=chunk, chunks=chunks)  # fmt: skip
+            return self.one(entry, problem.rows * chunks, _THREADS, *made, **macros)
+
+        names = "x residual scale bias e1 e2 e3 y mean rstd"
+        return each("norm_parts", "x residual sum") + each("norm_apply", names, ", f32 epsilon")
 
 
 class Row(HeuristicKernel):
@@ -182,24 +180,17 @@ class Row(HeuristicKernel):
         return vec, threads, row_items(length, vec, threads, _kept(x))
 
     def launch(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Launches:
-        rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
-        vec, items = whole_sectors(problem.tail, x, vec, items)
+        vec, items = whole_sectors(problem.tail, problem.dtype, vec, items)
         block = block_of(threads)
-        names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "w", "c", "y", "sum", "mean",
-                 "rstd", "z")  # fmt: skip
-        numbers = (rows, length, problem.groups, problem.channels, problem.inner)
-        macros: dict[str, Any] = {
-            "T": C_TYPES[x], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
-            "ACC": accumulator(x), "VEC": vec, "ITEMS": items, "TEAM": threads, "BLOCK": block,
-            "RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine,
-        }  # fmt: skip
+        macros = _macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads, "BLOCK": block}
         if problem.columns:
             macros |= {"PRODUCT": problem.columns, "TURNED": problem.turned}
+        text = "x residual scale bias e1 e2 e3 w c y sum mean rstd z"
+        made = args(f"{text}, i64 rows length groups channels inner, f32 epsilon", problem)
         return self.one(
-            "layernorm_row", -(-rows * threads // block), block, *map(Ptr, names),
-            *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon),
-            **macros, **tail_macros(problem.tail),
+            "layernorm_row", -(-problem.rows * threads // block), block, *made, **macros,
+            **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -212,11 +203,8 @@ class _Grad(HeuristicKernel):
 
     def _macros(self, problem: NormGrad, config: KernelConfig) -> dict[str, Any]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
-        return {
-            "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
-            "ACC": accumulator(problem.dtype), "VEC": vec, "ITEMS": items, "TEAM": threads,
-            "RMS": problem.rms, "SKIP": problem.skip,
-        }  # fmt: skip
+        types = typed(problem, P="param", M="stat") | {"RMS": problem.rms, "SKIP": problem.skip}
+        return types | {"VEC": vec, "ITEMS": items, "TEAM": threads}
 
 
 class GradRow(_Grad):
@@ -255,10 +243,10 @@ class GradRow(_Grad):
         macros["VEC"], macros["ITEMS"] = whole_sectors(problem.tail, problem.dtype, vec, items)
         if problem.k:
             macros |= {"PRODUCT": problem.k, "TURNED": problem.turned}
-        names = ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "b", "dx", "part")
+        names = "x dy scale mean rstd ds e1 e2 e3 b dx part"
         return self.one(
-            "layernorm_dx", problem.parts, threads, *map(Ptr, names), Num("i64", problem.rows),
-            Num("i64", problem.length), **macros, **tail_macros(problem.tail),
+            "layernorm_dx", problem.parts, threads, *args(f"{names}, i64 rows length", problem),
+            **macros, **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -267,11 +255,8 @@ def _chunk_vec(problem: NormGrad) -> int:
 
 
 def _chunk_macros(problem: NormGrad, vec: int) -> dict[str, Any]:
-    return {
-        "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
-        "ACC": accumulator(problem.dtype), "VEC": vec, "BLOCK": _THREADS, "RMS": problem.rms,
-        "SKIP": problem.skip, **tail_macros(problem.tail),
-    }  # fmt: skip
+    types = typed(problem, P="param", M="stat") | {"RMS": problem.rms, "SKIP": problem.skip}
+    return types | {"VEC": vec, "BLOCK": _THREADS} | tail_macros(problem.tail)
 
 
 class GradChunks(HeuristicKernel):
@@ -305,23 +290,21 @@ class GradChunks(HeuristicKernel):
         """The averages of each row by its chunks, where dx is wanted, and the columns' strips."""
         vec = _chunk_vec(problem)
         chunk, chunks = _cut(problem, vec)
-        rows, length = problem.rows, Num("i64", problem.length)
         parts, whole = Ptr("workspace"), Ptr("workspace", self._merged(problem))
-        macros = _chunk_macros(problem, vec)
+        macros, rows = _chunk_macros(problem, vec), problem.rows
 
-        def one(entry: str, blocks: int, *args: Ptr | Num) -> Launches:
-            return self.one(entry, blocks, _THREADS, *args, **macros)
+        def one(entry: str, blocks: int, *made: Arg) -> Launches:
+            return self.one(entry, blocks, _THREADS, *made, **macros)
 
-        operands = tuple(map(Ptr, ("x", "dy", "scale", "mean", "rstd")))
-        more = tuple(map(Ptr, ("ds", "e1", "e2", "e3")))
+        operands = args("x dy scale mean rstd")
+        numbers = args("i64 length chunk chunks", problem, chunk=chunk, chunks=chunks)
         sums = (
-            *one("dx_parts", rows * chunks, *operands, parts, length, Num("i64", chunk),
-                 Num("i64", chunks)),
-            *one("dx_merge", rows, parts, whole, length, Num("i64", chunks)),
-        )  # fmt: skip
+            *one("dx_parts", rows * chunks, *operands, parts, *numbers),
+            *one("dx_merge", rows, parts, whole, numbers[0], numbers[2]),
+        )
         strips = one(
-            "dx_apply", -(-problem.length // (vec * _THREADS)), *operands, *more, whole, Ptr("dx"),
-            Ptr("part"), Num("i64", rows), length,
+            "dx_apply", -(-problem.length // (vec * _THREADS)), *operands, *args("ds e1 e2 e3"),
+            whole, *args("dx part, i64 rows length", problem),
         )  # fmt: skip
         return sums + strips if problem.dx else strips
 
@@ -339,12 +322,10 @@ class GradRounds(HeuristicKernel):
     def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
         """A thread a column."""
         grad = problem.grad
-        return (Launch(
-            self.source, "round_params", (-(-grad.length // _THREADS), problem.outputs, 1),
-            (_THREADS, 1, 1),
-            (*map(Ptr, ("part", "dscale", "dbias")), Num("i64", grad.length)),
-            defines(**_chunk_macros(grad, _chunk_vec(grad))),
-        ),)  # fmt: skip
+        grid = (-(-grad.length // _THREADS), problem.outputs, 1)
+        macros = _chunk_macros(grad, _chunk_vec(grad))
+        made = args("part dscale dbias, i64 length", grad)
+        return self.one("round_params", grid, _THREADS, *made, **macros)
 
 
 class GradSums(_Grad):
@@ -355,14 +336,10 @@ class GradSums(_Grad):
         return "it has one part of a long row" if _few_and_long(problem.grad) else None
 
     def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
-        grad = problem.grad
-        return (Launch(
-            self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),
-            (1024, 1, 1),
-            (*map(Ptr, ("part", "dscale", "dbias")), Num("i32", grad.parts),
-             Num("i64", grad.length)),
-            defines(**self._macros(grad, KernelConfig.of())),
-        ),)  # fmt: skip
+        grad, macros = problem.grad, self._macros(problem.grad, KernelConfig.of())
+        grid = (-(-grad.length // 32), problem.outputs, 1)
+        made = args("part dscale dbias, i32 parts, i64 length", grad)
+        return self.one("layernorm_dparams", grid, 1024, *made, **macros)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -8,7 +8,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Ptr, Table, TensorMap, args
 from onnx_fuse.program.size import coarse, minimum
 
 
@@ -30,20 +30,10 @@ def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
 
 
 def row_stats(
-    m: int,
-    k: int,
-    dtype: str,
-    *,
-    ldx: int = 0,
-    epsilon: float = 1e-5,
-    stats: bool = True,
-    norm: bool = False,
-    given: bool = False,
-    rms: bool = False,
-    planes: int = 0,
-    out_dtype: str = "bfloat16",
-    align: int = 16,
-) -> Launch:
+    m: int, k: int, dtype: str, *, ldx: int = 0, epsilon: float = 1e-5, stats: bool = True,
+    norm: bool = False, given: bool = False, rms: bool = False, planes: int = 0,
+    out_dtype: str = "bfloat16", align: int = 16,
+) -> Launch:  # fmt: skip
     """Pointers x, mean, rstd, gamma, beta, out; x is [m, k], out is [planes, m, k].
 
     `given`: `norm` by the mean and rstd that are there.
@@ -63,10 +53,8 @@ def row_stats(
         # 1024 threads on each of 132 SMs, each walks over rows; bits do not depend on it
         (minimum(ceil(m / rows), 132 * 1024 // (tpr * rows)), 1, 1),
         (tpr * rows, 1, 1),
-        (
-            Ptr("x"), Num("i32", m), Num("i32", k), Num("i64", ldx), Num("f32", epsilon),
-            Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"), Ptr("out"),
-        ),
+        args("x, i32 m k, i64 ldx, f32 epsilon, mean rstd gamma beta out",
+             m=m, k=k, ldx=ldx, epsilon=epsilon),
         as_defines({
             "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[dtype],
             "STATS": stats, "NORM": 2 if given else norm, "PLANES": planes,
@@ -86,8 +74,7 @@ def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int 
         return fold_columns([(k, n)], dtype, hw, align=align)
     return Launch(
         "norm/fold.cu", "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1),
-        (*map(Ptr, ("w", "gamma", "beta", "c")), Num("i32", k), Num("i32", n),
-         *map(Ptr, ("wq", "cs", "cv"))),
+        args("w gamma beta c, i32 k n, wq cs cv", k=k, n=n),
         as_defines({"T": C_TYPES[dtype], "VEC": 8 if k % 8 == 0 and align % 16 == 0 else 1}),
     )  # fmt: skip
 
@@ -132,7 +119,7 @@ def fold_columns(
         how |= {"W": "float", "VEC": min(4, vec), "HELD": 4}
     return Launch(
         "norm/fold.cu", "fold_columns", (fewest * strips, 1, 1), (32 * warps, 1, 1),
-        (Table(tuple(words)), Num("i32", len(shapes))),
+        (Table(tuple(words)), *args("i32 count", count=len(shapes))),
         as_defines(how, {"COLS": cols, "WARPS": warps, "PARTS": fewest, "ROWS": room}),
         cluster=fewest,
     )  # fmt: skip
@@ -148,51 +135,28 @@ def fold_planes(
     rows = 64 if planes else 32  # whose loads fit into the registers
     ragged = {} if n % 4 == 0 and align % 16 == 0 else {"RAGGED": 1}
     call = Launch(
-        "norm/fold_planes.cu",
-        "fold_planes",
-        (ceil(n / 128), ceil(k / rows), 1),
-        (256, 1, 1),
-        (
-            Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"), Num("i32", k), Num("i32", n),
-            Ptr("wq"), Ptr("part"),
-        ),
+        "norm/fold_planes.cu", "fold_planes", (ceil(n / 128), ceil(k / rows), 1), (256, 1, 1),
+        args("w gamma beta c, i32 k n, wq part", k=k, n=n),
         as_defines({"PLANES": planes, "ROWS": rows} | ragged | ({"TURNED": 1} if turned else {})),
     )  # fmt: skip
     return call, ceil(k / rows)
 
 
 def row_dots(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    *,
-    act: str = "",
-    act_alpha: float = 1.0,
-    planes: int = 0,
+    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0, planes: int = 0,
     align: int = 16,
-) -> tuple[Launch, int]:
+) -> tuple[Launch, int]:  # fmt: skip
     """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
     held = (2, 1) if dtype == "float32" else (4, 2, 1)
     ragged = {} if n % 8 == 0 and align % 16 == 0 else {"RAGGED": 1}
     rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
-        "norm/row_dots.cu",
-        "row_dots",
-        (parts, 1, 1),
-        (512, 1, 1),
-        (
-            Ptr("dy"), Ptr("z"), Ptr("cs"), Ptr("cv"), Num("i32", m), Num("i32", n),
-            Num("f32", 1.0 / k), Num("f32", act_alpha), Ptr("dz"), Ptr("c1"), Ptr("c2"),
-            Ptr("part"),
-        ),
-        as_defines(
-            {"T": C_TYPES[dtype], "RPW": rpw},
-            activation_macros(act),
-            {"PLANES": planes} if planes else {},
-            ragged,
-        ),
+        "norm/row_dots.cu", "row_dots", (parts, 1, 1), (512, 1, 1),
+        args("dy z cs cv, i32 m n, f32 mean act_alpha, dz c1 c2 part",
+             m=m, n=n, mean=1.0 / k, act_alpha=act_alpha),
+        as_defines({"T": C_TYPES[dtype], "RPW": rpw}, activation_macros(act),
+                   {"PLANES": planes} if planes else {}, ragged),
     )  # fmt: skip
     return call, parts
 
@@ -206,14 +170,9 @@ def act_parts(m: int, n: int) -> int:
 def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> Launch:
     """Pointers dy, z -> dz, part [`act_parts`, n] (or, with one part, dbias)."""
     return Launch(
-        "pointwise/act_grad.cu",
-        "act_grad_rows",
-        (ceil(n / 256), act_parts(m, n), 1),
+        "pointwise/act_grad.cu", "act_grad_rows", (ceil(n / 256), act_parts(m, n), 1),
         (256, 1, 1),
-        (
-            Ptr("dy"), Ptr("z"), Num("i32", m), Num("i32", n), Num("f32", act_alpha), Ptr("dz"),
-            Ptr("part"), Ptr("dbias"),
-        ),
+        args("dy z, i32 m n, f32 act_alpha, dz part dbias", m=m, n=n, act_alpha=act_alpha),
         as_defines({"T": C_TYPES[dtype]}, activation_macros(act)),
     )  # fmt: skip
 
@@ -221,10 +180,7 @@ def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> Launch:
 def sum_parts(parts: int, n: int, vectors: int, out_dtype: str) -> Launch:
     """Pointers part [parts, vectors, n] -> wide [n] float32, out0, out1 [n]: where bound."""
     return Launch(
-        "norm/sum_parts.cu",
-        "sum_parts",
-        (ceil(n / 32), vectors, 1),
-        (256, 1, 1),
-        (Ptr("part"), Num("i32", parts), Num("i32", n), Ptr("wide"), Ptr("out0"), Ptr("out1")),
+        "norm/sum_parts.cu", "sum_parts", (ceil(n / 32), vectors, 1), (256, 1, 1),
+        args("part, i32 parts n, wide out0 out1", parts=parts, n=n),
         as_defines({"TO": C_TYPES[out_dtype]}),
-    )
+    )  # fmt: skip

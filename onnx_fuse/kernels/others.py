@@ -7,87 +7,9 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
-from onnx_fuse.program.data_movement import (
-    DeformColumns,
-    Determinant,
-    Fourier,
-    NGrams,
-    NmsChosen,
-    Random,
-    Range,
-    RoiAlign,
-    is_smooth,
-)
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Num, Ptr
-
-
-class Philox(HeuristicKernel):
-    """random/philox.cu. Operands: state x y."""
-
-    source = "random/philox.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: Random, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, four numbers a thread."""
-        return self.one(
-            "philox_fill", -(-problem.size // 1024), 256,
-            Ptr("state"), Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i64", problem.bits),
-            Num("i64", problem.stream), Num("f32", problem.a), Num("f32", problem.b),
-            FIXED=problem.fixed, KIND=problem.kind, T=STORAGE[problem.dtype],
-            X=STORAGE[problem.given],
-        )  # fmt: skip
-
-
-class Bins(HeuristicKernel):
-    """regions/roi_align.cu. Operands: x rois index y."""
-
-    version = 2
-    source = "regions/roi_align.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: RoiAlign, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a bin a thread."""
-        numbers = (*problem.image, *problem.bins, problem.samples)
-        return self.one(
-            "roi_align", -(-problem.size // 128), 128,
-            *map(Ptr, ("x", "rois", "index", "y")), Num("i64", problem.size),
-            Num("i64", problem.batch), *(Num("i32", n) for n in numbers),
-            Num("f32", problem.scale), T=C_TYPES[problem.dtype], I=C_TYPES[problem.index],
-            ACC=accumulator(problem.dtype), MAXIMUM=problem.maximum, HALF_PIXEL=problem.half_pixel,
-        )  # fmt: skip
-
-
-class OffsetTaps(HeuristicKernel):
-    """regions/deform_columns.cu. Operands: x offset mask columns."""
-
-    source = "regions/deform_columns.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: DeformColumns, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, an offset a thread."""
-        frame = {k: v for k, v in window_macros(problem.window).items() if k[-1] in "HW"}
-        numbers = (problem.channels, problem.shifts, *problem.image, *problem.outer)
-        return self.one(
-            "deform_columns", -(-problem.size // 128), 128,
-            *map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", problem.size),
-            *(Num("i32", n) for n in numbers), T=C_TYPES[problem.dtype],
-            ACC=accumulator(problem.dtype), **frame,
-        )  # fmt: skip
-
-
-class Suppression(HeuristicKernel):
-    """regions/nms.cu. Operands: boxes scores most iou least left chosen found."""
-
-    source = "regions/nms.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: NmsChosen, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a block a class of an image."""
-        names = ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")
-        numbers = Num("i32", problem.classes), Num("i32", problem.count)
-        pointers = map(Ptr, names)
-        return self.one("nms", problem.lines, 256, *pointers, *numbers, CENTER=problem.center)
+from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, typed, window_macros
+from onnx_fuse.program.data_movement import Determinant, Fourier, Range, is_smooth
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 
 
 class RowsOfLanes(HeuristicKernel):
@@ -103,12 +25,10 @@ class RowsOfLanes(HeuristicKernel):
 
     def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a lane a row."""
-        side = pow2(problem.n)
+        side, vec = pow2(problem.n), access_width(problem.n, problem.dtype) if problem.n else 1
         return self.one(
-            "det_rows", -(-problem.count * side // 256), 256, Ptr("x"), Ptr("y"),
-            Num("i64", problem.count), Num("i32", problem.n), SIDE=side,
-            VEC=access_width(problem.n, problem.dtype) if problem.n else 1,
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
+            "det_rows", -(-problem.count * side // 256), 256,
+            *args("x y, i64 count, i32 n", problem), SIDE=side, VEC=vec, **typed(problem),
         )  # fmt: skip
 
 
@@ -131,11 +51,8 @@ class Elimination(HeuristicKernel):
 
     def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a matrix."""
-        pointers = map(Ptr, ("x", "workspace", "y"))
-        return self.one(
-            "det", problem.count, 256, *pointers, Num("i32", problem.n),
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
-        )  # fmt: skip
+        made = args("x workspace y, i32 n", problem)
+        return self.one("det", problem.count, 256, *made, **typed(problem))
 
 
 class Stockham(HeuristicKernel):
@@ -161,31 +78,14 @@ class Stockham(HeuristicKernel):
         n, across = problem.points, problem.inner > 1
         rows = max(1, 1024 // n, min(8, 4096 // n) if across else 1)
         threads = max(32, -(-rows * n // 256) * 32)
-        numbers = (problem.count, problem.frames, problem.inner, problem.length, problem.step)
+        names = f"x {'window' if problem.window else 'x'} table y"
         return self.one(
             "fourier", -(-problem.count // rows), threads,
-            *map(Ptr, ("x", "window" if problem.window else "x", "table", "y")),
-            *(Num("i64", number) for number in numbers), Num("i32", problem.taken),
+            *args(f"{names}, i64 count frames inner length step, i32 taken", problem),
             smem=16 * rows * (n + n // 8 + 1), T=C_TYPES[problem.dtype], POINTS=n, ROWS=rows,
             BLOCK=threads, SIGN=1 if problem.inverse else -1, RESULTS=problem.results,
             PARTS=problem.parts, OUT=1 if problem.half else 2, ACROSS=across,
             WINDOW=problem.window, HALF=problem.half,
-        )  # fmt: skip
-
-
-class Counts(HeuristicKernel):
-    """text/tfidf.cu. Operands: x pool entry weight y."""
-
-    source = "text/tfidf.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: NGrams, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a warp a count."""
-        return self.one(
-            "tfidf", -(-problem.size // 8), 256,
-            *map(Ptr, ("x", "pool", "entry", "weight", "y")), Num("i64", problem.size),
-            Num("i32", problem.columns), Num("i64", problem.words),
-            X=C_TYPES[problem.dtype], MODE=problem.mode,
         )  # fmt: skip
 
 
@@ -205,19 +105,41 @@ class MinMax(HeuristicKernel):
     def launch(self, problem: Range, config: KernelConfig, hw: Hardware) -> Launches:
         """The range of each block's part, then of all."""
         blocks = self._parts(problem, hw)
-        ends, size = (Ptr("scale"), Ptr("zero")), Num("i64", problem.size)
-        parts = self.one("least_and_largest", blocks, 256, Ptr("x"), Ptr("workspace"), size)
-        total = self.one("scale_and_zero", 1, 256, Ptr("workspace"), *ends, Num("i32", blocks))
-        return parts + total
+        parts = args("x workspace, i64 size", problem)
+        total = args("workspace scale zero, i32 blocks", blocks=blocks)
+        return self.one("least_and_largest", blocks, 256, *parts) + self.one(
+            "scale_and_zero", 1, 256, *total
+        )
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Random": (Philox(),),
-    "RoiAlign": (Bins(),),
-    "DeformColumns": (OffsetTaps(),),
-    "NmsChosen": (Suppression(),),
+    "Random": (Each(  # four numbers a thread
+        "random/philox.cu", "philox_fill", "state x y, i64 size bits stream, f32 a b",
+        lambda p: {"FIXED": p.fixed, "KIND": p.kind, "T": STORAGE[p.dtype], "X": STORAGE[p.given]},
+        per=1024,
+    ),),
+    "RoiAlign": (Each(
+        "regions/roi_align.cu", "roi_align",
+        "x rois index y, i64 size batch, i32 image bins samples, f32 scale",
+        lambda p: typed(p, I="index") | {"MAXIMUM": p.maximum, "HALF_PIXEL": p.half_pixel},
+        per=128, threads=128, version=2,
+    ),),
+    "DeformColumns": (Each(
+        "regions/deform_columns.cu", "deform_columns",
+        "x offset mask columns, i64 size, i32 channels shifts image outer",
+        lambda p: typed(p) | {k: v for k, v in window_macros(p.window).items() if k[-1] in "HW"},
+        per=128, threads=128,
+    ),),
+    "NmsChosen": (Each(  # a block a class of an image
+        "regions/nms.cu", "nms",
+        "boxes scores most iou least left chosen found, i32 classes count",
+        lambda p: {"CENTER": p.center}, count="lines", per=1,
+    ),),
     "Determinant": (RowsOfLanes(), Elimination()),
     "Fourier": (Stockham(),),
-    "NGrams": (Counts(),),
+    "NGrams": (Each(  # a warp a count
+        "text/tfidf.cu", "tfidf", "x pool entry weight y, i64 size, i32 columns, i64 words",
+        lambda p: {"X": C_TYPES[p.dtype], "MODE": p.mode}, per=8,
+    ),),
     "Range": (MinMax(),),
-}
+}  # fmt: skip

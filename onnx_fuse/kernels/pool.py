@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
+from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, typed, window_macros
 from onnx_fuse.program.call import LOWEST
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
-from onnx_fuse.program.problems import (
-    ChannelWindow,
-    Col2Im,
-    GridSample,
-    MaxPoolGrad,
-    Pool,
-    Resample,
-)
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.problems import MaxPoolGrad, Pool, Resample
 
 _KINDS = ("max", "average", "lp")
 
@@ -43,10 +35,9 @@ class Windows(HeuristicKernel):
         small = ITEMSIZE[dtype] == 1 and vec >= 4 and size < 2**31 and problem.kind == "max"
         codes = {"CODES": True} if small else {}
         after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
+        text = "x y indices, i64 size, i32 channels inner outer, f32 p, i64 nowhere"
         return self.one(
-            "pool", -(-size // 256), 256, Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
-            *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
-            Num("f32", problem.p), Num("i64", problem.nowhere),
+            "pool", -(-size // 256), 256, *args(text, problem, size=size),
             VEC=vec, CHANNELS_LAST=bool(problem.channels), LOWEST=LOWEST[dtype],
             T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
             MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
@@ -71,22 +62,17 @@ class MaxGrad(HeuristicKernel):
         vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
         elements = problem.planes * prod(problem.inner) * problem.channels
-        macros: dict[str, Any] = {
-            "T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype),
+        macros = typed(problem) | window_macros(problem.window) | {
             "INDEX": "u32" if max(elements, outputs) < 2**31 else "i64",
             "CODE": f"u{8 * _code_bytes(problem)}", "VEC": vec, "WIDE": wide,
-            **window_macros(problem.window),
         }  # fmt: skip
-        sizes = [Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)]
 
-        def each(entry: str, size: int, *names: str) -> Launches:
-            pointers = map(Ptr, names)
-            return self.one(
-                entry, -(-size // 256), 256, *pointers, Num("i64", size), *sizes, **macros
-            )
+        def each(entry: str, size: int, names: str) -> Launches:
+            made = args(f"{names}, i64 size, i32 channels inner outer", problem, size=size)
+            return self.one(entry, -(-size // 256), 256, *made, **macros)
 
-        codes = each("max_pool_codes", outputs // vec, "x", "workspace")
-        return codes + each("max_pool_grad", elements // (vec * wide), "dy", "workspace", "dx")
+        codes = each("max_pool_codes", outputs // vec, "x workspace")
+        return codes + each("max_pool_grad", elements // (vec * wide), "dy workspace dx")
 
     def workspace(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> int:
         """A number for each window."""
@@ -100,23 +86,6 @@ def _outputs(problem: MaxPoolGrad) -> int:
 def _code_bytes(problem: MaxPoolGrad) -> int:
     taps = prod(problem.window.kernel)
     return 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
-
-
-class Channels(HeuristicKernel):
-    """pool/lrn.cu. Operands: x y."""
-
-    source = "pool/lrn.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: ChannelWindow, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, an element a thread."""
-        return self.one(
-            "lrn", -(-problem.size // 256), 256,
-            Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i32", problem.channels),
-            Num("i64", problem.inner), Num("i32", problem.width), Num("f32", problem.alpha),
-            Num("f32", problem.beta), Num("f32", problem.bias),
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
-        )  # fmt: skip
 
 
 class Taps(HeuristicKernel):
@@ -144,55 +113,35 @@ class Taps(HeuristicKernel):
         columns = access_width(problem.resized, "float32") if problem.inner == 1 else 1
         across, inner = problem.resized // columns, problem.inner // vec
         threads = problem.outer * resized * across * inner
-        above = ("above", "above_weight") if taps else ("source", "weight")
-        return self.one(
-            "resample", -(-threads // 256), 256,
-            *map(Ptr, ("x", "source", "weight", *above, "y")), Num("i64", threads),
-            *(Num("i32", n) for n in (length, resized, problem.length, across)),
-            Num("i64", inner), Num("f32", problem.outside),
-            X=C_TYPES[problem.dtype], Y=C_TYPES[problem.out_dtype], ACC=problem.compute,
-            TAPS=problem.taps, ROWS=taps, VEC=vec, COLUMNS=columns,
+        above = "above above_weight" if taps else "source weight"
+        made = args(
+            f"x source weight {above} y, i64 threads, i32 rows length across, i64 inner, "
+            "f32 outside", problem, threads=threads, rows=(length, resized), across=across,
+            inner=inner,
         )  # fmt: skip
-
-
-class Points(HeuristicKernel):
-    """pool/grid_sample.cu. Operands: x grid y."""
-
-    source = "pool/grid_sample.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: GridSample, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a point a thread."""
         return self.one(
-            "grid_sample", -(-problem.points * problem.batch // 128), 128,
-            *map(Ptr, ("x", "grid", "y")), Num("i64", problem.points), Num("i64", problem.batch),
-            *(Num("i32", n) for n in (problem.channels, *problem.inner)),
-            T=C_TYPES[problem.dtype], G=C_TYPES[problem.grid], ACC=accumulator(problem.dtype),
-            RANK=problem.rank, MODE=problem.mode, PADDING=problem.padding, ALIGN=problem.align,
-        )  # fmt: skip
-
-
-class Columns(HeuristicKernel):
-    """pool/col2im.cu. Operands: x y."""
-
-    source = "pool/col2im.cu"
-    free_axes = "yz"
-
-    def launch(self, problem: Col2Im, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a pixel a thread."""
-        return self.one(
-            "col2im", -(-problem.size // 256), 256, Ptr("x"), Ptr("y"), Num("i64", problem.size),
-            *(Num("i32", n) for n in (*problem.image, *problem.blocks)),
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), TRANSPOSED=True,
-            **window_macros(problem.window),
+            "resample", -(-threads // 256), 256, *made, X=C_TYPES[problem.dtype],
+            Y=C_TYPES[problem.out_dtype], ACC=problem.compute, TAPS=problem.taps, ROWS=taps,
+            VEC=vec, COLUMNS=columns,
         )  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Pool": (Windows(),),
     "MaxPoolGrad": (MaxGrad(),),
-    "ChannelWindow": (Channels(),),
+    "ChannelWindow": (Each(
+        "pool/lrn.cu", "lrn", "x y, i64 size, i32 channels, i64 inner, i32 width, "
+        "f32 alpha beta bias", typed,
+    ),),
     "Resample": (Taps(),),
-    "GridSample": (Points(),),
-    "Col2Im": (Columns(),),
-}
+    "GridSample": (Each(
+        "pool/grid_sample.cu", "grid_sample", "x grid y, i64 points batch, i32 channels inner",
+        lambda p: typed(p, G="grid") | {"RANK": p.rank, "MODE": p.mode, "PADDING": p.padding,
+                                        "ALIGN": p.align},
+        count="points batch", per=128, threads=128,
+    ),),
+    "Col2Im": (Each(
+        "pool/col2im.cu", "col2im", "x y, i64 size, i32 image blocks",
+        lambda p: typed(p) | {"TRANSPOSED": True} | window_macros(p.window),
+    ),),
+}  # fmt: skip

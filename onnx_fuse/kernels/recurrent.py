@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
 from onnx_fuse.program.data_movement import Recurrence
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, args
 
 _PARTS = 8  # PARTS_MOST of steps.cuh
 
@@ -39,8 +39,8 @@ def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, i
     weights = gates * padded * units * item
     stored = shared(rows) + weights <= hw.smem_per_block
     macros = {
-        "T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype), "HIDDEN": hidden,
-        "UNITS": units, "BATCH": rows, "BLOCK": block, "CLUSTER": cluster, "STORED": stored,
+        **typed(problem), "HIDDEN": hidden, "UNITS": units, "BATCH": rows, "BLOCK": block,
+        "CLUSTER": cluster, "STORED": stored,
     }  # fmt: skip
     return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
@@ -65,17 +65,13 @@ class Steps(HeuristicKernel):
         geometry = _geometry(problem, hw)
         assert not isinstance(geometry, str)
         macros, blocks, smem = geometry
-        names: tuple[str, ...] = ("z", "rt", "rn", "bn", "h0", "c0", "lengths", "y", "h", "c")
+        names, end = "z rt rn bn h0 c0 lengths y h c", ""
         if problem.grad:
-            names = (
-                *("z", "z2", "before", "r", "rn", "c0", "lengths", "dy", "dh_T", "dc_T", "cells"),
-                *("dz", "dz2", "dh0", "dc0"),
-            )
-        end = "_grad" if problem.grad else ""
+            names = "z z2 before r rn c0 lengths dy dh_T dc_T cells dz dz2 dh0 dc0"
+            end = "_grad"
         return (Launch(
             f"recurrent/steps{end}.cu", f"recurrent_steps{end}", (blocks, 1, 1),
-            (macros["BLOCK"], 1, 1),
-            (*map(Ptr, names), Num("i32", problem.steps), Num("i32", problem.batch)),
+            (macros["BLOCK"], 1, 1), args(f"{names}, i32 steps batch", problem),
             defines(KIND=problem.kind, REVERSE=problem.reverse, **macros),
             smem=smem, cluster=macros["CLUSTER"],
         ),)  # fmt: skip

@@ -19,7 +19,15 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr, Table
+from onnx_fuse.program.problem import (
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Ptr,
+    Table,
+    args,
+)
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, coarse
 
@@ -53,8 +61,8 @@ def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
     return access_width(length if inner == 1 else inner, dtype)
 
 
-def _pointers(problem: Reduce) -> list[Ptr]:
-    return [Ptr(name) for name in ("x", *(["x2"] if problem.paired else []), "y", "y2")]
+def _operands(problem: Reduce) -> str:
+    return "x x2 y y2" if problem.paired else "x y y2"
 
 
 def _vec(problem: Reduce) -> int:
@@ -85,13 +93,11 @@ class Row(HeuristicKernel):
         return thread_choices(_team(problem))
 
     def launch(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> Launches:
-        rows = problem.outer * problem.splits
         threads = config.integer("team") or _team(problem)
         block = block_of(threads)
-        numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
         return self.one(
-            "reduce_row", -(-rows * threads // block), block,
-            *_pointers(problem), *(Num("i64", n) for n in numbers),
+            "reduce_row", -(-problem.outer * problem.splits * threads // block), block,
+            *args(f"{_operands(problem)}, i64 outer length chunk splits count", problem),
             **_macros(problem), TEAM=threads, BLOCK=block,
         )  # fmt: skip
 
@@ -116,11 +122,9 @@ class Column(HeuristicKernel):
         inner, vec = problem.inner, _vec(problem)
         bx = lanes(-(-inner // vec))
         block = _LARGE_BLOCK if problem.short else BLOCK
-        grid = -(-inner // (bx * vec)) * problem.splits * problem.outer
-        numbers = (problem.length, inner, problem.chunk, problem.splits, problem.count)
         return self.one(
-            "reduce_column", grid, block,
-            *_pointers(problem), *(Num("i64", n) for n in numbers),
+            "reduce_column", -(-inner // (bx * vec)) * problem.splits * problem.outer, block,
+            *args(f"{_operands(problem)}, i64 length inner chunk splits count", problem),
             **_macros(problem), BX=bx, BY=block // bx,
         )  # fmt: skip
 
@@ -161,16 +165,15 @@ class Squares(HeuristicKernel):
                 words += [0] * (3 * (rows - len(few)))
                 launches.append(Launch(
                     self.source, "sum_squares", (firsts[-1], 1, 1), (256, 1, 1),
-                    (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", begun * size)),
+                    (Table(tuple(words)), *args("i32 count", count=len(few)),
+                     Ptr("workspace", begun * size)),
                     defines(T=C_TYPES[dtype], U=C_TYPES[problem.out_dtype], ACC=wide,
                             CHUNK=CHUNK, ROWS=rows),
                 ))  # fmt: skip
                 begun += firsts[-1]
-        total = Launch(
-            self.source, "sum_squares_total", (1, 1, 1), (1024, 1, 1),
-            (Ptr("workspace"), Num("i64", begun), Ptr("y")), launches[-1].defines,
-        )  # fmt: skip
-        return (*launches, total)
+        ends = args("workspace, i64 begun, y", begun=begun)
+        macros: dict[str, Any] = dict(launches[-1].defines)
+        return (*launches, *self.one("sum_squares_total", 1, 1024, *ends, **macros))
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

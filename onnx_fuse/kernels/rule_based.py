@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from onnx_fuse.cuda.macros import defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.expression import Tail
@@ -18,6 +18,7 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
+    args,
 )
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import coarse
@@ -118,11 +119,39 @@ class HeuristicKernel(Kernel):
         raise TypeError(f"{type(self).__name__} has no launch")
 
     def one(
-        self, entry: str, blocks: int, threads: int, *args: Arg, smem: int = 0, **macros: object
-    ) -> Launches:
+        self, entry: str, blocks: int | tuple[int, int, int], threads: int, *args: Arg,
+        smem: int = 0, cluster: int = 1, sync: int = 0, **macros: object,
+    ) -> Launches:  # fmt: skip
         """One launch of an entry of its source, of so many blocks and threads of each."""
-        grid, block = (blocks, 1, 1), (threads, 1, 1)
-        return (Launch(self.source, entry, grid, block, args, defines(**macros), smem),)
+        grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
+        made = defines(**macros)
+        return (Launch(self.source, entry, grid, (threads, 1, 1), args, made, smem, cluster, sync),)
+
+
+class Each(HeuristicKernel):
+    """A kernel of one launch, whose blocks have `per` elements each of the fields `count`."""
+
+    free_axes = "yz"
+    version = 1
+
+    def __init__(
+        self, source: str, entry: str, args: str, macros: Callable[[Any], dict[str, Any]],
+        *, count: str = "size", per: int = BLOCK, threads: int = BLOCK, version: int = 1,
+    ) -> None:  # fmt: skip
+        """`args` is text as `program.problem.args` reads it, `macros` are those of a problem."""
+        self.source, self.entry, self.args, self.macros = source, entry, args, macros
+        self.count, self.per, self.threads, self.version = count.split(), per, threads, version
+
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+        blocks = -(-prod(getattr(problem, name) for name in self.count) // self.per)
+        made, macros = args(self.args, problem), self.macros(problem)
+        return self.one(self.entry, blocks, self.threads, *made, **macros)
+
+
+def typed(problem: Any, **fields: str) -> dict[str, Any]:
+    """The macros T and ACC of a problem's dtype, and those of the types in other fields."""
+    types = {name: C_TYPES[getattr(problem, field)] for name, field in fields.items()}
+    return {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype), **types}
 
 
 def access_width(length: int, dtype: str, most: int = 16) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
+from onnx_fuse.cuda.macros import C_TYPES, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
 from onnx_fuse.program.data_movement import (
     CumulativeSum,
     KeptCounts,
@@ -16,7 +16,7 @@ from onnx_fuse.program.data_movement import (
     SortedRows,
     TopK,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.size import coarse
 
 Kept: TypeAlias = KeptCounts | KeptPositions
@@ -83,18 +83,17 @@ class Cumulative(HeuristicKernel):
             by = min(1024 // bx, max(1, pow2(chunk) // 8))
             block, macros = bx * by, {"BX": bx, "BY": by}
         entry = "cumsum_row" if row else "cumsum_column"
-        sizes = (length, *(() if row else (inner,)), chunk, chunks)
-        numbers = tuple(Num("i64", n) for n in sizes)
-        macros |= {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype),
-                   "EXCLUSIVE": problem.exclusive, "REVERSE": problem.reverse,
-                   "PRODUCT": problem.product}  # fmt: skip
-        parts = Ptr("workspace" if chunks > 1 else "parts")
+        macros |= typed(problem) | {"EXCLUSIVE": problem.exclusive, "REVERSE": problem.reverse,
+                                    "PRODUCT": problem.product}  # fmt: skip
+        parts = "workspace" if chunks > 1 else "parts"
 
-        def one(name: str, *pointers: Ptr) -> Launches:
-            return self.one(name, blocks * chunks, block, *pointers, *numbers, **macros)
+        def one(name: str, pointers: str) -> Launches:
+            text = f"{pointers}, i64 length{'' if row else ' inner'} chunk chunks"
+            made = args(text, problem, chunk=chunk, chunks=chunks)
+            return self.one(name, blocks * chunks, block, *made, **macros)
 
-        sums = one(f"{entry}_parts", Ptr("x"), parts) if chunks > 1 else ()
-        return sums + one(entry, Ptr("x"), Ptr("y"), parts)
+        sums = one(f"{entry}_parts", f"x {parts}") if chunks > 1 else ()
+        return sums + one(entry, f"x y {parts}")
 
 
 class InBlock(HeuristicKernel):
@@ -174,10 +173,10 @@ class InBlock(HeuristicKernel):
             at = self._side(problem, chunks)[0]
             indices = Ptr("indices") if last else Ptr("workspace", start + at)
             size, block = self._block(problem, length, chunks)
-            numbers = (length, inner if first else 1, inner if last else 1, k, chunks)
+            sizes = (length, inner if first else 1, inner if last else 1, k, chunks)
             launches += self.one(
                 "topk", rows * chunks, block, x, source, values, indices,
-                *(Num("i64", n) for n in numbers), smem=12 * size + 16,  # a counter
+                *args("i64 sizes", sizes=sizes), smem=12 * size + 16,  # a counter
                 T=C_TYPES[problem.dtype], SIZE=size, BLOCK=block, LARGEST=problem.largest,
             )  # fmt: skip
             x, source = values, indices
@@ -206,19 +205,16 @@ class WholeRows(HeuristicKernel):
     def launch(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Launches:
         """The keys, the passes of the sort, and the choice of the first k."""
         sort = self._sort(problem)
-        length, inner, k = problem.length, problem.inner, problem.k
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "KEY": sort.key, "BITS": sort.bits,
                   "LARGEST": problem.largest}  # fmt: skip
 
-        def each(entry: str, size: int, *args: Ptr | Num) -> Launches:
-            return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
+        def each(entry: str, size: int, at: Ptr, text: str) -> Launches:
+            made = (*args("x"), at, *args(text, problem, size=size))
+            return self.one(entry, -(-size // THREADS), THREADS, *made, **macros)
 
-        total = sort.rows * length
-        keys = each("rank_keys", total, Ptr("x"), sort.keys,
-                    *(Num("i64", n) for n in (length, inner, total)))  # fmt: skip
-        count = sort.rows * k
-        take = each("take_ranked", count, Ptr("x"), sort.sorted[1], Ptr("values"), Ptr("indices"),
-                    *(Num("i64", n) for n in (length, inner, k, count)))  # fmt: skip
+        keys = each("rank_keys", sort.rows * problem.length, sort.keys, "i64 length inner size")
+        text = "values indices, i64 length inner k size"
+        take = each("take_ranked", sort.rows * problem.k, sort.sorted[1], text)
         return keys + sort.launches() + take
 
 
@@ -243,27 +239,23 @@ class Order(HeuristicKernel):
 
     def launch(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> Launches:
         """The steps of the sort, and its order."""
-        padded, count = self._padded(problem), problem.count
-        at, width = Ptr("workspace"), problem.width
+        padded = self._padded(problem)
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "SIZE": 2 * PAIRS, "BLOCK": PAIRS}
 
-        def step(entry: str, *sizes: int) -> Launches:
-            numbers = (Num("i64", n) for n in sizes)
-            blocks = padded // (2 * PAIRS)
-            return self.one(entry, blocks, PAIRS, Ptr("x"), at, *numbers, **macros)
+        def step(entry: str, numbers: str, **values: int) -> Launches:
+            made = args(f"x workspace, i64 {numbers}", problem, **values)
+            return self.one(entry, padded // (2 * PAIRS), PAIRS, *made, **macros)
 
-        launches, size = step("sort_chunks", count, width), 4 * PAIRS
+        launches, size = step("sort_chunks", "count width"), 4 * PAIRS
         while size <= padded:
             apart = size // 2
             while apart > PAIRS:
-                launches += step("sort_step", width, size, apart)
+                launches += step("sort_step", "width size apart", size=size, apart=apart)
                 apart //= 2
-            launches += step("sort_merge", width, size)
+            launches += step("sort_merge", "width size", size=size)
             size *= 2
-        order = self.one(
-            "sort_order", -(-count // PAIRS), PAIRS, at, Ptr("indices"), Num("i64", count), **macros
-        )
-        return launches + order
+        ends = args("workspace indices, i64 count", problem)
+        return launches + self.one("sort_order", -(-problem.count // PAIRS), PAIRS, *ends, **macros)
 
 
 class Votes(HeuristicKernel):
@@ -277,13 +269,13 @@ class Votes(HeuristicKernel):
 
     def launch(self, problem: Kept, config: KernelConfig, hw: Hardware) -> Launches:
         """The counts and their sums; or the positions."""
-        keep, first, length = Ptr("keep"), Ptr("first"), Num("i64", problem.length)
         tiles = problem.tiles
         if isinstance(problem, KeptPositions):
-            return self.one("kept_positions", tiles, 256, keep, first, Ptr("position"), length)
-        counts = self.one("kept_counts", tiles, 256, keep, Ptr("workspace"), length)
-        numbers = Num("i64", tiles)
-        return counts + self.one("kept_offsets", 1, 1024, Ptr("workspace"), first, numbers)
+            made = args("keep first position, i64 length", problem)
+            return self.one("kept_positions", tiles, 256, *made)
+        counts = self.one("kept_counts", tiles, 256, *args("keep workspace, i64 length", problem))
+        offsets = args("workspace first, i64 tiles", problem)
+        return counts + self.one("kept_offsets", 1, 1024, *offsets)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
+from onnx_fuse.cuda.macros import lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
@@ -14,8 +14,9 @@ from onnx_fuse.kernels.rule_based import (
     row_items,
     team_size,
     thread_choices,
+    typed,
 )
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Softmax
 from onnx_fuse.program.size import coarse
 
@@ -26,8 +27,7 @@ _THREADS = 256
 
 
 def _macros(problem: Softmax) -> dict[str, Any]:
-    dtype = problem.dtype
-    return {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "LOG": problem.log}
+    return typed(problem) | {"LOG": problem.log}
 
 
 class Row(HeuristicKernel):
@@ -55,8 +55,8 @@ class Row(HeuristicKernel):
         block = block_of(threads)
         return self.one(
             "softmax_row", -(-outer * threads // block), block,
-            Ptr("x"), Ptr("y"), Num("i64", outer), Num("i64", length),
-            **_macros(problem), VEC=vec, TEAM=threads, BLOCK=block, ITEMS=items,
+            *args("x y, i64 outer length", problem), **_macros(problem), VEC=vec, TEAM=threads,
+            BLOCK=block, ITEMS=items,
         )  # fmt: skip
 
 
@@ -92,18 +92,17 @@ class Parts(HeuristicKernel):
     def launch(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Launches:
         """What each chunk has, and the row by what all of its chunks have."""
         chunk, chunks = self._cut(problem)
-        numbers = tuple(Num("i64", n) for n in (problem.length, chunk, chunks))
         vec = access_width(problem.length, problem.dtype)
 
-        def each(entry: str, *pointers: str) -> Launches:
+        def each(entry: str, names: str) -> Launches:
+            text = f"{names}, i64 length chunk chunks"
             return self.one(
-                entry, problem.outer * chunks, _THREADS, *map(Ptr, pointers), *numbers,
+                entry, problem.outer * chunks, _THREADS,
+                *args(text, problem, chunk=chunk, chunks=chunks),
                 **_macros(problem), VEC=vec, BLOCK=_THREADS,
             )  # fmt: skip
 
-        return each("softmax_parts", "x", "workspace") + each(
-            "softmax_apply", "x", "y", "workspace"
-        )
+        return each("softmax_parts", "x workspace") + each("softmax_apply", "x y workspace")
 
 
 class Column(HeuristicKernel):
@@ -120,8 +119,7 @@ class Column(HeuristicKernel):
         by = min(1024 // bx, max(pow2(problem.length) // 4, 1))
         return self.one(
             "softmax_column", -(-inner // bx) * problem.outer, bx * by,
-            Ptr("x"), Ptr("y"), Num("i64", problem.length), Num("i64", inner),
-            **_macros(problem), BX=bx, BY=by,
+            *args("x y, i64 length inner", problem), **_macros(problem), BX=bx, BY=by,
         )  # fmt: skip
 
 

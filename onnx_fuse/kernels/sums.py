@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import act_grad, fold_columns, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
@@ -49,8 +49,8 @@ class Merged(HeuristicKernel):
             (4, 256) if problem.parts > 1024 else (8, 128 if problem.parts > 256 else 32)
         )
         return self.one(
-            "merge_moments", -(-problem.n // columns), columns * rows, Ptr("part"),
-            Num("i32", problem.m), Num("i32", problem.n), Ptr("mean"), Ptr("variance"),
+            "merge_moments", -(-problem.n // columns), columns * rows,
+            *args("part, i32 m n, mean variance", problem),
             COLUMNS=columns, ROWS=rows,
         )  # fmt: skip
 

@@ -472,6 +472,23 @@ class Table:
 Arg = Ptr | Num | TensorMap | Table
 
 
+def args(text: str, problem: object = None, /, **values: Any) -> tuple[Arg, ...]:
+    """The arguments of a kernel, as in "x y, i64 size inner, f32 epsilon".
+
+    A part names pointers, or behind a C type numbers, each of them one of `values` or a field of
+    the problem; a tuple is several numbers.
+    """
+    made: list[Arg] = []
+    for kind, *names in map(str.split, text.split(",")):
+        if kind not in ("i32", "u32", "i64", "f32", "f64"):
+            made += map(Ptr, (kind, *names))
+            continue
+        for name in names:
+            value = values[name] if name in values else getattr(problem, name)
+            made += [Num(kind, n) for n in (value if isinstance(value, tuple) else (value,))]
+    return tuple(made)
+
+
 @dataclass(frozen=True)
 class Collective(AnyProblem):
     """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
