@@ -230,13 +230,15 @@ class Exported:
     """One layer of attention as PyTorch's exporters write it: Concats of past and new tokens.
 
     Of `tables`, those of each sequence's positions or of one, q and k are rotated; "apart" has
-    other tables for k. `repeats`: 4 heads of q over 2 of keys.
+    other tables for k. `repeats`: 4 heads of q over 2 of keys. `normed`: an RMSNorm of each head of
+    q and k goes before.
     """
 
     name: str
     kind: str = "float"
     tables: str = ""  # each, one, apart
     repeats: bool = False
+    normed: bool = False
 
     def model(self) -> onnx_ir.Model:
         kind, heads = self.kind, 2 if self.repeats else 4
@@ -244,11 +246,26 @@ class Exported:
         inputs += [f"{kind}[B,{heads},P,16] {x}" for x in ("past_k", "past_v")]
         inputs += [f"{kind}[B,1,S,T] mask"]
         body = "f = Constant <value_float = 0.25> ()  scale = CastLike (f, q)"
-        for name, number in (("two", 2), ("four", 4), ("sixteen", 16)):
+        body += " tiny = Constant <value_float = 1e-3> ()"
+        for name, number in (("two", 2), ("four", 4), ("sixteen", 16), ("last", -1)):
             body += f" {name} = Constant <value_ints = [{number}]> ()"
         for x, count in (("q", 4), ("k", heads), ("v", heads)):
             body += f" {x}s = Constant <value_ints = [0, 0, {count}, 16]> ()"
-            body += f" {x}3 = Reshape ({x}, {x}s)  {x}4 = Transpose <perm = [0, 2, 1, 3]> ({x}3)"
+            rows = f"{x}3"
+            body += f" {rows} = Reshape ({x}, {x}s)"
+            if self.normed and x in "qk":
+                rows = f"{x}_normed"
+                scale = [round(1.5 - 0.1 * i, 1) for i in range(16)]
+                body += (
+                    f" {x}_numbers = Constant <value_floats = {scale}> ()"
+                    f" {x}_scale = Cast <to = {10 if kind == 'float16' else 1}> ({x}_numbers)"
+                    f" {x}_wide = Cast <to = 1> ({x}3)  {x}_square = Mul ({x}_wide, {x}_wide)"
+                    f" {x}_mean = ReduceMean <keepdims = 1> ({x}_square, last)"
+                    f" {x}_sum = Add ({x}_mean, tiny)  {x}_root = Sqrt ({x}_sum)"
+                    f" {x}_ratio = Div ({x}_wide, {x}_root)  {x}_like = CastLike ({x}_ratio, {x}3)"
+                    f" {rows} = Mul ({x}_scale, {x}_like)"
+                )
+            body += f" {x}4 = Transpose <perm = [0, 2, 1, 3]> ({rows})"
         new = {"k": "k4", "v": "v4"}
         if self.tables:
             names = ["cos", "sin", *(("cos2", "sin2") if self.tables == "apart" else ())]
@@ -321,6 +338,8 @@ EXPORTED = [
     Exported("growing, rotated apart", tables="apart"),
     Exported("growing float16", "float16", repeats=True),
     Exported("growing float16, rotated", "float16", tables="each", repeats=True),
+    Exported("growing, norms", tables="each", normed=True),
+    Exported("growing float16, norms", "float16", tables="one", repeats=True, normed=True),
 ]
 GROWTH = tuple(itertools.product((1, 2, 3), (1, 2, 5), (0, 1, 9)))
 """Sequences, new tokens and tokens of before."""

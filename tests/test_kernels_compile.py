@@ -197,6 +197,7 @@ PROBLEMS = (
         )
         for how in (
             {}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"},
+            {"uniform": True, "columns": True, "positions": "rows", "normed": True},
             {"keep": True, "columns": True, "positions": "rows", "placed": "each"},
         )
     ),

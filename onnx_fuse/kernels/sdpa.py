@@ -640,10 +640,10 @@ class Direct(Kernel):
 
 
 class Append(HeuristicKernel):
-    """sdpa/append.cu. Operands: q k v lengths cos sin positions past_key past_value, turned
-    present_key present_value."""
+    """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
+    past_value, turned present_key present_value."""
 
-    source, version = "sdpa/append.cu", 4
+    source, version = "sdpa/append.cu", 5
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""
@@ -651,16 +651,17 @@ class Append(HeuristicKernel):
         while p.half and (2 * p.half if p.interleaved else p.half) % width:
             width //= 2
         strides = (*p.q_strides, *p.k_strides, *p.v_strides)
-        names = ("q", "k", "v", "lengths", "cos", "sin", "positions", "past_key", "past_value",
-                 "turned", "present_key", "present_value")  # fmt: skip
+        names = ("q", "k", "v", "lengths", "cos", "sin", "q_scale", "k_scale", "positions",
+                 "past_key", "past_value", "turned", "present_key", "present_value")  # fmt: skip
         numbers = (p.batch, p.rows, p.heads, p.kv_heads, p.length, p.past, p.context)
         blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
         return self.one(
             "cache_append", blocks, 256, *map(Ptr, names),
             *(Num("i64", s) for s in strides), *(Num("i32", n) for n in numbers),
+            Num("f32", p.epsilon),
             T=C_TYPES[p.dtype], ACC=accumulator(p.dtype), D=p.size, PIECE=width, HALF=p.half,
-            INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform, KEEP=p.keep,
-            POSITIONS=("", "first", "each", "rows").index(p.positions),
+            NORMED=p.normed, INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform,
+            KEEP=p.keep, POSITIONS=("", "first", "each", "rows").index(p.positions),
             PLACED=("", "each", "all").index(p.placed),
         )  # fmt: skip
 

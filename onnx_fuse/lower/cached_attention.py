@@ -16,7 +16,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
 from onnx_fuse.lower.sdpa import aligned
-from onnx_fuse.ops.fused.caches import CACHES
+from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
@@ -207,7 +207,8 @@ def _mask(
 
 def cache_update(ctx: Context, node: ir.Node) -> str | None:
     """New rows behind the past or at their places, rotated where the node has tables."""
-    rotated, placed = next(how for how, name in CACHES.items() if name == node.op_type)
+    how, placed = next(key for key, name in CACHES.items() if name == node.op_type)
+    rotated = how != PLAIN
     names = ("q", "k", "v") if rotated else ("k", "v")
     reads = {name: aligned(ctx, ctx.view(node, i)) for i, name in enumerate(names)}
     pasts = [ctx.dense(node, len(names) + i) for i in range(2)]
@@ -228,6 +229,10 @@ def cache_update(ctx: Context, node: ir.Node) -> str | None:
         reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
         more |= {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
         more |= {"positions": "rows", "columns": True}
+    if how == NORM_ROTATED:
+        scales = [ctx.dense(node, i) for i in (7, 8)]
+        reads |= dict(zip(("q_scale", "k_scale"), scales, strict=True))
+        more |= {"normed": True, "epsilon": ctx.attr(node, "epsilon", 1e-5)}
     if placed:
         places = ctx.view(node, len(node.inputs) - 1)
         shared = places.shape[0] == 1

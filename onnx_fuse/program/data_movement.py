@@ -367,7 +367,8 @@ class CacheAppend(AnyProblem):
     present [B, kv_heads, places, D]; places behind the new tokens are zero. Where past and present
     are one place only the new rows are written. q and k are rotated by cos and sin [context, half];
     turned [B, heads, rows, D] takes q.
-    Pointers: q k v lengths cos sin positions past_key past_value, turned present_key present_value.
+    Pointers: q k v lengths cos sin q_scale k_scale positions past_key past_value,
+    turned present_key present_value.
     """
 
     batch: int
@@ -399,6 +400,9 @@ class CacheAppend(AnyProblem):
     """Places behind the new tokens are those of past."""
     placed: str = ""
     """Without `lengths`, rows go to positions[b, row] ("each") or [row] ("all"), the last stays."""
+    normed: bool = False
+    """Each head of q and k goes through an RMSNormalization with q_scale or k_scale [D] first."""
+    epsilon: float = 0.0
 
     @property
     def bytes(self) -> int:

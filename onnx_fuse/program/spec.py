@@ -132,6 +132,7 @@ def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
         yield name, p.dtype, _reach((p.batch, heads, p.rows, p.size), (*strides[name], 1))
     counts = {"first": 1, "each": p.batch * p.rows, "all": p.rows}
     yield "cos sin", p.dtype, p.context * p.half * (1 + p.columns)
+    yield "q_scale k_scale", p.dtype, p.size * p.normed
     yield "lengths", "int32", 0 if p.uniform or p.placed else p.batch
     yield "positions", "int64", counts.get(p.placed or p.positions, 0)
 

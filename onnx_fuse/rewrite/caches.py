@@ -9,12 +9,14 @@ were up to eight. It is for graphs that this runtime's kernels run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.fused.caches import CACHES
+from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, ROTATED
+from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.ops.fused.sdpa.rule import transposed
 from onnx_fuse.ops.rules import (
@@ -30,7 +32,7 @@ from onnx_fuse.ops.rules import (
 from onnx_fuse.rewrite.canonicalize import fold_sizes, refresh
 from onnx_fuse.rewrite.rotation import rotation_of
 
-GROWING_CACHE = CACHES[False, False]
+GROWING_CACHE = CACHES[PLAIN, False]
 """Name of the rewrite in reports and for --fuse and --skip."""
 
 
@@ -126,12 +128,19 @@ def _grow(rw: Rewriter, attention: ir.Node, places: dict[object, ir.Value]) -> b
     new_key, new_value = (update.rows(op) for update in both)
     operands = [new_key, new_value, keys.past, values.past]
     turned, turned_key = (rotation_of(x.producer()) for x in (q, new_key))
-    rotates = False
+    how, attributes = PLAIN, dict[str, Any]()
     if turned is not None and turned_key is not None:
         tables = [turned.cos, turned.sin]
         if [turned_key.cos, turned_key.sin] == tables and dim(turned.x, -1) == dim(new_key, -1):
-            rotates, old = True, [q, *old]
-            operands = [turned.x, turned_key.x, new_value, keys.past, values.past, *tables]
+            how, old, rows = ROTATED, [q, *old], [turned.x, turned_key.x]
+            norms = [norm for x in rows if (norm := _head_norm(x)) is not None]
+            if len(norms) == 2 and norms[0].epsilon == norms[1].epsilon:
+                how, attributes = NORM_ROTATED, {"epsilon": norms[0].epsilon}
+                rows = [
+                    transposed(op, norm.x, norm.perm) if norm.perm else norm.x for norm in norms
+                ]
+                tables += [norm.scale for norm in norms]
+            operands = [*rows, new_value, keys.past, values.past, *tables]
     where = places.get(keys.key)
     if keys.places is not None:
         where = keys.places.build(op, keys.past, new_key) if where is None else where
@@ -140,9 +149,33 @@ def _grow(rw: Rewriter, attention: ir.Node, places: dict[object, ir.Value]) -> b
         return False
     if where is not None:
         places[keys.key] = where
-    name = CACHES[rotates, keys.places is not None]
-    new = op.node(name, operands, domain=FUSE, outputs=len(old))
+    name = CACHES[how, keys.places is not None]
+    new = op.node(name, operands, domain=FUSE, outputs=len(old), **attributes)
     return rw.replace(attention, op, old, new)
+
+
+@dataclass(frozen=True)
+class _HeadNorm:
+    """An RMSNormalization of each head's numbers of `x`, transposed by `perm` (if any)."""
+
+    x: ir.Value
+    scale: ir.Value
+    epsilon: float
+    perm: tuple[int, ...] = ()
+
+
+def _head_norm(rows: ir.Value) -> _HeadNorm | None:
+    """The norm behind `rows` [B, H, S, D], whose squares are summed in float32."""
+    view = producer(rows, "Transpose")
+    perm = () if view is None else tuple(attribute(view, "perm", ()))
+    value = rows if view is None else view.inputs[0]
+    norm = None if value is None else canonical_norm(value.producer())
+    if norm is None or norm.kind != "RMSNorm" or norm.attributes["stash_type"] != 1:
+        return None
+    (scale,) = norm.affine
+    if perm[-1:] not in ((), (3,)) or scale.dtype != rows.dtype or rank(norm.x) != 4:
+        return None
+    return _HeadNorm(norm.x, scale, norm.attributes["epsilon"], perm)
 
 
 def _update(value: ir.Value | None, attention: ir.Node) -> _Update | None:

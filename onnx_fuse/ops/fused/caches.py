@@ -2,12 +2,14 @@
 
 GrowingCache (k, v, past_key, past_value) -> present_key, present_value, all [B, H, tokens, D].
 FixedCache also has places [B or 1, 1, S, 1] int64: where in past each new row goes.
-The rotated ones also turn q and k by cos and sin, which broadcast to them. A GPU's programs
-are lowered to them (`rewrite.caches`); no file has them.
+The rotated ones also turn q and k by cos and sin, which broadcast to them, those with norms after
+an RMSNormalization of each head by q_scale and k_scale [D]. A GPU's programs are lowered to them
+(`rewrite.caches`); no file has them.
 """
 
 from __future__ import annotations
 
+from onnx_fuse.ops.fused.norm import EPSILON
 from onnx_fuse.ops.opdef import fused_op, register
 
 _PRESENT = {
@@ -27,23 +29,35 @@ _ROTATED = """
     {x}_turned = Concat <axis: int = -1> (Neg ({x}2), {x}1)
     {y} = {x} * cos + {x}_turned * sin
 """
-_TURNED = _ROTATED.format(x="q", y="turned") + _ROTATED.format(x="k", y="key")
+_NORMED = """
+    {x}s = Cast <to: int = 1> ({x}_new)
+    {x}v = ReduceMean <keepdims: int = 1> ({x}s * {x}s, last) + eps
+    {x} = CastLike ({x}s / Sqrt ({x}v), {x}_new) * {x}_scale
+"""
 _NEW = "k, v, past_key, past_value"
 _PRESENTS = "present_key, present_value"
-CACHES: dict[tuple[bool, bool], str] = {}
-"""The operators by whether they rotate and whether they have places."""
+PLAIN, ROTATED, NORM_ROTATED = "", "Rotated", "NormRotated"
+CACHES: dict[tuple[str, bool], str] = {}
+"""The operators by what they do to q and k, and whether they have places."""
 
 
-def _define(form: str, *, rotates: bool) -> None:
-    name = f"{'Rotated' if rotates else ''}{form}Cache"
-    CACHES[rotates, form == "Fixed"] = name
-    reads = f"q, {_NEW}, cos, sin" if rotates else _NEW
+def _define(how: str, form: str) -> None:
+    name = CACHES[how, form == "Fixed"] = f"{how}{form}Cache"
+    reads, writes, lines = _NEW, _PRESENTS, ""
+    if how == NORM_ROTATED:
+        lines = "last = [-1]\n eps = Constant <value_float: float = @epsilon> ()"
+        lines += _NORMED.format(x="q") + _NORMED.format(x="k")
+        reads = "q_new, k_new, v, past_key, past_value, cos, sin, q_scale, k_scale"
+    elif how == ROTATED:
+        reads = f"q, {_NEW}, cos, sin"
+    if how:
+        lines += _ROTATED.format(x="q", y="turned") + _ROTATED.format(x="k", y="key")
+        writes = f"turned, {_PRESENTS}"
     reads += ", places" if form == "Fixed" else ""
-    writes = f"turned, {_PRESENTS}" if rotates else _PRESENTS
-    lines = _TURNED * rotates + _PRESENT[form].format(k="key" if rotates else "k")
-    register(fused_op(name, [], reads, writes, lines))
+    lines += _PRESENT[form].format(k="key" if how else "k")
+    register(fused_op(name, [EPSILON] if how == NORM_ROTATED else [], reads, writes, lines))
 
 
 for _form in _PRESENT:
-    _define(_form, rotates=False)
-    _define(_form, rotates=True)
+    for _how in (PLAIN, ROTATED, NORM_ROTATED):
+        _define(_how, _form)

@@ -93,6 +93,9 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
         for name, count in heads.items()
         if count
     }
+    for name in "qk" if p.normed else "":
+        mean = np.square(new[name]).mean(-1, keepdims=True)
+        new[name] = new[name] / np.sqrt(mean + p.epsilon) * of.dense(f"{name}_scale", p.size)
     if p.half:
         angles = places
         if p.positions == "rows":
