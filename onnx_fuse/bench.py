@@ -263,11 +263,7 @@ def _step_clock(
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
     """A session whose threads sleep between runs: they would take the other model's cores."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = ort.FATAL
-    options.intra_op_num_threads = threads
+    options = ort.quiet_options(threads=threads)
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return ort.session(model, options)
 

@@ -56,7 +56,7 @@ class Entry:
 
     def portable(self) -> graphs.Portable | None:
         """The graph as onnxruntime takes it, where `store` was asked for that, as `load`."""
-        return self._read(lambda container: graphs.Portable(container, self._model))
+        return self._read(lambda container: graphs.Portable.of_container(container, self._model))
 
     def _read(self, form: Callable[[Container], T]) -> T | None:
         try:

@@ -25,7 +25,7 @@ from onnx_fuse.validation.gradients import check_gradients, check_written, compa
 from onnx_fuse.validation.input_sizes import choices
 from onnx_fuse.validation.inputs import read_feeds
 from onnx_fuse.validation.quantized import COUNT, Steps
-from onnx_fuse.validation.request import Request
+from onnx_fuse.validation.request import Request, runnable
 
 PLAIN = (
     "g (float[N,4] x) => (float[N,4] y) {{ c = Constant <value_float = {}> ()  y = Add (x, c) }}"
@@ -57,7 +57,7 @@ def moving(monkeypatch: pytest.MonkeyPatch, by: float, victim: object = None) ->
         with pytest.MonkeyPatch.context() as unpatched:  # it calls itself
             unpatched.setattr(ort, "session", plain)
             made = plain(model, options, as_written=as_written, **more)
-        hit = not as_written and (victim is None or model is victim)
+        hit = not as_written and (victim is None or getattr(model, "model", model) is victim)
         return Off(made, by) if hit else made
 
     monkeypatch.setattr(ort, "session", session)
@@ -80,6 +80,21 @@ def test_without_it_the_limit_is_the_types(monkeypatch: pytest.MonkeyPatch) -> N
     check = check_outputs(shifted(1), shifted(1))
     assert check.raised == {}
     assert not check_outputs(shifted(1), shifted(1.2)).ok
+
+
+def test_sessions_of_a_check_read_large_weights_where_they_are() -> None:
+    weight = np.arange(1024, dtype=np.float32).reshape(16, 64)
+    text = "g (float[N,16] x) => (float[N,64] y) <float[16,64] w = {0}> { y = MatMul (x, w) }"
+    model = text_model(text)
+    model.graph.initializers["w"].const_value = onnx_ir.tensor(weight)
+    graph = runnable(model)
+    (shared, kind) = graph.weights["w"]
+    assert np.shares_memory(shared, weight)
+    assert (kind, len(graph.data) < weight.nbytes) == (onnx_ir.DataType.FLOAT, True)
+    x = np.ones((2, 16), np.float32)
+    for as_written in (True, False):
+        (y,) = ort.run(ort.session(graph, as_written=as_written), {"x": x})
+        np.testing.assert_allclose(y, x @ weight, rtol=1e-6)
 
 
 def test_a_result_that_is_wrong_at_one_level_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,22 +10,30 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse.cli import files
 
 if TYPE_CHECKING:
+    import onnx_ir
+
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
     from onnx_fuse.validation.request import Request
 
 
-def check(original: Path, candidate: Any, request: Request, inputs: Path | None = None) -> Check:
+def check(
+    original: Path,
+    candidate: Any,
+    request: Request,
+    inputs: Path | None = None,
+    source: onnx_ir.Model | None = None,
+) -> Check:
     """Compare `candidate` with the file `original`, on the arrays of the file `inputs` if given.
 
-    Raises the errors of `check_outputs`.
+    `source` and what is raised are as in `check_outputs`.
     """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> Check:
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
-        return check_outputs(original, candidate, replace(request, feeds=feeds))
+        return check_outputs(original, candidate, replace(request, feeds=feeds), source=source)
 
     return guarded(work, str(original), request.device)
 

@@ -128,7 +128,7 @@ def optimize(
         after = report.summary(result, "fused", draft)
         if check:
             request = Request(**shared(Request, sizes), along=reports.html is not None)
-            checked = checking.check(model, draft, request, inputs)
+            checked = checking.check(model, draft, request, inputs, original)
         failed = checked is not None and not checked.ok
         if failed and not keep:
             for path in draft.parent.iterdir():

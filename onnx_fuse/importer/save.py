@@ -95,13 +95,13 @@ def is_large_weight(tensor: ir.TensorProtocol | None) -> bool:
     return (
         tensor is not None
         and tensor.dtype != ir.DataType.STRING
-        and tensor.dtype.bitwidth >= 8
+        and 8 <= tensor.dtype.bitwidth <= 64
         and tensor.nbytes >= _OUTSIDE
     )
 
 
 def serialized_without_weights(model: ir.Model, *, shapes: bool = True) -> bytes:
-    """The model as a protobuf that only names its large weights, which a container holds.
+    """The model as a protobuf that only names its large weights, which others hold.
 
     `shapes=False` as in `save`.
     """

@@ -68,8 +68,7 @@ def _on_host(model: ir.Model, name: str) -> Run:
 
     from onnx_fuse.runtime import ort
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = ort.FATAL
+    options = ort.quiet_options()
     if any(node.op_type in _THREADED for node in all_nodes(model.graph)):
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     else:

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -214,9 +215,14 @@ class Rewriter:
         return value
 
 
-def _part_names(value: ir.Value) -> set[str]:
-    record = json.loads(value.metadata_props.get(PACKED, "null"))
-    return {part["name"] for part in record["parts"]} if record else {value.name or ""}
+def _part_names(value: ir.Value) -> Collection[str]:
+    record = value.metadata_props.get(PACKED)
+    return _recorded_names(record) if record else (value.name or "",)
+
+
+@lru_cache(1024)  # each node that goes asks this of every initializer
+def _recorded_names(record: str) -> frozenset[str]:
+    return frozenset(part["name"] for part in json.loads(record)["parts"])
 
 
 def _has_readers(value: ir.Value, gone: Collection[ir.Node]) -> bool:
@@ -256,9 +262,9 @@ def freeze(
     for value in set(lost):
         if value is None or value.graph is None or not is_initializer(value) or not is_float(value):
             continue
-        names = _part_names(value).difference(still)
+        names = {*_part_names(value)}.difference(still)
         for other in value.graph.initializers.values():
-            if not names & _part_names(other) or not _has_readers(other, gone):
+            if names.isdisjoint(_part_names(other)) or not _has_readers(other, gone):
                 continue
             if PACKED not in other.metadata_props:
                 other.metadata_props[CONSTANT] = "1"

@@ -7,9 +7,9 @@ made; those that are in the model's file as they are stay there.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import onnx_ir as ir
 
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.importer.load import reread
-from onnx_fuse.importer.save import is_large_weight
+from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.importer.weights import PLACE, Place, read_places
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.runtime.recurrences import survivable
 
 Array = np.ndarray[Any, Any]
 PORTABLE = "portable.onnx"
@@ -96,28 +97,50 @@ def _opened(container: Container, weights: _Weights) -> ir.Model:
 
 
 class Portable:
-    """A graph of a container in two forms: for onnxruntime, and the one that `opened` gives.
+    """A graph in two forms: for onnxruntime, and with its fused operators as `model`.
 
-    `data` is a protobuf without fused operators, and `weights` holds the large weights that it only
-    names: an array of unsigned integers and the ONNX type of its elements, by name.
+    `data` is a protobuf, and `weights` holds the large weights that it only names: an array of
+    unsigned integers and the ONNX type of its elements, by name. Sessions read these arrays where
+    they are, so nobody may change them.
     """
 
-    def __init__(self, container: Container, model: Path) -> None:
-        """`model` and what is raised are as in `opened`."""
-        self._container, self._stored = container, _Weights(container, model)
-        self.data = bytes(container.member(PORTABLE))
-        self.weights: dict[str, tuple[Array, int]] = {}
-        for tensor in onnx.ModelProto.FromString(self.data).graph.initializer:
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
-            itemsize = ir.DataType(tensor.data_type).itemsize
-            array = self._stored.array(tensor).view(f"u{int(itemsize)}").reshape(tensor.dims)
-            self.weights[tensor.name] = np.require(array, requirements="A"), tensor.data_type
+    def __init__(
+        self, data: bytes, weights: dict[str, tuple[Array, int]], opened: Callable[[], ir.Model]
+    ) -> None:
+        self.data, self.weights, self._opened = data, weights, opened
+
+    @classmethod
+    def of_container(cls, container: Container, model: Path) -> Portable:
+        """That of a container; `model` and what is raised are as in `opened`."""
+        stored, data = _Weights(container, model), bytes(container.member(PORTABLE))
+        weights = {}
+        for tensor in onnx.ModelProto.FromString(data).graph.initializer:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                kind = ir.DataType(tensor.data_type)
+                weights[tensor.name] = _as_integers(stored.array(tensor), kind, tensor.dims)
+        return cls(data, weights, partial(_opened, container, stored))
+
+    @classmethod
+    def of_model(cls, model: ir.Model) -> Portable:
+        """That of a model in memory, over the arrays of its weights."""
+        model = survivable(model)
+        weights = {
+            name: _as_integers(tensor.numpy(), tensor.dtype, tensor.shape.numpy())
+            for name, value in model.graph.initializers.items()
+            if (tensor := value.const_value) is not None and is_large_weight(tensor)
+        }
+        return cls(serialized_without_weights(model, shapes=False), weights, lambda: model)
 
     @cached_property
     def model(self) -> ir.Model:
         """The fused graph, over the same weights."""
-        return _opened(self._container, self._stored)
+        return self._opened()
+
+
+def _as_integers(array: Array, kind: ir.DataType, shape: Sequence[int]) -> tuple[Array, int]:
+    """The elements as unsigned integers of their size, and the number of their ONNX type."""
+    integers = array.view(f"u{int(kind.itemsize)}").reshape(shape)
+    return np.require(integers, requirements=["C", "A"]), kind.value
 
 
 def derived_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:

@@ -45,7 +45,7 @@ def session(
     providers: Sequence[Any] = CPU_ONLY,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
-    or of a graph of the cache.
+    or of a graph whose weights it shares.
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
@@ -59,7 +59,7 @@ def session(
         model = read(model)
     quiet = options is None
     if quiet:
-        options = _quiet_options()
+        options = quiet_options(as_written=as_written)
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
         options.graph_optimization_level = off
@@ -70,7 +70,7 @@ def session(
     fallback = fallback and chosen != off
     try:
         if quiet and isinstance(model, Portable) and tuple(providers) == CPU_ONLY:
-            opened = _of_cache(model)
+            opened = _over_weights(model, as_written)
         else:
             opened = _session(model, options, providers)
     except Exception as error:
@@ -117,22 +117,27 @@ _INT8_CLASH = "output_dtype INT8 does not match y_zero_point type UINT8"
 _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
-def _quiet_options() -> Any:
+def quiet_options(*, as_written: bool = False, threads: int = 0) -> Any:
+    """SessionOptions that log nothing; `as_written` as in `session`, `threads` of one operator."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads
+    if as_written:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
 
-def _of_cache(graph: Portable) -> Any:
+def _over_weights(graph: Portable, as_written: bool) -> Any:
     """A session over the arrays of a graph's weights: none of them is copied or parsed.
 
     The options that name these would pass them on to the next model, so a caller's are not used.
     """
     import onnxruntime as ort
 
-    options, of_numpy = _quiet_options(), ort.OrtValue.ortvalue_from_numpy_with_onnx_type
+    options = quiet_options(as_written=as_written)
+    of_numpy = ort.OrtValue.ortvalue_from_numpy_with_onnx_type
     values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
     opened = _session(graph.data, options, CPU_ONLY)

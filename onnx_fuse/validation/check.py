@@ -14,6 +14,7 @@ from onnx_ir import DataType
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
+from onnx_fuse.importer.load import read
 from onnx_fuse.importer.opsets import MENDED
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import OutputOptions, shared, takes
@@ -31,7 +32,7 @@ from onnx_fuse.validation.compare import (
 from onnx_fuse.validation.inputs import Feeds, holds_numbers, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
-from onnx_fuse.validation.request import Request, guarded, runnable
+from onnx_fuse.validation.request import Request, guarded, runnable, unread
 from onnx_fuse.validation.shapes import wrong_sizes
 
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
@@ -141,27 +142,34 @@ def validate(arguments: _ValidateArguments) -> Check:
     return guarded(partial(check_outputs, original, model, request), original, request.device)
 
 
-def check_outputs(original: Model, fused: Model, request: Request | None = None) -> Check:
+def check_outputs(
+    original: Model,
+    fused: Model,
+    request: Request | None = None,
+    *,
+    source: onnx_ir.Model | None = None,
+) -> Check:
     """Run both models on the request's feeds (or on generated ones) and compare every output.
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
     at least what these optimizations change in the original. Inferred sizes of the original are
     compared with those of a run, too. On "cuda" `fused` runs in the
-    session's `precision` and is compared with the original as it is written. The errors are those
-    of `validate`.
+    session's `precision` and is compared with the original as it is written. `source` is what
+    `importer.load.read` gave of `original`, if that is known. The errors are those of `validate`.
     """
     request = request or Request()
     on_cpu = request.device == "cpu"
-    model = request.loaded(original)
+    source = source or read(original)
+    model = request.loaded(source)
     check = Check(tolerance=request.tolerance(model))
     steps = Steps.of(model) if request.rtol is None and request.atol is None else None
     progress.report("running the original")
     if MENDED in model.meta:
-        original = model
+        source = original = model
         check.notes.append(f"{model.meta[MENDED]}: the original is run with that mended")
     with ort.faults("the original"):
-        oracle = ort.session(runnable(original), as_written=True)
+        oracle = ort.session(unread(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
     if isinstance(oracle, ort.Widened):
         check.notes.append(oracle.note)
@@ -169,7 +177,7 @@ def check_outputs(original: Model, fused: Model, request: Request | None = None)
     pairs = request.pairs(model, run, check.notes, rare=True)
     del oracle, run  # its copy of the weights
     if request.feeds is None and on_cpu:  # on cuda a session warns of such sizes
-        unequal = _with_unequal_sizes(model, original, pairs[0][0], check.notes)
+        unequal = _with_unequal_sizes(model, source, pairs[0][0], check.notes)
         if unequal:
             check.notes.append(f"inputs from {len(pairs) + 1} on: sizes of one name differ")
         pairs += unequal
@@ -178,7 +186,7 @@ def check_outputs(original: Model, fused: Model, request: Request | None = None)
         progress.report("comparing inferred sizes with actual ones")
         check.sizes = wrong_sizes(model, every, check.notes)
     progress.report("running the original with onnxruntime's optimizations")
-    optimized = _optimized(original, every, check.notes)
+    optimized = _optimized(source, every, check.notes)
     progress.report("running the fused model")
     ours = _answers(fused, every, names, request, as_written=True)
     answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
@@ -222,7 +230,7 @@ def check_outputs(original: Model, fused: Model, request: Request | None = None)
     unsteady = set[int]()
     wrong = any(not d.ok for d in check.differences)
     if request.feeds is None and wrong:
-        unsteady = _unsteady(original, every, doubtful, names, check.tolerance)
+        unsteady = _unsteady(source, every, doubtful, names, check.tolerance)
     if unsteady and len(unsteady) < len(every):
         steady = [feed for i, feed in enumerate(every) if i not in unsteady]
         again = check_outputs(original, fused, replace(request, feeds=steady))

@@ -11,6 +11,7 @@ from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.request import runnable
 
 _STRING = onnx_ir.DataType.STRING
 _RUNS = 2
@@ -47,7 +48,7 @@ def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) 
     plain.graph.outputs[:] = shapes
     sentences: dict[onnx_ir.Node, str] = {}
     try:
-        session = ort.session(plain, as_written=True) if values else None
+        session = ort.session(runnable(plain), as_written=True) if values else None
         for feed in _of_other_shapes(feeds) if values else ():
             answers = ort.run(session, feed)
             sizes = _symbols(plain, feed)
