@@ -23,11 +23,22 @@ SAME_UPPER_cuts 1,2,8,6 2,2,1,2 2 auto_pad = "SAME_UPPER", strides = [4, 6] |
 SAME_LOWER_cuts 1,2,8,6 2,2,1,2 2 auto_pad = "SAME_LOWER", strides = [4, 6] |
 no_images 0,4,5,6 4,4,3,3 4 pads = [1, 1, 1, 1] |
 no_channels 2,0,5,6 4,0,3,3 4 pads = [1, 1, 1, 1] |
-no_filters 2,4,5,6 0,4,3,3 0 pads = [1, 1, 1, 1]
+no_filters 2,4,5,6 0,4,3,3 0 pads = [1, 1, 1, 1] |
+8_channels 2,8,4,3 2,8,2,2 2 pads = [1, 0, 0, 1] |
+8_channels_stride 2,8,7,6 2,8,3,2 2 strides = [2, 3], pads = [1, 1, 0, 1] |
+8_channels_dilated 1,8,6,5 2,8,2,2 2 dilations = [2, 1], strides = [1, 2], pads = [1, 0, 1, 0] |
+8_channels_1x1 2,8,3,4 2,8,1,1 2 strides = [2, 2] |
+8_channels_1-D 2,8,7 2,8,3 2 strides = [2], pads = [1, 1] |
+8_channels_3-D 1,8,2,3,2 2,8,2,2,1 2 strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0] |
+8_channels_same 1,8,5,4 2,8,3,4 2 auto_pad = "SAME_UPPER", strides = [2, 2] |
+8_channels_cut 1,8,8,6 2,8,1,2 2 auto_pad = "SAME_LOWER", strides = [4, 6] |
+8_channels_no_images 0,8,5,6 2,8,3,3 2 pads = [1, 1, 1, 1]
   y = Conv <$how> (x, w, b)
 Conv same upper run-time kernel: x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, static=("w",)
   y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)
 Conv no pixels: x=(2, 4, 0, 4), w=(4, 4, 2, 3), dtype=F32, dynamic=(0, 1)
+  y = Conv <pads = [1, 0, 1, 1]> (x, w)
+Conv 8 channels, no pixels: x=(2, 8, 0, 4), w=(4, 8, 2, 3), dtype=F32, dynamic=(0, 1)
   y = Conv <pads = [1, 0, 1, 1]> (x, w)
 ConvTranspose $name: x=($x), w=($w), b=($b,), dtype=F32, static=("w",);
 name, x, w, b, how in plain 2,3,4,5 3,2,3,2 2 group = 1 |

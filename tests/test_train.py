@@ -462,6 +462,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     "scale": (LINEAR, {"loss_scale": 0.0}, UsageError, "loss scale is 0.0"),
     "device": (LINEAR, {"device": "tpu"}, UsageError, "not on 'tpu'"),
     "accumulate": (LINEAR, {"accumulate": 0}, UsageError, "accumulate must be at least 1"),
+    "threads": (LINEAR, {"threads": -1}, UsageError, "seed and threads at least 0"),
+    "threads of a GPU": (LINEAR, {"threads": 2, "device": "cuda"}, UsageError, "leave them out"),
 }
 
 
@@ -470,6 +472,13 @@ def test_refuses(case: str) -> None:
     text, options, error, words = REFUSED[case]
     with pytest.raises(error, match=words.replace("*", r"\*")):
         Trainer(text_model(text), **{"loss": "mse", **options})
+
+
+def test_threads_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("onnx_fuse.runtime.ort.session", lambda _, options: made.append(options))
+    Trainer(text_model(LINEAR), loss="mse", threads=3)
+    assert [options.intra_op_num_threads for options in made] == [3]
 
 
 WRONG_FEEDS = {

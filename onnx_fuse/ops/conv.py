@@ -156,6 +156,10 @@ def weight_grad(
     if pointwise and group == 1:
         # A 1x1 convolution is a matrix product, summed over batch and places.
         return _pointwise_weight_grad(op, x, dy, weight)
+    channels = dim(weight, 1)
+    wide = channels is None or channels >= _FEW_CHANNELS
+    if group == 1 and wide and kernel and math.prod(kernel) <= _MOST_PLACES:
+        return _products_over_places(op, x, dy, weight, window, pads)
     if group == 1:
         images = op.Transpose(x, perm=[1, 0, *spatial])
     else:
@@ -178,6 +182,38 @@ def weight_grad(
         dw = op.Slice(dw, op.constant([0] * n), sizes, op.constant(spatial))
         dw.shape = ir.Shape([dim(weight, 1), dim(weight, 0), *(dim(weight, a) for a in spatial)])
     return op.Transpose(dw, perm=[1, 0, *spatial])
+
+
+_FEW_CHANNELS = 8  # onnxruntime's CPU convolves images of fewer channels faster than it multiplies
+_MOST_PLACES = 49  # of a kernel for which a graph gets a product each
+
+
+def _products_over_places(
+    op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
+) -> Tensor:
+    """[M, C, *kernel] from dy [M, N P] · xᵀ [N P, C], for what each place of the kernel sees of x.
+
+    onnxruntime's CPU takes half to nine tenths of the time of the convolution with dy.
+    """
+    kernel, strides, dilations, _, _ = window
+    n = len(strides)
+    spatial = list(range(2, 2 + n))
+    image = op.Transpose(x, perm=[1, 0, *spatial])
+    if any(pads):
+        image = op.Pad(image, op.constant([0, 0, *pads[:n], 0, 0, *pads[n:]]))
+    swapped = op.Transpose(dy, perm=[1, 0, *spatial])
+    (count, channels, *_), length = op.sizes_of(weight), op.elements(swapped, 1)
+    rows = op.reshape(swapped, [count, length])
+    reach = op.Mul(op.shape_of(dy, spatial), op.constant(strides))
+    products = []
+    for place in product(*map(range, kernel)):
+        begin = op.constant([i * d for i, d in zip(place, dilations, strict=True)])
+        ends = op.Add(begin, reach)
+        seen = op.Slice(image, begin, ends, op.constant(spatial), op.constant(strides))
+        products.append(op.Gemm(rows, op.reshape(seen, [channels, length]), transB=1))
+    dw = op.Concat(*products, axis=1) if len(products) > 1 else products[0]
+    by_place = op.Transpose(op.reshape(dw, [count, len(products), channels]), perm=[0, 2, 1])
+    return op.reshape_like(by_place, weight)
 
 
 def _times(op: Any, a: Any, b: Any) -> Any:

@@ -60,9 +60,10 @@ class Portable:
     step that turns out bad is dropped by not changing over.
     """
 
-    def __init__(self, states: Sequence[State]) -> None:
+    def __init__(self, states: Sequence[State], threads: int = 0) -> None:
         import onnxruntime
 
+        self._threads = threads
         # Own memory, which onnxruntime reads and writes in place.
         self._arrays = {s.name: [np.array(s.initial, order="C") for _ in range(2)] for s in states}
         self._wrap = onnxruntime.OrtValue.ortvalue_from_numpy
@@ -76,7 +77,7 @@ class Portable:
     def add(self, key: str, model: onnx_ir.Model) -> None:
         """Make a session for the graph of a mode."""
         with ort.faults("training graph"):
-            self._sessions[key] = ort.session(model)
+            self._sessions[key] = ort.session(model, ort.quiet_options(threads=self._threads))
 
     def array(self, name: str) -> Array:
         """The current content of a state, in place."""
@@ -144,15 +145,15 @@ class Portable:
 class PortableRanks(Portable):
     """The same for a rank of several, whose graphs are run in stages."""
 
-    def __init__(self, states: Sequence[State], world: World) -> None:
-        super().__init__(states)
+    def __init__(self, states: Sequence[State], world: World, threads: int = 0) -> None:
+        super().__init__(states, threads)
         self._world = world
         self._staged: dict[str, Staged] = {}
 
     def add(self, key: str, model: onnx_ir.Model) -> None:
         """Make the sessions for the graph of a mode."""
         with ort.faults("training graph"):
-            self._staged[key] = Staged(model, self._world)
+            self._staged[key] = Staged(model, self._world, self._threads)
 
     def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
         names = [*spec.scalars, *spec.outputs, *(s.next for s in spec.states if s.next)]
@@ -274,7 +275,9 @@ def backend(
         if options.hardware is not None:
             return Compiling()
     if options.device == "cpu":
-        return Portable(states) if world is None else PortableRanks(states, world)
+        if world is None:
+            return Portable(states, options.threads)
+        return PortableRanks(states, world, options.threads)
     if world is not None:
         from onnx_fuse.distributed import nccl
         from onnx_fuse.runtime.device import start
@@ -311,6 +314,8 @@ def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
     if memory is not None and kind != "cuda":
         raise UsageError("memory limits a step on a GPU: leave it out on the CPU")
     memory = None if memory is None else budget.parse(memory)
+    if options.threads and kind != "cpu":
+        raise UsageError("threads are those of a step on the CPU: leave them out on a GPU")
     if kind == "cuda" and options.hardware is None:
         from onnx_fuse.runtime.device import begin
 

@@ -95,6 +95,8 @@ class TrainingOptions(StepOptions):
         device: "cpu" trains on onnxruntime, "cuda" on this package's kernels, "cuda:1" on GPU 1.
         device_id: The number of the GPU. The default is 0, and of several ranks each one's number
             on its machine.
+        threads (--threads, 0 or more): Run an operator on this many threads of the CPU. The default
+            is one for each core. | 0 is the default, too.
         memory (--memory SIZE): Keep a step within this much GPU memory, such as 6GiB, by computing
             results a second time in the backward; min asks for the least possible. | A number is
             bytes. Weights, states, inputs and temporaries count; the bits stay the same.
@@ -125,6 +127,7 @@ class TrainingOptions(StepOptions):
     dims: Mapping[str, int] | None = None
     device: str = "cpu"
     device_id: int | None = None
+    threads: int = 0
     memory: int | str | None = None
     compiled: str | os.PathLike[str] | None = None
     hardware: Hardware | None = None
@@ -135,9 +138,9 @@ class TrainingOptions(StepOptions):
 
     def __post_init__(self) -> None:
         clips = self.clip_norm is None or self.clip_norm > 0
-        if self.accumulate < 1 or self.seed < 0 or not clips:
+        if self.accumulate < 1 or min(self.seed, self.threads) < 0 or not clips:
             raise UsageError(
-                "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
+                "accumulate must be at least 1, seed and threads at least 0, and clip_norm above 0"
             )
         if not 0 < self.loss_scale < float("inf"):
             raise UsageError(f"the loss scale is {self.loss_scale}: it must be finite and above 0")

@@ -41,14 +41,17 @@ class _Stage:
 
 
 class Staged:
-    """A model that is run in stages on the CPU by all ranks of `world` together."""
+    """A model that is run in stages on the CPU by all ranks of `world` together.
 
-    def __init__(self, model: onnx_ir.Model, world: World) -> None:
+    `threads` are those of an operator, as in `ort.quiet_options`.
+    """
+
+    def __init__(self, model: onnx_ir.Model, world: World, threads: int = 0) -> None:
         self._world = world
         infer_shapes(model)
         levels = _levels(model)
         last = max(levels.values(), default=0)
-        self._stages = [_stage(model, levels, level) for level in range(last + 1)]
+        self._stages = [_stage(model, levels, level, threads) for level in range(last + 1)]
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
         """The outputs of these names. Raises ModelError for what onnxruntime cannot do."""
@@ -91,7 +94,9 @@ def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
     return levels
 
 
-def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int) -> _Stage:
+def _stage(
+    model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int, threads: int
+) -> _Stage:
     """The nodes of one level as a model of its own, and the collectives behind them."""
     nodes = list(model.graph)
     waits = [node for node in nodes if _is_collective(node)]
@@ -120,7 +125,7 @@ def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int)
     for value in [v for v in graph.inputs if v not in used and v not in set(graph.outputs)]:
         graph.inputs.remove(value)
     return _Stage(
-        ort.session(part) if outputs else None,
+        ort.session(part, ort.quiet_options(threads=threads)) if outputs else None,
         tuple(str(v.name) for v in graph.inputs),
         tuple(outputs),
         tuple(
