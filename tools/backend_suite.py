@@ -13,12 +13,9 @@ kinds of cases are held against something else, and are named in the end with wh
     where they are nearer than the suite's to the same operator in float64.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
-import sys
 import warnings
 from collections import Counter
 from fnmatch import fnmatch
@@ -26,14 +23,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import _paths  # noqa: F401
 import numpy as np
 import onnx
+from lowering import interpreted
 from onnx import TensorProto, numpy_helper
 from onnx.backend.test.case import model as model_cases
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.loader import load_model_tests
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from onnx_fuse.autodiff import expand_training_ops
+from onnx_fuse.errors import OnnxFuseError
+from onnx_fuse.ir.build import defaults
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.session import load
 
 TYPES = {
     *(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16),
@@ -164,14 +167,6 @@ def _array(value: Any) -> Any:
 
 def outcome(case: Any, *, by_numpy: bool = False) -> tuple[str, str]:
     """(pass, fallback, wrong, error or uncounted; the reason, or what a pass was held against)."""
-    from lowering import interpreted
-
-    from onnx_fuse.autodiff import expand_training_ops
-    from onnx_fuse.errors import OnnxFuseError
-    from onnx_fuse.ir.build import defaults
-    from onnx_fuse.runtime.executable import Executable
-    from onnx_fuse.session import load
-
     loaded = data(case)
     if loaded is None or not counted(loaded[0]):
         return "uncounted", ""

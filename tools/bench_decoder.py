@@ -10,11 +10,8 @@ the time that weights and cached tokens take at the memory's rate. --quick leave
 prompt fills an empty cache in one run, and gives the logits of its last token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,16 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _paths  # noqa: F401
+import bench_session
+import llama_cache
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
-import bench_session  # noqa: E402
-import llama_cache  # noqa: E402
-
-from onnx_fuse import InferenceSession  # noqa: E402
-from onnx_fuse.program.problem import Hardware  # noqa: E402
-from onnx_fuse.runtime import device  # noqa: E402
+from onnx_fuse import InferenceSession
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.runtime import device
 
 ROOM = 2048
 """Tokens that the cache has room for."""

@@ -9,8 +9,6 @@ shard="optimizer" and "all", torch.compile with DistributedDataParallel on one G
 long is ended with all its ranks, and named; the table has what the others found.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -27,14 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _paths
+import gpt
 import numpy as np
+import scale_model
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("tools", "models", "")]
-
-import scale_model  # noqa: E402
-
-from onnx_fuse.distributed import launch  # noqa: E402
+from onnx_fuse.distributed import launch
 
 Found = dict[str, Any]
 
@@ -88,8 +84,6 @@ def batch(config: Any, rows: int, rank: int) -> np.ndarray:
 
 def ours(part: Part, args: argparse.Namespace) -> None:
     """Measure `Trainer.step` as one graph launch a step."""
-    import gpt
-
     import onnx_fuse as of
 
     config = gpt.SIZES[args.size]
@@ -146,7 +140,6 @@ def backward_share(instance: Any) -> float:
 
 def ddp(part: Part, args: argparse.Namespace) -> None:
     """Measure PyTorch's step of the same network: autocast, fused AdamW, one process a GPU."""
-    import gpt
     import gpu_events
     import torch
     import torch.distributed as dist
@@ -249,7 +242,7 @@ def measured(name: str, args: argparse.Namespace, seconds: float, folder: Path) 
 def curves(args: argparse.Namespace, seconds: float, folder: Path) -> Found:
     """How far 50 steps of all ranks are from those of one GPU with the batches of all."""
     end = time.monotonic() + seconds
-    worker = [sys.executable, str(ROOT / "tests" / "rank_worker.py"), "curves", str(folder)]
+    worker = [sys.executable, str(_paths.ROOT / "tests" / "rank_worker.py"), "curves", str(folder)]
     os.environ.update(DEVICE="cuda", CASES=",".join(EQUAL), RANKS=str(args.gpus))
     failed = started(worker, args.gpus, end - time.monotonic())
     failed = failed or started(worker, 1, end - time.monotonic())
@@ -349,8 +342,6 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all parts, print the table, and return 1 where a part failed."""
-    import gpt
-
     end = time.monotonic() + 60 * args.minutes
     tokens = args.batch * gpt.SIZES[args.size].context
     found: dict[str, Found] = {}

@@ -11,9 +11,6 @@ Models have random weights (models/).
 import argparse
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +26,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-from _paths import ROOT
 from gpu_events import captured, in_turns
 
 from onnx_fuse import InferenceSession, Trainer, optim
@@ -387,22 +383,14 @@ def train(_: argparse.Namespace) -> Iterator[Row]:
 
 def start(_: argparse.Namespace) -> Iterator[Row]:
     """A new process from its start to the first result of BERT-base: cold, then warm."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from onnx_fuse import InferenceSession; import numpy as np\n"
-        "names = ('input_ids', 'attention_mask', 'token_type_ids')\n"
-        "feeds = dict.fromkeys(names, np.ones((1, 128), np.int64))\n"
-        "InferenceSession(sys.argv[1], device='cuda', precision='fp16').run(None, feeds)\n"
-    )
+    from cold_start import measure
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bert.onnx"
         ir.save(encoder.build(encoder.SIZES["bert-base"]), path)
         for name in ("cold", "warm"):
-            began = time.perf_counter()
-            command = [sys.executable, "-c", code, str(path), str(ROOT)]
-            environment = {**os.environ, "ONNX_FUSE_CACHE_DIR": str(Path(folder) / "cache")}
-            subprocess.run(command, check=True, env=environment)
-            yield f"BERT-base, a new process, {name} cache", "s", time.perf_counter() - began, None
+            parts = measure(path, "cuda", "fp16", Path(folder) / "cache")
+            yield f"BERT-base, a new process, {name} cache", "s", parts["first result"], None
 
 
 ROWS = {

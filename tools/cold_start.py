@@ -3,7 +3,7 @@
     python tools/cold_start.py [--device cuda] [--repeat 5] [--precision fp16] [--bert] [--no-parts]
 
 Every measurement is a whole new Python process on a file of the model: interpreter, imports,
-optimizing, compiling, the first run, the copy back. The model is LayerNormalization -> Gemm (fp32,
+optimizing, compiling, the first run, the copy back. The model is LayerNorm and Linear (fp32,
 x [128, 768], w [768, 1024]), or with --bert a BERT-base encoder of 110M weights in fp32 on 128
 tokens. "empty" has an empty cache folder, "warm" one that the process before it filled, "compiled"
 is a file of onnx-fuse compile. The files are in the page cache. The byte code of the installed
@@ -11,8 +11,6 @@ packages is made beforehand, as pip does at installation. The parts are of furth
 also lower once more; a second thread makes the CUDA context all the while, and "waiting" is what is
 left of that when the kernels are compiled.
 """
-
-from __future__ import annotations
 
 import argparse
 import compileall
@@ -25,7 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from _paths import ROOT
+
 M, K, N = 128, 768, 1024
 IDS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -92,43 +91,20 @@ def measure(
     return {**parts, "exit": started + total - last, "first result": last - started}
 
 
-def write_model(path: Path) -> None:
-    """LayerNormalization -> Gemm whose results have a standard deviation of about 1."""
-    import numpy as np
-    import onnx
-    from onnx import helper
+def write_model(path: Path, bert: bool) -> None:
+    """A BERT-base encoder with random weights, or LayerNormalization and a product."""
+    import bench_session
+    import encoder
+    import onnx_ir
 
-    rng = np.random.default_rng(1)
-    arrays = {
-        "scale": np.ones(K, np.float32),
-        "bias": np.zeros(K, np.float32),
-        "w": rng.standard_normal((K, N), np.float32) / np.float32(K**0.5),
-        "c": np.zeros(N, np.float32),
-    }
-    nodes = [
-        helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["n"], axis=-1),
-        helper.make_node("Gemm", ["n", "w", "c"], ["y"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "cold_start",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", K])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", N])],
-        [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()],
-    )
-    opsets = [helper.make_opsetid("", 21)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-
-
-def write_bert(path: Path) -> None:
-    """A BERT-base encoder with random weights, as models/encoder.py writes it."""
-    command = [sys.executable, str(ROOT / "models" / "encoder.py"), "-o", str(path)]
-    subprocess.run([*command, "--size", "bert-base"], check=True, stdout=subprocess.DEVNULL)
+    if bert:
+        onnx_ir.save(encoder.build(encoder.SIZES["bert-base"]), path)
+    else:
+        path.write_bytes(bench_session.linear(K, N, norm=True).SerializeToString())
 
 
 def write_compiled(model: Path, precision: str, path: Path) -> None:
     """What onnx-fuse compile makes of it for this GPU."""
-    sys.path.insert(0, str(ROOT))
     from onnx_fuse import deploy
     from onnx_fuse.program.problem import Hardware
 
@@ -143,7 +119,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--precision", default="fp32", help="on cuda")
-    parser.add_argument("--bert", action="store_true", help="BERT-base, not one LayerNorm and Gemm")
+    parser.add_argument(
+        "--bert", action="store_true", help="BERT-base, not one LayerNorm and Linear"
+    )
     parser.add_argument("--no-parts", action="store_true", help="whole processes alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--parts", action="store_true", help=argparse.SUPPRESS)
@@ -155,7 +133,7 @@ def main() -> None:
     compileall.compile_dir(ROOT / "onnx_fuse", quiet=2)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / ("bert.onnx" if args.bert else "model.onnx")
-        (write_bert if args.bert else write_model)(model)
+        write_model(model, args.bert)
         compiled = Path(folder) / "model.fused"
         how = (args.device, args.precision)
         if args.device == "cuda":

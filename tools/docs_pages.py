@@ -5,8 +5,6 @@ module for mkdocstrings, and the changelog and the guide for contributors come f
 checkout.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -5,8 +5,6 @@ them: what is fused is written out, transposes and reshapes are pushed through, 
 values renamed, nodes put in another order, batches taken apart and joined.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

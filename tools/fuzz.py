@@ -31,14 +31,11 @@ ill-conditioned graph differs from itself by as much as from its fusion; such ou
 no more closely than that.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json
 import multiprocessing
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -50,16 +47,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnxruntime
-from onnx import ModelProto, TensorProto
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
+import _paths  # noqa: F401
 import every_size
 import fuzz_crashes
 import fuzz_operators
+import numpy as np
+import onnx
+import onnxruntime
 from cases import NEWEST_OPSET, real_cases
 from equivalents import equivalent
 from fusion_cases import FUSION_CASES
@@ -72,10 +66,11 @@ from fuzz_answers import (
     moved,
     outputs,
     references,
-    session,
 )
 from fuzz_graphs import Case
 from mutations import mutant
+from onnx import ModelProto, TensorProto
+from support import stock
 
 Phase = Any
 """A shared number: 0 while onnxruntime runs the graph itself, 1 after."""
@@ -164,9 +159,9 @@ def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[s
     phase.value = 0
     try:
         runs = references(original, subject.feeds, rng, subject.harsh)
-        data = typed(model, session(data, False), runs[0].want, shapes=rng.random() < 0.95)
+        data = typed(model, stock(data), runs[0].want, shapes=rng.random() < 0.95)
         if model is not original:  # a change that onnxruntime itself does not see as one
-            changed = session(data, False)
+            changed = stock(data)
             why = (run.fault(original, outputs(changed, run.feed), coarse) for run in runs)
             refused = next(filter(None, why), "")
     except Exception as error:  # noqa: BLE001 - onnxruntime's faults share no base
@@ -191,7 +186,7 @@ def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[s
             continue
         for how, proto in results:
             try:
-                made = session(proto.SerializeToString(), False)
+                made = stock(proto)
             except Exception as error:  # noqa: BLE001
                 return "unloadable", f"level {level}{how}: {str(error)[:300]}"
             for run in runs:
@@ -278,7 +273,7 @@ def spanned(model: ModelProto) -> Callable[[Feeds], bool]:
     del probe.graph.output[:]
     computed = [n for n in axes if n not in held and n not in {v.name for v in model.graph.input}]
     probe.graph.output.extend(onnx.ValueInfoProto(name=n) for n in computed)
-    runner = session(probe.SerializeToString(), False) if computed else None
+    runner = stock(probe) if computed else None
 
     def ask(feed: Feeds) -> bool:
         shapes = {**held, **{name: array.shape for name, array in feed.items()}}
@@ -304,7 +299,7 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
     ]
     try:
         runs = references(model, subject.feeds, rng, False)
-        typed(model, session(model.SerializeToString(), False), runs[0].want, shapes=False)
+        typed(model, stock(model), runs[0].want, shapes=False)
         whole = spanned(model)
         runs = [run for run in runs if whole(run.feed)]
     except Exception as error:  # noqa: BLE001
@@ -326,7 +321,7 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
     except Exception:  # noqa: BLE001
         return "crash", f"gradient: {traceback.format_exc(limit=-4)}"
     try:
-        sessions = [session(proto.SerializeToString(), False) for _, proto in results]
+        sessions = [stock(proto) for _, proto in results]
     except Exception as error:  # noqa: BLE001
         return "unloadable", f"gradient: {str(error)[:300]}"
     for run in runs:

@@ -1,7 +1,5 @@
 """What onnxruntime makes of a graph that was drawn, and how near another result must be to it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import onnx
 import onnx_ir
 import onnxruntime
 from onnx import ModelProto, TensorProto
+from support import stock
 
 Feeds = dict[str, np.ndarray]
 RTOL = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-8}
@@ -112,16 +111,6 @@ def _noise(
 
 SIZED = ("Resize", "Upsample", "Range")
 NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN", "Tanh", "Asin", "Acos", "Atan")
-
-
-def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model, options)
 
 
 def outputs(runner: onnxruntime.InferenceSession, feeds: Feeds) -> list[Any]:
@@ -267,7 +256,7 @@ def _empties_are_right() -> bool:
     """
     text = '<ir_version: 8, opset_import: ["": 18]> g (float[0,4,0] x) => (int64[A,B,C] y) '
     model = onnx.parser.parse_model(text + "{ y = ArgMin <axis = -2> (x) }")
-    (y,) = outputs(session(model.SerializeToString(), False), {"x": np.zeros((0, 4, 0), "f")})
+    (y,) = outputs(stock(model), {"x": np.zeros((0, 4, 0), "f")})
     return bool(y.shape == (0, 1, 0))
 
 
@@ -277,11 +266,11 @@ def references(
     """onnxruntime's outputs for the feeds that it takes. Raises what it raises for the first."""
     runs: list[Run] = []
     data = original.SerializeToString()
-    plain, others = session(data, False), [session(data, True)]
-    beside = {end: session(nudged(original, end), False) for end in (np.inf, -np.inf)}
+    plain, others = stock(data), [stock(data, optimized=True)]
+    beside = {end: stock(nudged(original, end)) for end in (np.inf, -np.inf)}
     coarse = coarsest(original)
     if coarse == "float16":
-        others.append(session(rounded(original), False))
+        others.append(stock(rounded(original)))
     labelled = [
         (f"feed {i}", feed)
         for i, feed in enumerate(feeds)

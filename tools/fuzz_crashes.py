@@ -4,8 +4,6 @@ ONNX's inference and onnxruntime are C++, which trusts some of these and ends th
 drawn from its operator's schema, of every version, so that a new operator needs nothing here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal
@@ -14,10 +12,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
-from fuzz_graphs import options
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
+from support import stock
 
 from onnx_fuse.guard import Crash, in_child
 
@@ -178,11 +175,9 @@ def start(model: ModelProto) -> str:
     for value in checked.graph.output:
         value.type.tensor_type.elem_type = TensorProto.FLOAT
         value.type.tensor_type.shape.SetInParent()
-    chosen = options()
-    chosen.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     with contextlib.suppress(Exception):
         onnx.checker.check_model(checked)
-        onnxruntime.InferenceSession(model.SerializeToString(), chosen)
+        stock(model, optimized=True)
     return "quiet"
 
 

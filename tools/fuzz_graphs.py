@@ -4,16 +4,14 @@ Dimensions of inputs are symbols or fixed; the first feed has the sizes that the
 for, the others have sizes of 0 and 1 and others, which onnxruntime may refuse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import AttributeProto, GraphProto, ModelProto, helper, numpy_helper
+from support import run
 
 Feeds = dict[str, np.ndarray]
 Shape = tuple[int | str, ...]
@@ -186,14 +184,6 @@ def drawn(
     return np.asarray(rng.integers(low, 5, shape)).astype(dtype)
 
 
-def options() -> onnxruntime.SessionOptions:
-    plain = onnxruntime.SessionOptions()
-    plain.log_severity_level = 4
-    plain.intra_op_num_threads = plain.inter_op_num_threads = 1
-    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return plain
-
-
 def model_of(graph: GraphProto, opset: int) -> ModelProto:
     imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
@@ -209,10 +199,7 @@ def run_alone(node: onnx.NodeProto, feeds: Feeds, opset: int) -> list[np.ndarray
         [onnx.ValueInfoProto(name=name) for name in node.output],
     )
     try:
-        session = onnxruntime.InferenceSession(
-            model_of(graph, opset).SerializeToString(), options()
-        )
-        return list(session.run(None, feeds))
+        return run(model_of(graph, opset), feeds)
     except Exception as error:  # onnxruntime's faults share no base
         raise Refused(str(error)) from error
 

@@ -1,7 +1,5 @@
 """How nodes that move elements or work out shapes are drawn for tools/fuzz.py."""
 
-from __future__ import annotations
-
 import numpy as np
 from fuzz_graphs import ANY, FLOATS, Draw, Graph, Refused, table
 from onnx import TensorProto, helper

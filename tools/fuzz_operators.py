@@ -4,8 +4,6 @@ A row of OPERATORS says how a node of an operator is drawn: from values that are
 from new inputs and constants. `graph(rng)` gives a model and several feeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

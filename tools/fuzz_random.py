@@ -1,7 +1,5 @@
 """How random nodes are drawn for tools/fuzz.py: with what holds of each of their results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How nodes over windows, regions and images are drawn for tools/fuzz.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

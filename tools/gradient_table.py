@@ -3,8 +3,6 @@
 python tools/gradient_table.py [--check]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

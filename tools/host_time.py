@@ -10,8 +10,6 @@ is left out: `bench_session.py` has the times that a user waits for on a GPU. --
 functions that took the longest.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import gc
@@ -29,8 +27,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools"), str(ROOT / "tests")]
+import _paths  # noqa: F401
+import bench_session
+import encoder
+import gpt
+import gpt_cache
+import numpy as np
+from fake_gpu import IdleDriver
+
+from onnx_fuse import InferenceSession, Trainer, optim
+from onnx_fuse.runtime.program_cache import ProgramCache
+from onnx_fuse.runtime.specialize import Specializer
 
 VOCAB = 1009
 """Tokens of each model, no size of a batch; their number costs the host nothing but memory."""
@@ -66,8 +73,6 @@ PHASES = (
 
 def without_a_gpu() -> None:
     """Put the driver that does nothing, and a description of an H200, under the runtime."""
-    from fake_gpu import IdleDriver
-
     os.environ["ONNX_FUSE_AHEAD"] = os.environ["ONNX_FUSE_CACHE_MB"] = "0"
     for holder, name, value in IdleDriver().stand_ins():
         setattr(holder, name, value)
@@ -159,11 +164,6 @@ class Rows:
 
 def bert(rows: Rows, layers: int) -> None:
     """BERT-base in float16, batch 1."""
-    import encoder
-    import numpy as np
-
-    from onnx_fuse import InferenceSession
-
     model = encoder.build(encoder.Config(layers, 12, 768, VOCAB, 512))
     session = rows.time(
         "bert: session", lambda: InferenceSession(model, device="cuda", precision="fp16")
@@ -186,9 +186,6 @@ def bert(rows: Rows, layers: int) -> None:
 
 def read_from_cache(rows: Rows, session: Any, length: int) -> None:
     """What a process spends on a program of `session` that an earlier one wrote."""
-    from onnx_fuse.runtime.program_cache import ProgramCache
-    from onnx_fuse.runtime.specialize import Specializer
-
     specializer: Specializer = session._executable.specializer
     names = ("input_ids", "attention_mask", "token_type_ids")
     shapes = dict.fromkeys(names, ((1, length), "int64"))
@@ -208,11 +205,6 @@ def read_from_cache(rows: Rows, session: Any, length: int) -> None:
 
 def decode(rows: Rows, layers: int) -> None:
     """GPT-2 124M in float16, batch 1, its cache on the GPU and one token longer each run."""
-    import bench_session
-    import gpt_cache
-
-    from onnx_fuse import InferenceSession
-
     config = gpt_cache.Config(layers, 12, 768, VOCAB, 1024)
     model = gpt_cache.build(config)
     session = rows.time(
@@ -227,11 +219,6 @@ def decode(rows: Rows, layers: int) -> None:
 
 def train(rows: Rows, layers: int) -> None:
     """A step of GPT-2 124M in bfloat16 with AdamW, batch 4."""
-    import gpt
-    import numpy as np
-
-    from onnx_fuse import Trainer, optim
-
     model = gpt.build(gpt.Config(layers, 12, 768, VOCAB, 1024))
     trainer = rows.time(
         "train: trainer",

@@ -7,8 +7,6 @@
 MB are 10^6 bytes; pip itself is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import tempfile

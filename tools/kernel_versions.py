@@ -10,8 +10,6 @@ tests/test_kernels_compile.py. It names the kernels whose code differs while the
 and exits with 1; where there are none it stores the digests and versions. It needs no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -24,11 +22,13 @@ from collections import defaultdict
 from io import BytesIO
 from pathlib import Path
 
+from _paths import ROOT
+from test_kernels_compile import PROBLEMS
+
 from onnx_fuse.cuda import nvrtc, source
 from onnx_fuse.kernels import MODULES, candidates
 from onnx_fuse.program.problem import CHIPS
 
-ROOT = Path(__file__).parents[1]
 STORED = ROOT / "tests" / "kernel_versions.json"
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -53,9 +53,6 @@ def versions() -> dict[str, int]:
 
 def _variants() -> dict[tuple[str, source.Defines], set[str]]:
     """(source, macros) -> the kernels that compile it, each at its best for every problem."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from test_kernels_compile import PROBLEMS
-
     hw, kernels = CHIPS["H200"], defaultdict[tuple[str, source.Defines], set[str]](set)
     for problem in PROBLEMS:
         for kernel in candidates(problem.op):

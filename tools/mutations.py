@@ -3,8 +3,6 @@
 Each mutation changes `graph` in place, or raises Unfit where there is nothing for it to change.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 from string import Template

@@ -4,8 +4,6 @@ A notebook is a JSON file, and its cells are run one after another in this proce
 Jupyter are not needed. Figures of matplotlib that a cell leaves open become its pictures.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import base64

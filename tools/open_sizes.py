@@ -14,19 +14,15 @@ onnxruntime ends the process counts as refused. Prints a line a model and the to
 where something differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
+import _paths  # noqa: F401
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 from every_size import Report, Subject, prove

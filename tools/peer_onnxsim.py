@@ -9,8 +9,6 @@ the peer's, in brackets the ratio of the tenth percentiles, which other load tou
 largest relative difference of the losses over all steps. Give it a quiet machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -18,15 +16,12 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+import _paths  # noqa: F401
 import numpy as np
 import onnx_ir as ir
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
-from common import Net  # noqa: E402
+from common import Net
 
 STEPS, WARM, LR = 120, 20, 1e-3
 OURS = ("ours", "ours, fused")

@@ -8,22 +8,19 @@
 Writes performance.md and performance/{ratios,roofline}.svg in FOLDER; each JSON may be absent.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _paths import ROOT
+
 from onnx_fuse.program.problem import CHIPS, Hardware
 
-ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 # (part of a row, arm) -> what the page calls it, its colour
 ARMS = {

@@ -11,8 +11,6 @@ The command fails (exit code 1) if an arm of ours ends more than 0.01 nats from 
 fp8, which takes another path from the first steps on, is only shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -23,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _paths  # noqa: F401
 import gpt
 import numpy as np
 from pytorch_curves import forward

@@ -7,22 +7,18 @@ Each curve is the losses of STEPS updates of one of models/, from the weights it
 the batches of `batch`. The forward passes are written here in PyTorch's own functions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import _paths  # noqa: F401
 import encoder
 import gpt
 import mlp
+import numpy as np
 
 STEPS = 50
 MODELS = {

@@ -16,8 +16,6 @@ exits with 1 where there are any. Lines of the file that `--allow` names are exp
 a pattern for KIND/MODEL/RECORD (as in a shell), and the reason behind a "#".
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import fnmatch
@@ -26,7 +24,6 @@ import hashlib
 import json
 import multiprocessing
 import re
-import sys
 import time
 import warnings
 from collections import defaultdict
@@ -35,12 +32,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import _paths  # noqa: F401
 import numpy as np
 import onnx_ir as ir
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import replay_interface
 from every_size import H200, LARGE, Feeds, Subject, sample
 from every_size_models import fused_gradient, sources, step

@@ -1,7 +1,5 @@
 """What users see of the package, as text: help, the shape of --json, names and signatures."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

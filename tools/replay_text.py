@@ -1,7 +1,5 @@
 """Graphs, programs and launches as text that is the same where they are (tools/replay.py)."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Iterator

@@ -11,8 +11,6 @@ tests in turn, the longest first, on all GPUs. The last lines are the kernels, e
 under which it was launched; one that no test launched is a fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler
@@ -39,6 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from _paths import ROOT
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
@@ -47,12 +46,10 @@ from onnx_fuse.cuda.source import source_root, source_text, without_bounds
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+sys.path.append(str(ROOT / "tests" / "gpu"))
 import test_gemm
 from math_cases import Case, only
 
-ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
 MARK, TOOK = ">>> ", "<<< "  # before a test's name in a log, and before the seconds it took

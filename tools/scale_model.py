@@ -14,14 +14,11 @@ What lasts longer than the backward is exposed. While a reduction runs the kerne
 compares.
 """
 
-from __future__ import annotations
-
 import argparse
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _paths  # noqa: F401
+
 from onnx_fuse.distributed import buckets
 
 

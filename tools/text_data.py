@@ -9,8 +9,6 @@ Writes train.npz and test.npz: input_ids and labels, both [examples, length] int
 byte ahead. Every tenth window is held out.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from pathlib import Path

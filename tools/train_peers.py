@@ -1,7 +1,5 @@
 """The networks of models/ as PyTorch modules, for what is timed against torch.compile."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ They have the shape of Stable Diffusion 1.5, whose package need not be installed
 weights. Images are [batch, channels, height, width].
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import log
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from lowering import interpreted
+from support import stock
 from test_caches import (
     BATCHES,
     BUFFERED,
@@ -19,7 +19,6 @@ from test_caches import (
     Decoder,
     Exported,
     Fixed,
-    drawn,
     lengths_of,
     told,
 )
@@ -31,21 +30,16 @@ from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 pytestmark = pytest.mark.gpu
-LIMITS = {"float": 2e-5, "float16": 4e-3}
-"""Scores of float32 are sums of 16 products; float16 rounds rotated keys and the result."""
 
 
 @pytest.mark.parametrize("case", [*DECODERS, *QUANTIZED, *HALF], ids=lambda case: case.name)
 def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     model, rng = case.model(), np.random.default_rng(5)
-    proto = ir.serde.serialize_model(model)
-    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
-    ours = InferenceSession(model, device="cuda")
+    theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     names = [end.name for end in theirs.get_outputs()]
     count = 0
     for sizes in BATCHES:
-        feed = drawn(case, *sizes, rng)
-        if feed is None:
+        if (feed := case.feeds(*sizes, rng)) is None:
             continue
         wanted, got = theirs.run(None, feed), ours.run(None, feed)
         again = ours.run(None, feed)
@@ -55,7 +49,7 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
             for b, end in enumerate(lengths_of(feed)):
                 part = b if name == "y" else (b, slice(None), slice(end))
                 np.testing.assert_allclose(
-                    y[part], x[part], rtol=LIMITS[case.kind], atol=LIMITS[case.kind],
+                    y[part], x[part], rtol=case.limit, atol=case.limit,
                     err_msg=f"{name} of sequence {b} of {sizes}, {told(feed)} tokens",
                 )  # fmt: skip
         count += 1
@@ -65,20 +59,18 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
 @pytest.mark.parametrize("case", [*EXPORTED, *FIXED, *BUFFERED], ids=lambda case: case.name)
 def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Fixed | Buffered) -> None:
     model, rng = case.model(), np.random.default_rng(7)
-    proto = ir.serde.serialize_model(model)
-    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
-    ours = InferenceSession(model, device="cuda")
+    theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     for sizes in GROWTH:
         if sizes[1] > 1 and getattr(case, "operator", "").startswith("Decoder"):
             continue
         feeds = case.feeds(*sizes, rng)
         if isinstance(case, Buffered):  # onnxruntime 1.30 attends to what is behind the tokens
-            wanted = list(interpreted(load(proto.SerializeToString()), feeds).values())
+            wanted = list(interpreted(load(model.clone()), feeds).values())
         else:
             wanted = theirs.run(None, feeds)
         for x, y in zip(wanted, ours.run(None, feeds), strict=True):
-            limit = LIMITS[case.kind]
-            np.testing.assert_allclose(y, x, rtol=limit, atol=limit, err_msg=str(sizes))
+            limits = {"rtol": case.limit, "atol": case.limit}
+            np.testing.assert_allclose(y, x, **limits, err_msg=str(sizes))
 
 
 def on_gpu(array: np.ndarray) -> DeviceTensor:
@@ -148,9 +140,7 @@ def test_a_cache_is_filled_where_it_stands() -> None:
     """Past and present are bound to one place, token by token, for sequences of other lengths."""
     row = Decoder("shared", ROTARY, kind="float16", cache="shared", told="vector")
     model, rng = row.model(), np.random.default_rng(6)
-    proto = ir.serde.serialize_model(model)
-    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
-    ours = InferenceSession(model, device="cuda")
+    theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     batch, room = 2, 12
     lengths = np.array([0, 3], np.int32)
     caches = {f"past_{x}": np.zeros((batch, 2, room, 16), np.float16) for x in "kv"}
