@@ -80,6 +80,8 @@ $op $name: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool;
 name, how in cut_like_upper kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_UPPER" |
 cut_like_lower kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_LOWER"
   y = $op <$how> (x)
+AveragePool with holes over what SAME cuts, $way: x=apart(2, 2, 6), dtype=F32; way in UPPER LOWER
+  y = AveragePool <kernel_shape = [2], strides = [3], dilations = [2], auto_pad = "SAME_$way"> (x)
 $op cut, dilated: x=apart(2, 2, 8, 9), dtype=F32; op in AveragePool LpPool
   y = $op <kernel_shape = [1, 2], strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"> (x)
 $op of no images: x=np.zeros((0, 2, 5, 6)), dtype=F32; op in AveragePool LpPool
@@ -111,6 +113,10 @@ AveragePool 3-D: x=(1, 2, 4, 3, 5), dtype=F32
   y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)
 LpPool p=3: x=apart(1, 2, 4, 5), dtype=F32
   y = LpPool <kernel_shape = [2, 2], p = 3> (x)
+$op of fewer windows than inferred, $name: x=apart(1, 2, 2), dtype=F32, opset=21;
+op in AveragePool LpPool; name, how in ceil kernel_shape = [1], strides = [3], ceil_mode = 1 |
+dilated kernel_shape = [2], dilations = [2], auto_pad = "SAME_UPPER"
+  p = $op <$how> (x)  n = Neg (p)  y = Mul (n, p)
 LpPool p=1: x=apart(1, 2, 4, 5), dtype=F32
   y = LpPool <kernel_shape = [2, 2], p = 1> (x)
 """),

@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 7000, "validation": 4678,
     "generation": 1495,
     "quantization": 749,
-    "tests": 50611, "tools": 11464,
+    "tests": 50638, "tools": 11464,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -184,6 +184,15 @@ MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
     "sparse_initializer": (sparse_initializer, "sparse initializer 's' is malformed"),
     "sparse_constant": (constant(sparse_value=sparse(-1)), "node 's' (Constant) is malformed"),
     "sparse_too_large": (sparse_too_large, "too large to be stored dense"),
+    "scan_behind_an_unknown_rank": (
+        (
+            "y = Relu (a)",
+            "none = Constant <value = int64[0] {}> () s = Squeeze (a, none) "
+            "last, y = Scan <num_scan_inputs = 1, body = b (p, q) => (n, r) "
+            "{ n = Neg (p) r = Add (p, q) }> (w, s)",
+        ),
+        "(Scan): the rank of a result is unknown",
+    ),
     "wrong_arity": (("(a)", "(a, x, x)"), "Relu"),
     "wrong_attribute": (("(a)", '<alpha = "text"> (a)'), "alpha"),
 }

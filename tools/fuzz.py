@@ -259,7 +259,8 @@ def spanned(model: ModelProto) -> Callable[[Feeds], bool]:
     """Whether no convolution or pool has an empty image, and no recurrent node an empty sequence.
 
     onnxruntime runs these forward. Of the nodes of their gradients it refuses a ConvTranspose and a
-    Scan of nothing, and dies of a Conv of nothing.
+    Scan of nothing, and dies of a Conv of nothing. An Attention without a result it answers before
+    it looks whether keys and values fit.
     """
     axes: dict[str, slice] = {}
     for node in model.graph.node:
@@ -267,6 +268,8 @@ def spanned(model: ModelProto) -> Callable[[Feeds], bool]:
             axes |= dict.fromkeys((node.input[0], node.output[0]), slice(2, None))
         elif node.op_type in STEPS:
             axes[node.input[0]] = slice(1)
+        elif node.op_type == "Attention":
+            axes[node.output[0]] = slice(None)
     held = {t.name: tuple(t.dims) for t in model.graph.initializer}
     probe = ModelProto()
     probe.CopyFrom(model)

@@ -405,8 +405,7 @@ def _checked_late(model: ir.Model) -> bool:
     if any(f.opset_imports.get("", version) != version for f in model.functions.values()):
         return True
     nodes = itertools.chain(
-        all_nodes(model.graph),
-        *(f.all_nodes() for f in model.functions.values()),
+        all_nodes(model.graph), *(f.all_nodes() for f in model.functions.values())
     )
     return version < 21 and any(n.op_type == "GroupNormalization" for n in nodes)
 

@@ -258,11 +258,7 @@ def fits_protobuf(model: ir.Model) -> bool:
 
 
 def save(
-    model: ir.Model,
-    path: str | os.PathLike[str],
-    *,
-    external: bool = False,
-    shapes: bool = True,
+    model: ir.Model, path: str | os.PathLike[str], *, external: bool = False, shapes: bool = True
 ) -> None:
     """Write `path` whole or not at all (see `files.written`).
 

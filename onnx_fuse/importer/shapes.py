@@ -56,9 +56,17 @@ def check_sizes(model: ir.Model) -> None:
             node = value.producer()
             where = f"node '{node.name}' ({node.op_type})" if node else f"input '{value.name}'"
             raise ModelError(f"{where} has shape {value.shape}: its size overflows")
-    for node in all_nodes(model.graph):
+    nodes = list(all_nodes(model.graph))
+    unranked = any(n.op_type == "Squeeze" and len(n.inputs) == 1 and not n.domain for n in nodes)
+    for node in nodes:
         _check_axis(node)
         _check_windows(node)
+        ends = node.attributes["body"].as_graph().outputs if node.op_type == "Scan" else ()
+        if unranked and any(value.shape is None for value in ends):
+            where = f"node '{node.name or node.outputs[0].name}' (Scan)"
+            raise ModelError(
+                f"{where}: the rank of a result is unknown, for a Squeeze without axes"
+            )
 
 
 _WINDOWS = (*POOLS, "Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "DeformConv")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.actual_sizes import POOLS, same_pads
+from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
 from onnx_fuse.ir.build import const_array, dim
 from onnx_fuse.ir.windows import passes_padding
 from onnx_fuse.ops.opdef import OpDef, register
@@ -83,7 +83,8 @@ def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tenso
     if None not in sizes:
         axes = zip(sizes, kernel, strides, strict=True)
         pairs = [same_pads(size or 0, k, s, mode, conv=conv) for size, k, s in axes]
-        pads = [before for before, _ in pairs] + [after for _, after in pairs]
+        # a pool's window with holes may reach what would be cut behind it
+        pads = [b for b, _ in pairs] + [a if conv else max(a, 0) for _, a in pairs]
         if min(pads) >= 0:
             return x, pads
         amounts = op.constant([0, 0, *pads[:n], 0, 0, *pads[n:]])
@@ -96,7 +97,8 @@ def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tenso
     if conv and any(s > k for s, k in zip(strides, kernel, strict=True)):
         twice = op.Add(twice, op.Cast(op.Less(total, 0), to=int(ir.DataType.INT64)))
     before = op.Div(twice, 2)  # towards zero
-    amounts = op.vector([0, 0, before, 0, 0, op.Sub(total, before)])
+    after = op.Sub(total, before)
+    amounts = op.vector([0, 0, before, 0, 0, after if conv else op.Max(after, 0)])
     return op.Pad(x, amounts), [0] * 2 * n
 
 
@@ -113,20 +115,13 @@ def image_grad(
         extra = [s - 1 for s in strides]
     else:
         extra = [
-            0
-            if s is None or strides[a] == 1
-            else (s + pads[a] + pads[n + a] - extent[a]) % strides[a]
+            0 if s is None else (s + pads[a] + pads[n + a] - extent[a]) % strides[a]
             for a, s in enumerate(sizes)
         ]
     dx = op.ConvTranspose(
-        dy,
-        weight,
-        strides=strides,
-        dilations=dilations,
-        pads=pads,
-        group=group,
+        dy, weight, strides=strides, dilations=dilations, pads=pads, group=group,
         output_padding=extra if any(extra) else None,
-    )
+    )  # fmt: skip
     if None in sizes and any(extra):
         spatial = list(range(2, 2 + n))
         dx = op.Slice(dx, op.constant([0] * n), op.shape_of(x, spatial), op.constant(spatial))
@@ -284,8 +279,33 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
 # ---- pools -----------------------------------------------------------------------------------
 
 
+def _write_pads(node: ir.Node, x: ir.Value) -> None:
+    """Write pads for SAME, and no needless ceil_mode, where the size of a pool's image is known:
+    onnxruntime (1.32) plans its buffers by inference, which has other sizes for those two.
+    """
+    n, auto_pad = known_rank(x) - 2, text(node, "auto_pad", "NOTSET")
+    window, pads = _window(node, None, n), ints_attribute(node, "pads", [0] * 2 * n) or []
+    sizes = [size for a in range(n) if (size := dim(x, 2 + a)) is not None]
+    if len(sizes) < n:
+        return
+    sides = zip(pads[:n], pads[n:], strict=True)
+    axes = list(zip(sizes, window.kernel, window.strides, sides, window.dilations, strict=True))
+    ceil = bool(node.attributes.get_int("ceil_mode", 0))
+    asked, plain = ([pooled(*axis, auto_pad, ceil=c) for axis in axes] for c in (ceil, False))
+    if plain == asked:
+        node.attributes.pop("ceil_mode", None)
+    begins, ends = zip(*(amounts for _, amounts in asked), strict=True)
+    if min(*begins, *ends) < 0:
+        if node.op_type == "LpPool" and max(window.dilations) > 1:
+            raise fail(node, "SAME cuts the image, which windows with holes read")
+    elif auto_pad.startswith("SAME"):
+        node.attributes["auto_pad"] = ir.AttrString("auto_pad", "NOTSET")
+        node.attributes["pads"] = ir.AttrInt64s("pads", [*begins, *ends])
+
+
 def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """dy added at the flat positions that the pool reports; windows may overlap."""
+    _write_pads(node, x)
     if op.fused:
         how = {k: a.value for k, a in node.attributes.items() if k != "storage_order"}
         (dx,) = op.emit("MaxPoolGrad", [dy, x], [x], **how)
@@ -338,15 +358,14 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """Each dy, divided by the number of places its window counts, is added to all of the window."""
+    _write_pads(node, x)
     n = known_rank(x) - 2
     place = _window(node, None, n)
     kernel, strides, dilations, extent, _ = place
     beyond = node.attributes.get_int("ceil_mode", 0) or passes_padding(node, x)
     include = node.attributes.get_int("count_include_pad", 0)
-    padded = any(ints_attribute(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith(
-        "SAME"
-    )
-    if not beyond and (include or not padded):
+    same = text(node, "auto_pad", "NOTSET").startswith("SAME")
+    if not beyond and (include or not (same or any(ints_attribute(node, "pads") or []))):
         return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = op.filled(op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
@@ -363,9 +382,8 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
     counts = op.Conv(image, window, strides=strides, dilations=dilations, pads=pads)
     if beyond:
-        spatial = list(range(2, 2 + n))
-        ends = op.Shape(dy, start=2)
-        counts = op.Slice(counts, op.constant([0] * n), ends, op.constant(spatial))
+        ends, axes = op.Shape(dy, start=2), op.constant(list(range(2, 2 + n)))
+        counts = op.Slice(counts, op.constant([0] * n), ends, axes)
     each = op.Div(dy, counts)
     each.shape = dy.shape
     return _add_to_windows(op, node, each, x)
@@ -373,6 +391,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
 
 def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """y = (Σ |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) Σ_windows dy y^(1-p)."""
+    _write_pads(node, x)
     p = node.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(op.Sign(x), _add_to_windows(op, node, dy, x))
@@ -392,12 +411,8 @@ def _powered(op: Any, x: ir.Value, p: int) -> Tensor:
 
 
 def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    sizes = [dim(x, a) for a in range(2, known_rank(x))]
-    if None not in sizes:
-        each = op.Mul(dy, 1 / math.prod(s for s in sizes if s is not None))
-    else:
-        places = op.ReduceProd(op.Shape(x, start=2), keepdims=0)
-        each = op.Div(dy, op.to_like(places, dy))
+    places = op.elements(x, 2)
+    each = op.Div(dy, float(places) if isinstance(places, int) else op.to_like(places, dy))
     return op.Expand(each, op.shape_of(x))
 
 

@@ -65,12 +65,7 @@ def _residual(op: Body, x: ir.Value, skip: ir.Value, bias: ir.Value | None) -> i
 
 @contrib("SkipLayerNormalization")
 def skip_layer_norm(
-    op: Body,
-    x: ir.Value,
-    skip: ir.Value,
-    gamma: ir.Value,
-    beta: Input = None,
-    bias: Input = None,
+    op: Body, x: ir.Value, skip: ir.Value, gamma: ir.Value, beta: Input = None, bias: Input = None
 ) -> Results:
     total = _residual(op, x, skip, bias)
     epsilon, statistics = op.attr("epsilon", 1e-12), op.wants(1) or op.wants(2)

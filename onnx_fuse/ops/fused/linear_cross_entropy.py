@@ -214,6 +214,8 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         return rw.refuse(NAME, nodes, "the probabilities are read as well")
     if not all(sole_reader(v) for v in (value, *(view.outputs[0] for view in views))):
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
+    if dim(scores, 0) not in (None, dim(labels, 0)):  # onnxruntime runs the loss of others, too
+        return rw.refuse(NAME, nodes, "the scores have rows of a known number, the labels do not")
     op, w = TensorBuilder(), site.w
     x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE
