@@ -486,17 +486,13 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
         if last:
             dy = op.MatMul(dy, matrix)
             continue
+        if axis == n - 2:
+            dy = op.MatMul(matrix, dy)
+            continue
         before, after = op.sizes_of(dy)[:axis], op.sizes_of(dy)[axis + 1 :]
-        flat = (
-            dy
-            if axis == n - 2
-            else op.reshape(
-                dy, [*before, op.Shape(dy, start=axis, end=axis + 1), op.elements(dy, axis + 1)]
-            )
-        )
-        dy = op.MatMul(matrix, flat)
-        if axis != n - 2:
-            dy = op.reshape(dy, [*before, size, *after])
+        rows = op.Shape(dy, start=axis, end=axis + 1)
+        flat = op.reshape(dy, [*before, rows, op.elements(dy, axis + 1)])
+        dy = op.reshape(op.MatMul(matrix, flat), [*before, size, *after])
     return [dy]
 
 
@@ -515,14 +511,9 @@ def _slightly_larger(
 
 
 def _repeats(
-    node: ir.Node,
-    x: ir.Value,
-    axes: list[int],
-    factors: np.ndarray | None,
-    sizes: list[int] | None,
-    mode: str,
-    transform: str,
-) -> list[int] | None:
+    node: ir.Node, x: ir.Value, axes: list[int], factors: np.ndarray | None,
+    sizes: list[int] | None, mode: str, transform: str,
+) -> list[int] | None:  # fmt: skip
     """How often each axis repeats its entries, where nearest-neighbour resizing does just that."""
     rounding = text(node, "nearest_mode", "round_prefer_floor")
     if mode != "nearest" or (transform, rounding) not in (
@@ -556,11 +547,8 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, grid), dy = arguments(node, 2), dys[0]
     mode = {"bilinear": "linear"}.get(name := text(node, "mode", "linear"), name)
     padding = text(node, "padding_mode", "zeros")
-    if (
-        known_rank(x) != 4
-        or mode not in ("linear", "nearest")
-        or padding not in ("zeros", "border")
-    ):
+    known = mode in ("linear", "nearest") and padding in ("zeros", "border")
+    if known_rank(x) != 4 or not known:
         raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {known_rank(x)}")
     batch, channels, height, width = (op.Shape(x, start=a, end=a + 1) for a in range(4))
     planes = op.Concat(batch, channels, [-1], axis=0)

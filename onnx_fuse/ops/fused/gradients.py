@@ -305,15 +305,9 @@ NORM_GRADS = (
 
 
 def norm_grad(
-    op: Any,
-    node: ir.Node,
-    kind: str,
-    dy: Tensor,
-    ds: Tensor,
-    x: Tensor,
-    affine: list[Any],
+    op: Any, node: ir.Node, kind: str, dy: Tensor, ds: Tensor, x: Tensor, affine: list[Any],
     stats: list[Any],
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """[dx, dscale, dbias (LayerNorm alone)]; `ds` is what reaches x besides."""
     plain = {"LayerNorm": "LayerNormGrad", "RMSNorm": "RMSNormalizationGrad"}[kind]
     name = plain if ds is None else f"Skip{kind}Grad"
