@@ -119,9 +119,9 @@ def outputs(runner: onnxruntime.InferenceSession, feeds: Feeds) -> list[Any]:
     return found
 
 
-IN_FLOAT32 = {"Shrink", "GroupNormalization", "Gelu", "Attention"}
+IN_FLOAT32 = {"Shrink", "GroupNormalization", "Gelu", "Attention", "DFT"}
 """What onnxruntime (1.22 to 1.32) computes in float32 of float64: all of it, what stash_type says,
-the constants of Gelu with tanh, and the root of Attention's scale."""
+the constants of Gelu with tanh, the root of Attention's scale, and the 1 / n of an inverse DFT."""
 
 
 def coarsest(model: ModelProto) -> str:
