@@ -80,7 +80,8 @@ def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:
         if len(message) == 2:
             ok, value = message
             return ok, value
-        progress.report(*message)
+        if (watch := progress.watcher()) is not None:  # the child has logged it
+            watch(*message)
 
 
 def _child(work: Callable[[], Any], name: str, writer: int) -> None:

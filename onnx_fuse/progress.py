@@ -1,12 +1,13 @@
 """The progress of long work: the work reports its steps, and whoever wants to see them watches.
 
-Nothing is shown here. The command line draws a bar (`cli.progress`); without a watcher a report
-costs a dictionary look-up.
+Nothing is shown here. The command line draws a bar (`cli.progress`), and the logger "onnx_fuse" has
+a line, of level INFO, for the beginning of each work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TypeAlias
@@ -15,12 +16,15 @@ Watch: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, the steps done and their number, which is 0 where nobody knows.
 What is being done is "" where there is nothing to show."""
 
+_log = logging.getLogger("onnx_fuse")
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 def report(what: str, done: int = 0, total: int = 0) -> None:
     """Say what is being done now, and that `done` of `total` steps of it are over."""
     watch = _watch.get()
+    if what and not done:
+        _log.info("%s", what)
     if watch is not None:
         watch(what, done, total)
 

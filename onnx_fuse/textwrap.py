@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, chop_cells
 
@@ -93,3 +94,13 @@ def _filled(columns: list[int], wanted: Sequence[int], room: int) -> list[int]:
         i = max(range(len(columns)), key=lambda i: wanted[i] / columns[i])
         columns[i] += 1
     return columns
+
+
+def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as notebooks show it."""
+
+    def line(tag: str, cells: Sequence[object]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(c))}</{tag}>' for c in cells)}</tr>"
+
+    lines = "".join(line("td", row) for row in rows)
+    return f"<table><caption>{html.escape(caption)}</caption>{line('th', head)}{lines}</table>"

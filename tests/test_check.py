@@ -82,6 +82,13 @@ def test_without_it_the_limit_is_the_types(monkeypatch: pytest.MonkeyPatch) -> N
     assert not check_outputs(shifted(1), shifted(1.2)).ok
 
 
+def test_a_notebook_shows_outputs_and_a_log_shows_steps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "onnx_fuse"):
+        check = check_outputs(shifted(1), shifted(2))
+    assert ("onnx_fuse", "running the original") in [(r.name, r.message) for r in caplog.records]
+    assert "<td>y</td><td>False</td><td>1</td>" in check._repr_html_()
+
+
 def test_sessions_of_a_check_read_large_weights_where_they_are() -> None:
     weight = np.arange(1024, dtype=np.float32).reshape(16, 64)
     text = "g (float[N,16] x) => (float[N,64] y) <float[16,64] w = {0}> { y = MatMul (x, w) }"

@@ -66,6 +66,10 @@ def test_an_optimizer_has_a_name() -> None:
     history = run.fit(arrays(), validation=arrays())
     assert repr(run) == "Trainer(Adam, 16 weights in 2 tensors, 1 steps, device='cpu')"
     assert repr(history).startswith("History(1 steps, 1 epochs, loss ")
+    table = history._repr_html_()
+    assert table.count("<tr>") == 2
+    assert "<th>validation_loss</th>" not in table
+    assert f"<td>{history.epochs[0]['loss']:.6g}</td>" in table
     with pytest.raises(UsageError, match="a Trainer cannot be copied: checkpoint"):
         copy.deepcopy(run)
     for wrong, words in (("adm", "did you mean 'adam'"), (3, "an optimizer of type int")):
@@ -392,6 +396,36 @@ def test_a_stopped_run_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
     assert resumed.fit(arrays(), epochs=30, callbacks=stopping(), **data) == history
 
 
+def test_the_rate_falls_after_evaluations_without_progress(tmp_path: Path) -> None:
+    """By PyTorch's rule: more than `patience` evaluations in a row, and then counted anew."""
+
+    def rates(epochs: int, folder: str) -> list[float]:
+        kept = tmp_path / folder
+        run = Trainer.resume(kept, text_model(MODEL)) if kept.exists() else trainer()
+        plateau = callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_lr=0.02)
+        data = {"validation": worse_and_worse(), "batch_size": ROWS, "folder": kept}
+        history = run.fit(arrays(), epochs=epochs, callbacks=[plateau], **data)
+        values = [r["validation_loss"] for r in history.metrics]
+        assert values[1:] == sorted(values[1:])
+        return history.lr
+
+    whole = [0.05] * 4 + [0.025] * 2 + [0.02] * 2
+    assert rates(8, "whole") == whole
+    for epochs in (2, 4, 5, 8):
+        assert rates(epochs, "resumed") == whole[:epochs]
+
+
+def test_a_terminal_shows_a_bar_without_callbacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal, shown in ((True, "examples/s"), (False, "")):
+        monkeypatch.setattr(fitting.sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        trainer().fit(arrays())
+        assert shown in capsys.readouterr().err
+        trainer().fit(arrays(), callbacks=[])
+        assert capsys.readouterr().err == ""
+
+
 MONITORS: dict[str, tuple[callbacks.Callback, dict[str, Any], str]] = {
     "no validation": (callbacks.EarlyStopping(), {}, "'validation_loss' is monitored: give valid"),
     "unknown": (
@@ -400,6 +434,7 @@ MONITORS: dict[str, tuple[callbacks.Callback, dict[str, Any], str]] = {
         "no metric 'f1' to monitor: the evaluations give validation_loss, accuracy",
     ),
     "patience": (callbacks.EarlyStopping(patience=0), {"validation": arrays()}, "patience is 0"),
+    "factor": (callbacks.ReduceLROnPlateau(factor=1), {"validation": arrays()}, "below 1"),
     "every": (callbacks.Callback(), {"evaluate_every": 2}, "evaluate_every and metrics need data"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
@@ -27,6 +27,7 @@ __all__ = [
     "EarlyStopping",
     "Fit",
     "Progress",
+    "ReduceLROnPlateau",
     "TensorBoard",
     "Watch",
 ]
@@ -127,17 +128,22 @@ class _Monitor(Callback):
             )
 
     def best(self, history: History) -> int:
-        """The number, from 0, of the best evaluation in `history`; -1 where there is none.
+        """The number, from 0, of the best evaluation in `history`; -1 where there is none."""
+        return max((i for i, better in enumerate(self.better(history)) if better), default=-1)
 
-        A later one is better if it is so by more than `min_delta`; NaN never is.
+    def better(self, history: History) -> Iterator[bool]:
+        """Whether each evaluation in `history` is better than those before it.
+
+        It is if it is so by more than `min_delta`; NaN never is.
         """
         small = any(word in self.monitor for word in ("loss", "error", "perplexity"))
         sign = -1 if self.mode == "min" or (self.mode == "auto" and small) else 1
-        best, value = -1, -np.inf
-        for i, record in enumerate(history.metrics):
-            if sign * record[self.monitor] > value + (self.min_delta if best >= 0 else 0.0):
-                best, value = i, sign * record[self.monitor]
-        return best
+        best = -np.inf
+        for record in history.metrics:
+            value = sign * record[self.monitor]
+            margin = self.min_delta if best > -np.inf else 0.0
+            yield (better := value > best + margin)
+            best = value if better else best
 
 
 @dataclass
@@ -164,6 +170,51 @@ class EarlyStopping(_Monitor):
         if len(records) - 1 - best >= self.patience:
             reached = f", the best is {records[best][self.monitor]:.6g}" if best >= 0 else ""
             fit.stop(f"{self.monitor} has not improved in {self.patience} evaluations{reached}")
+
+
+@dataclass
+class ReduceLROnPlateau(_Monitor):
+    """Multiplies the learning rate by `factor` when more than `patience` evaluations in a row are
+    no better than the best before them, as PyTorch's scheduler of this name does.
+
+    From then on the rate is constant. A resumed run begins at the rate that it had reached.
+    """
+
+    factor: float = 0.1
+    """The factor on the learning rate, below 1."""
+    patience: int = 10
+    """The number of evaluations without progress that change nothing."""
+    min_lr: float = 0.0
+    """The lowest learning rate."""
+
+    def on_start(self, fit: Fit) -> None:
+        """Check the numbers, and reduce the rate of a run that goes on as `fit` as before."""
+        super().on_start(fit)
+        if not 0 <= self.factor < 1 or self.patience < 0 or self.min_lr < 0:
+            raise UsageError(
+                "factor must be at least 0 and below 1, patience and min_lr at least 0"
+            )
+        if fit.history.lr and any(self._reductions(fit.history)):
+            fit.trainer.lr = fit.history.lr[-1]
+            self._reduce(fit)
+
+    def on_evaluation(self, fit: Fit) -> None:
+        """Reduce the rate of `fit` if its last evaluation is one too many."""
+        self._reduce(fit)
+
+    def _reduce(self, fit: Fit) -> None:
+        evaluated = fit.history.metrics[-1]["step"] == len(fit.history.losses)
+        if evaluated and self._reductions(fit.history)[-1]:
+            fit.trainer.lr = max(fit.trainer.lr * self.factor, min(self.min_lr, fit.trainer.lr))
+
+    def _reductions(self, history: History) -> list[bool]:
+        """Whether the rate is reduced after each evaluation in `history`."""
+        bad, reduced = 0, []
+        for better in self.better(history):
+            bad = 0 if better else bad + 1
+            reduced.append(bad > self.patience)
+            bad = 0 if reduced[-1] else bad
+        return reduced
 
 
 @dataclass

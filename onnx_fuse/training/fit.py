@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.options import takes
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
-from onnx_fuse.training.callbacks import Callback, Fit
+from onnx_fuse.training.callbacks import Callback, Fit, Progress
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.history import History
 from onnx_fuse.training.learner import Learner
@@ -82,7 +83,8 @@ def fit(options: _FitArguments) -> History:
     with contextlib.ExitStack() as stack:
         if options.folder and is_first(trainer):
             stack.enter_context(checkpoint.locked(options.folder))
-        callbacks = [c for c in options.callbacks if not c.shows or is_first(trainer)]
+        called = _bar() if options.callbacks is None else options.callbacks
+        callbacks = [c for c in called if not c.shows or is_first(trainer)]
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
@@ -91,6 +93,15 @@ def fit(options: _FitArguments) -> History:
             loop.epoch()
         run.finished = True
     return run.history
+
+
+def _bar() -> list[Callback]:
+    """What shows the run of a caller who names no callbacks."""
+    if not sys.stderr.isatty():
+        return []
+    from rich.console import Console
+
+    return [Progress(Console(stderr=True))]
 
 
 def is_first(trainer: Learner) -> bool:

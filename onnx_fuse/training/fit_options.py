@@ -28,7 +28,8 @@ class FitOptions:
             number), perplexity or f1. The default is accuracy for class labels. | Several are a
             list, also of objects of `training.metrics`, or of functions of the outputs and the
             batch.
-        callbacks: Objects of `training.callbacks`, which are called in this order.
+        callbacks: Objects of `training.callbacks`, which are called in this order. The default
+            shows a bar where standard error is a terminal.
         steps_per_epoch: Number of batches that make an epoch, of data without an end.
         shuffle: Draw a new order for each epoch, from the trainer's seed and the epoch's number.
         folder (--checkpoint DIR): Save the run in this folder after each epoch. | And when a
@@ -41,7 +42,7 @@ class FitOptions:
     validation: Data | None = None
     evaluate_every: int | None = None
     metrics: Selection = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] | None = None
     steps_per_epoch: int | None = None
     shuffle: bool = True
     folder: str | os.PathLike[str] | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnx_fuse.errors import DataError
+from onnx_fuse.textwrap import html_table
 
 __all__ = ["History", "read"]
 __dir__ = __all__.copy
@@ -43,6 +44,15 @@ class History:
         ends |= {name: value for name, value in last.items() if name not in ("step", "epoch")}
         shown = "".join(f", {name} {value:.4g}" for name, value in ends.items())
         return f"History({len(self.losses)} steps, {len(self.epochs)} epochs{shown})"
+
+    def _repr_html_(self) -> str:
+        """The epochs as a table, in a notebook."""
+        names = list(dict.fromkeys(name for record in self.epochs for name in record))
+        rows = [
+            [f"{record[name]:.6g}" if name in record else "" for name in names]
+            for record in self.epochs
+        ]
+        return html_table(repr(self), names, rows)
 
 
 _DAMAGED = "the checkpoint is damaged: its history lacks"

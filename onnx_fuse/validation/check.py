@@ -20,6 +20,7 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import OutputOptions, shared, takes
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
+from onnx_fuse.textwrap import html_table
 from onnx_fuse.validation.blame import Culprit, find_culprits
 from onnx_fuse.validation.compare import (
     TOLERANCES,
@@ -85,6 +86,12 @@ class Check:
         worst = self.worst
         shown = f", {worst.max_abs:.3g} of {worst.limit:.3g} at {worst.where}" if worst else ""
         return f"Check(ok={self.ok}{shown})"
+
+    def _repr_html_(self) -> str:
+        """The worst difference of each output as a table, in a notebook."""
+        worst = {d.output: d for d in sorted(self.differences, key=severity)}
+        rows = [[n, d.ok, f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where] for n, d in worst.items()]
+        return html_table(repr(self), ["output", "ok", "difference", "limit", "where"], rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON values, as `--json` writes it."""
