@@ -8,12 +8,14 @@ are compared in threads. Tensors stand in a member of their own, in the safetens
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
 import struct
 import threading
+import time
 import weakref
 import zipfile
 import zlib
@@ -26,7 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse import config
 from onnx_fuse.errors import ModelError
+from onnx_fuse.files import private_folder, read_private, written_private
 
 MANIFEST = "manifest.json"
 GRAPH = "model.onnx"
@@ -321,8 +325,30 @@ def digest_of(parts: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 over the digests of the file's pieces, which threads compute."""
+    """SHA-256 over the digests of the file's pieces, which threads compute, or as it was noted.
+
+    The cache notes it by the times of the file, of which nobody can set that of the last change of
+    its inode.
+    """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digests = [piece.result() for piece in in_threads(_digest, _pieces(file, 0, size))]
-    return hashlib.sha256("".join([str(size), *digests]).encode()).hexdigest()
+        status = os.fstat(file.fileno())
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        state = [status.st_dev, status.st_ino, status.st_size, *times]
+        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+        note = config.CACHE_DIR.value / "digests" / name
+        with contextlib.suppress(OSError, ValueError):
+            *noted, digest = json.loads(read_private(note))
+            if noted == state:
+                return str(digest)
+        pieces = in_threads(_digest, _pieces(file, 0, status.st_size))
+        text = "".join([str(status.st_size), *(piece.result() for piece in pieces)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if time.time_ns() - max(times) > _SETTLED:
+        with contextlib.suppress(OSError):
+            if private_folder(note.parent):
+                with written_private(note) as draft:
+                    draft.write_text(json.dumps([*state, digest]))
+    return digest
+
+
+_SETTLED = 60_000_000_000  # ns: what a process writes to a map of a file changes no time for 35 s

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import onnxruntime
 import pytest
 from support import ENCODER, assert_same
 
-from onnx_fuse import InferenceSession, cache, plugins, rewrite, session
+from onnx_fuse import InferenceSession, cache, container, plugins, rewrite, session
 from onnx_fuse.container import stamp
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import ModelError
@@ -406,3 +407,26 @@ def test_a_graph_is_kept_after_the_end_of_a_script(gpu: Path, optimized: list[in
     assert done.stderr == ""
     InferenceSession(ENCODER)
     assert optimized == [0]
+
+
+def test_a_digest_is_noted_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change in place counts though it keeps the size and sets the time of change back."""
+    path, read = tmp_path / "model.onnx", []
+    path.write_bytes(b"old")
+    pieces = container._pieces
+    monkeypatch.setattr(container, "_pieces", lambda *place: read.append(place) or pieces(*place))
+    old = container.digest_of_file(path)
+    assert container.digest_of_file(path) == old
+    assert len(read) == 2  # it might be written to still
+    now = container.time.time_ns
+    monkeypatch.setattr(container.time, "time_ns", lambda: now() + 10**12)
+    assert [container.digest_of_file(path) for _ in range(3)] == [old] * 3
+    assert len(read) == 3
+    times = path.stat()
+    time.sleep(0.02)  # a tick of the clock by which files are dated
+    path.write_bytes(b"new")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert container.digest_of_file(path) != old
+    assert len(read) == 4
