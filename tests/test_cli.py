@@ -362,6 +362,42 @@ def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save
     assert models[1]["ops"] == {"Relu": 1}
 
 
+def test_several_files_are_fused_into_a_folder(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    models, folder = [saved(RELU, "a.onnx"), saved(RELU, "b.onnx")], tmp_path / "fused"
+    assert cli("optimize", *models, "-o", folder).code == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["a.fused.onnx", "b.fused.onnx"]
+    assert cli("optimize", *models, "--no-check").code == 0
+    assert (tmp_path / "b.fused.onnx").is_file()
+    assert "one MODEL" in cli.fails(2, "optimize", *models, "--json", tmp_path / "r.json")
+    assert "a.fused.onnx" in cli.fails(2, "optimize", models[0], models[0], "-o", folder)
+
+
+BRANCHED = """g (float[N,4] x, bool c, float[N,4] u) => (float[N,4] y, float[N,4] z)
+    <float[4,4] w = {1,2,3,4, 5,6,7,8, 1,0,1,0, 0,1,0,1}>
+    { a = MatMul (x, w)
+      b = Relu (a)
+      d = If (c) <then_branch = t () => (float[N,4] e) { e = Add (b, a) },
+                  else_branch = f () => (float[N,4] e) { e = Neg (b) }>
+      y = Mul (d, b)  z = Exp (u) }"""
+
+
+def test_two_parts_make_the_whole(cli: Cli, tmp_path: Path, saved: Save) -> None:
+    """A branch reads the first part's values, and what nobody reads any more is no input."""
+    model, first, second = saved(BRANCHED), tmp_path / "1.onnx", tmp_path / "2.onnx"
+    parts = cli.report("extract", model, "--to", "a,b", "-o", first)["models"]
+    assert list(parts[1]["ops"]) == ["MatMul", "Relu"]
+    cli.report("extract", model, "--from", "a", "--from", "b", "--to", "y", "-o", second)
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    whole, one, two = (ort.InferenceSession(str(p)) for p in (model, first, second))
+    assert [v.name for v in two.get_inputs()] == ["a", "b", "c"]
+    for c in (True, False):
+        (y, _) = whole.run(None, {"x": x, "c": np.array(c), "u": x})
+        inner = dict(zip("ab", one.run(None, {"x": x}), strict=True))
+        assert_same(two.run(None, {**inner, "c": np.array(c)}), [y])
+    assert "did you mean 'y'" in cli.fails(2, "extract", model, "--to", "Y")
+    assert not cli("extract", model, "--html", tmp_path / "part.html").code
+
+
 def test_doctor(cli: Cli, tmp_path: Path) -> None:
     report = cli.report("doctor")
     assert report["cpu"] == "ok"

@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "bench MODEL --device cpu",
     "bench --train": "bench MODEL --device cpu --train",
     "inspect": "inspect MODEL",
+    "extract": "extract MODEL -o OUT.onnx",
     "doctor": "doctor",
 }
 """Command lines whose --json is recorded."""

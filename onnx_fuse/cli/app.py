@@ -20,6 +20,7 @@ from onnx_fuse.cli import (
     compare,
     compile,
     doctor,
+    extract,
     generate,
     gradient,
     inspect,
@@ -98,6 +99,7 @@ _add(bench.bench, bench.EXAMPLES)
 _add(lab.lab, lab.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)
 _add(inspect.inspect, inspect.EXAMPLES)
+_add(extract.extract, extract.EXAMPLES)
 _add(doctor.doctor, doctor.EXAMPLES)
 
 

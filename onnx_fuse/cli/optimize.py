@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "onnx-fuse optimize model.onnx -o model.fused.onnx --explain",
+    "onnx-fuse optimize encoder.onnx decoder.onnx -o fused",
     "onnx-fuse optimize model.onnx --skip LayerNormGemm --dim batch=1 sequence=128",
 )
 _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
 OPTIONS = """
-    model (MODEL): The .onnx file to fuse.
-    output (-o, --output OUT): Write to this file. The default is MODEL with the ending
-        .fused.onnx.
+    models (MODEL ...): The .onnx files to fuse.
+    output (-o, --output OUT): Write to this file, or, of several files, into this folder. The default is MODEL with the ending .fused.onnx.
     level (--level, 0 to 3): Fuse up to this level; --list says what each level does.
     fuse (--fuse NAME): Turn this fusion on at every level.
     skip (--skip NAME): Turn this fusion off.
@@ -43,7 +44,7 @@ OPTIONS = """
 @with_options(OPTIONS)
 def optimize(
     *,
-    model: Path | None = None,
+    models: list[Path] | None = None,
     output: Path | None = None,
     level: int = 2,
     fuse: list[str] | None = None,
@@ -62,13 +63,26 @@ def optimize(
     reports: show.Reports,
 ) -> None:
     """Fuse MODEL into a file that still runs on stock onnxruntime, and check the result."""
+    given = dict(locals())
     if list_:
         files.check_paths({}, reports.paths)
         _list_fusions(show.printer(), reports)
         return
-    if model is None:
+    if not models:
         raise UsageError("no MODEL was given: onnx-fuse optimize model.onnx, or --list")
-    output = output or files.default_output(model, ".fused.onnx")
+    outputs = [files.default_output(path, ".fused.onnx") for path in models]
+    if len(models) > 1:
+        if any(reports.paths.values()):
+            raise UsageError("--json and --html are of one MODEL: give one at a time")
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            outputs = [output / path.name for path in outputs]
+        files.check_paths({"MODEL": models}, {"-o": outputs})
+        for path, part in zip(models, outputs, strict=True):
+            show.printer().text(f"{path}:")
+            inspect.unwrap(optimize)(**given | {"models": [path], "output": part})
+        return
+    model, output = models[0], output or outputs[0]
     files.check_paths(
         {"MODEL": model, "--inputs": inputs}, {"-o": files.with_weights(output), **reports.paths}
     )
