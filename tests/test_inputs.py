@@ -332,7 +332,8 @@ FILES: dict[str, tuple[dict[str, np.ndarray], str]] = {
 
 def test_arrays_that_fit_are_taken(tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", x=X.astype(">f4"), i=IDS, more=X)
-    found = read_feeds(tmp_path / "f.npz", text_model(FED))
+    with pytest.warns(UserWarning, match=r"f.npz: left out, since no input has its name: 'more'"):
+        found = read_feeds(tmp_path / "f.npz", text_model(FED))
     assert found["x"].dtype == np.float32
     assert found["x"].dtype.isnative
     assert list(found) == ["x", "i"]

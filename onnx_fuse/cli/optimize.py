@@ -26,7 +26,8 @@ _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
 OPTIONS = """
     models (MODEL ...): The .onnx files to fuse.
-    output (-o, --output OUT): Write to this file, or, of several files, into this folder. The default is MODEL with the ending .fused.onnx.
+    output (-o, --output OUT): Write to this file, or of several files, into this folder. The
+        default is MODEL with the ending .fused.onnx.
     level (--level, 0 to 3): Fuse up to this level; --list says what each level does.
     fuse (--fuse NAME): Turn this fusion on at every level.
     skip (--skip NAME): Turn this fusion off.

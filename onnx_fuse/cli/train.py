@@ -187,6 +187,8 @@ def train(
     for pair in trainer.in_parts if explain else ():
         printer.text(f"in parts: {pair}")
     inputs = trainer.spec().feeds
+    if left_out := examples.left_out(arrays.keys() - {"label"}, inputs):
+        printer.text(f"note: {data.name}: {left_out}")
     arrays |= sources.as_feeds(arrays, inputs)
     if held_out is not None:
         held_out |= sources.as_feeds(held_out, inputs)

@@ -7,7 +7,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_freed_batch",
     "count",
     "fit",
+    "left_out",
     "load",
     "load_examples",
     "order",
@@ -95,6 +96,13 @@ def load_examples(path: str | os.PathLike[str]) -> dict[str, Any]:
             [row[part] for part in parts] if grouped else row[name] for row in rows
         ]
     return columns
+
+
+def left_out(arrays: Iterable[str], inputs: Iterable[onnx_ir.Value]) -> str:
+    """A sentence about arrays that have no input's name, or "" without any."""
+    surplus = sorted({*arrays} - {str(v.name) for v in inputs})
+    names = ", ".join(f"'{name}'" for name in surplus)
+    return f"left out, since no input has its name: {names}" if surplus else ""
 
 
 def _numbers(row: Mapping[str | None, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def read_feeds(
     """The arrays of an .npz file that the model's inputs name, of their types and sizes.
 
     Each input must be there that has no default and is not `optional`. The file format has no
-    bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it. Raises ModelError.
+    bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it. Warns of other arrays.
+    Raises ModelError.
     """
     try:
         arrays = data.load(path)
@@ -52,6 +54,8 @@ def read_feeds(
             f"{name} has no array for input '{missing[0]}' (it has {sorted(arrays)}): save it by "
             "np.savez under that name"
         )
+    if left_out := data.left_out(arrays, model.graph.inputs):
+        warnings.warn(f"{name}: {left_out}", stacklevel=2)
     for value in model.graph.inputs:
         if value.name in arrays:
             arrays[value.name] = _fitting(value, arrays[value.name], name)
