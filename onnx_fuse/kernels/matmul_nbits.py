@@ -15,14 +15,13 @@ from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.nbits_tiles import CHUNK
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Arg,
     GemmProblem,
     Hardware,
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
+    args,
 )
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -103,13 +102,9 @@ class FewRows(Kernel):
             "WARPS": warps, "ZERO": bool(problem.zero),
             "BIAS": bool(problem.epilogue.bias), "AHEAD": problem.static_b,
         })  # fmt: skip
-        args: tuple[Arg, ...] = (
-            *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
-            *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
-            Num("i32", problem.row_bytes), Num("i32", problem.blocks),
-        )  # fmt: skip
+        made = args("a q scale zero bias y, i32 m n k row_bytes blocks", problem)
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (sets * 8 // columns)), 1)
-        return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
+        return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), made, defines),)
 
 
 class TiledRows(Kernel):
@@ -214,14 +209,11 @@ class TiledRows(Kernel):
             **({"TEAM": team, "STEPS": steps} if team else {}),
             **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
         })  # fmt: skip
-        args: tuple[Arg, ...] = (
-            *map(Ptr, ("a", "q", "scale", "bias", "c", "gamma", "beta", "y")),
-            *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
-            Num("f32", problem.epsilon), Num("f32", epilogue.act_alpha),
-        )  # fmt: skip
+        text = "a q scale bias c gamma beta y, i32 m n k, f32 epsilon act_alpha"
+        made = args(text, problem, act_alpha=epilogue.act_alpha)
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
         smem = self._smem(problem, config)
-        return (Launch(self.source, "tiled_nbits", grid, (32 * warps, 1, 1), args, defines, smem),)
+        return (Launch(self.source, "tiled_nbits", grid, (32 * warps, 1, 1), made, defines, smem),)
 
 
 GATED = ("wgmma", "mma")
@@ -270,20 +262,18 @@ class Unpacked(DelegatingKernel):
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
         macros = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}
-        names = ["q", "scale", "zero", "groups", "workspace"]
-        sizes = [problem.k, problem.row_bytes, problem.blocks]
+        text = "q scale zero groups workspace, i64 size, i32 k row_bytes blocks"
         entry, each = "unpack", 2048
         if problem.tiled:
-            names, sizes = ["q", "scale", "workspace"], [problem.n, problem.k, problem.blocks]
+            text = "q scale workspace, i32 n k blocks"
             entry, each, size = "unpack_tiles", 8192, ceil(problem.n / 16) * 16 * problem.k
             macros |= {"TILED": 1, "GATE": int(problem.epilogue.gate)}
         else:
             whole = problem.k % 8 == 0 and not problem.groups
             macros |= {"BITS": problem.bits, "GROUPS": problem.groups, "WHOLE": whole}
-        numbers = () if problem.tiled else (Num("i64", size),)
         unpack = Launch(
             "quant/unpack.cu", entry, (ceil(size / each), 1, 1), (256, 1, 1),
-            (*map(Ptr, names), *numbers, *(Num("i32", n) for n in sizes)), as_defines(macros),
+            args(text, problem, size=size), as_defines(macros),
         )  # fmt: skip
         places = {
             "b": Ptr("workspace"), "col1": Ptr("bias"),

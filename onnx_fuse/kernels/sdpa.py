@@ -10,7 +10,7 @@ from math import ceil, sqrt
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
@@ -24,6 +24,7 @@ from onnx_fuse.program.problem import (
     Num,
     Ptr,
     TensorMap,
+    args,
 )
 from onnx_fuse.program.size import upper_bound
 from onnx_fuse.program.spec import GRID
@@ -33,19 +34,16 @@ ROWS, TILE = 64, 32  # of simt.cu
 
 def _operands(p: Attention) -> tuple[Arg, ...]:
     none = (0, 0, 0, 0)
-    strides = *p.q_strides, *p.k_strides, *p.v_strides, *(p.mask or none), *(p.mask2 or none)
-    return (
-        *map(Ptr, ("q", "k", "v", "mask", "mask2")),
-        *(Num("i64", s) for s in strides),
-        *(Num("i32", n) for n in (p.batch[1], p.group, p.m, p.n)),
-        *(Num("f32", number) for number in (p.scale, p.softcap, p.lowest)),
-        *(Num("f64", number) for number in (p.fill, p.fill2)),
-    )
+    return args(
+        "q k v mask mask2, i64 q_strides k_strides v_strides by by2, i32 heads group m n, "
+        "f32 scale softcap lowest, f64 fill fill2", p,
+        by=p.mask or none, by2=p.mask2 or none, heads=p.batch[1],
+    )  # fmt: skip
 
 
-def _strides(p: Attention, name: str) -> tuple[Num, ...]:
+def _strides(p: Attention, name: str) -> tuple[Arg, ...]:
     """(batch, head, row) of "y" or "dy"."""
-    return tuple(Num("i64", s) for s in p.layout(name)[1])
+    return args("i64 strides", strides=p.layout(name)[1])
 
 
 def boxes(
@@ -162,11 +160,11 @@ class _Attention(Kernel, ABC):
 
         def each(entry: str, tall: int, group: int, *more: str) -> list[Launch]:
             smem = self.smem(p, config, entry)
-            args = (*arguments, *map(Ptr, more), *strides)
+            made = (*arguments, *map(Ptr, more), *strides)
             launches = []
             for size, at in parts_of_batch(p):
                 grid = (-(-tall // rows), size[1] // group, size[0])
-                launch = Launch(self.source, entry, grid, block, args, macros, smem)
+                launch = Launch(self.source, entry, grid, block, made, macros, smem)
                 launches.append(rename(launch, at) if at else launch)
             return launches
 
@@ -176,8 +174,8 @@ class _Attention(Kernel, ABC):
         simt = defines(**common_macros(p), ACC=accumulator(p.dtype))
         delta = Launch(
             "sdpa/simt.cu", "sdpa_delta", (-(-count // 8), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("dy", "y", "workspace")), Num("i64", count), Num("i32", heads),
-             Num("i32", p.m), *_strides(p, "dy"), *_strides(p, "y")), simt,
+            (*args("dy y workspace, i64 count, i32 heads m", p, count=count, heads=heads),
+             *_strides(p, "dy"), *_strides(p, "y")), simt,
         )  # fmt: skip
         return (
             delta,
@@ -430,19 +428,16 @@ class Wgmma(Kernel):
         return tiles * max(d, v) * 8192 + stages * ((d + v) * tile * 128 + mask + 32) + tiles * 8
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
-        p, (batch, heads), group = problem, problem.batch, problem.group
+        p, (batch, heads) = problem, problem.batch
         wgs, tile = config.integer("wgs"), config.integer("tile")
         tiles, one = wgs * config.integer("rounds"), p.n <= tile
 
         strides = p.mask or (0, 0, 0, 0)
-        args: tuple[Arg, ...] = (
+        made: tuple[Arg, ...] = (
             boxes(p, "q", 64), boxes(p, "k", tile), boxes(p, "v", tile), boxes(p, "y", 16),
             mask_boxes(p, 64),
-            Ptr("mask"), *(Num("i64", strides[i]) for i in (0, 1, 3)),
-            Ptr("v"), *(Num("i64", s) for s in p.v_strides),
-            Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
-            Num("f32", p.scale), Num("f32", p.softcap),
-            Num("f32", p.lowest), Num("f64", p.fill),
+            *args("mask, i64 by, v, i64 v_strides, lse, i32 group m n, f32 scale softcap lowest, "
+                  "f64 fill", p, by=(*strides[:2], strides[3])),
             *(reach(replace(p, window=p.window or (-1, 0))) if p.lengths else reach(p)),
             *((Ptr("lengths"),) if p.lengths else ()),
         )  # fmt: skip
@@ -453,7 +448,7 @@ class Wgmma(Kernel):
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
         block = (128 * wgs + loaders, 1, 1)
-        return (Launch(self.source, "sdpa_wgmma", grid, block, args, macros, self.smem(p, config)),)
+        return (Launch(self.source, "sdpa_wgmma", grid, block, made, macros, self.smem(p, config)),)
 
 
 class Simt(_Attention):
@@ -565,9 +560,10 @@ class OneQuery(Kernel):
         p, cluster = problem, config.integer("cluster")
         batch, heads = p.batch
         how = {name.upper(): value for name, value in config.attrs}
-        args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
+        made = (*_operands(p), *args("y lse"), *_strides(p, "y"))
         if p.lengths:
-            args = (*args, Ptr("lengths"), Num("i32", p.window[0] if p.window else UNBOUNDED))
+            left = p.window[0] if p.window else UNBOUNDED
+            made = (*made, *args("lengths, i32 left", left=left))
             how |= {"LENGTHS": 1}
         block = (32 * config.integer("warps"), 1, 1)
         macros = defines(**{**common_macros(p), **how})
@@ -575,7 +571,7 @@ class OneQuery(Kernel):
         smem = self._smem(p, config)
         return (
             Launch(
-                self.source, "sdpa_one_query", grid, block, args, macros, smem=smem, cluster=cluster
+                self.source, "sdpa_one_query", grid, block, made, macros, smem=smem, cluster=cluster
             ),
         )
 
@@ -633,10 +629,10 @@ class Direct(Kernel):
             "GROUPED": p.group > 1,
         }  # fmt: skip
         macros = defines(**{**common_macros(p), **how})
-        args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
+        made = (*_operands(p), *args("y lse"), *_strides(p, "y"))
         grid = (-(-p.m // (16 * tiles)), heads, batch)
         block = (32 * sharers * tiles, 1, 1)
-        return (Launch(self.source, "sdpa_direct", grid, block, args, macros),)
+        return (Launch(self.source, "sdpa_direct", grid, block, made, macros),)
 
 
 class Append(HeuristicKernel):
@@ -650,16 +646,14 @@ class Append(HeuristicKernel):
         p, width = problem, access_width(problem.size, problem.dtype)
         while p.half and (2 * p.half if p.interleaved else p.half) % width:
             width //= 2
-        strides = (*p.q_strides, *p.k_strides, *p.v_strides)
-        names = ("q", "k", "v", "lengths", "cos", "sin", "q_scale", "k_scale", "positions",
-                 "past_key", "past_value", "turned", "present_key", "present_value")  # fmt: skip
-        numbers = (p.batch, p.rows, p.heads, p.kv_heads, p.length, p.past, p.context)
+        made = args(
+            "q k v lengths cos sin q_scale k_scale positions past_key past_value turned "
+            "present_key present_value, i64 q_strides k_strides v_strides, "
+            "i32 batch rows heads kv_heads length past context, f32 epsilon", p,
+        )  # fmt: skip
         blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
         return self.one(
-            "cache_append", blocks, 256, *map(Ptr, names),
-            *(Num("i64", s) for s in strides), *(Num("i32", n) for n in numbers),
-            Num("f32", p.epsilon),
-            T=C_TYPES[p.dtype], ACC=accumulator(p.dtype), D=p.size, PIECE=width, HALF=p.half,
+            "cache_append", blocks, 256, *made, **typed(p), D=p.size, PIECE=width, HALF=p.half,
             NORMED=p.normed, INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform,
             KEEP=p.keep, POSITIONS=("", "first", "each", "rows").index(p.positions),
             PLACED=("", "each", "all").index(p.placed),
