@@ -19,7 +19,7 @@ from onnx_fuse.program.call import Program
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Num, Ptr, TensorMap
 from onnx_fuse.program.size import Trace
-from onnx_fuse.runtime import encoding
+from onnx_fuse.runtime import encoding, schedule
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,7 @@ BAD_PROGRAMS = {
     "a launch of a library": put(*_LAUNCH, "product", to=GemmProblem("Gemm", 8, 8, 8)),
     "a workspace of -1": put("calls", 0, "workspace", to=-1),
     "in place of nothing": put("calls", 0, "inplace", to=(("y", "nothing"),)),
+    "a copy of nothing": put("calls", 0, "copies", to=(("nothing", "y"),)),
     "a constant that is not there": put("constants", to={0: np.zeros(3)}),
     "no calls": put("calls", to=None),
     "a tuple": lambda p: (p,),
@@ -193,6 +194,25 @@ def read(data: Any) -> Program:
 def test_a_program_comes_back_as_it_was() -> None:
     program = softmaxes()
     assert repr(read(stored(program))) == repr(program)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    ["t = Transpose (x) y = Reshape (t, s)", "y = Identity (x) z = Identity (x)"],
+    ids=["other places", "the same places"],
+)
+def test_a_copy_is_one_in_a_file_too(nodes: str) -> None:
+    """What copies a tensor to where it stands is left out, and may share memory (`schedule`)."""
+    z = ", float[2,4] z" if " z = " in nodes else ""
+    text = f"agraph (float[2,4] x) => (float[2,4] y{z}) <int64[2] s = {{2, 4}}> {{ {nodes} }}"
+    program = lower(text_model(text), {"x": ((2, 4), "float32")}, CHIPS["H200"])
+    back = encoding.read(
+        stored(program), SymbolicProgram(None, Trace()).guards, lambda *given: np.zeros(3)
+    ).at({})
+    found = [schedule.copies(call) for call in back.calls]
+    assert found == [schedule.copies(call) for call in program.calls]
+    assert bool(z) == any(found)
+    assert all(call.copies for call in back.calls)
 
 
 @pytest.mark.parametrize("fault", [*BAD_PROGRAMS, *BAD_DATA])

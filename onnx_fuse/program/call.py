@@ -225,6 +225,8 @@ class Call:
     bytes: int = 0
     why: str = ""
     inplace: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    """(read, write) of each tensor, of a call that does nothing but copy them."""
     problem: AnyProblem | None = field(default=None, repr=False)
     """What is computed: passes rewrite it, and the last one makes its launches."""
     expression: Expression | None = field(default=None, repr=False)

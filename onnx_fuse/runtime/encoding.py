@@ -32,7 +32,7 @@ from onnx_fuse.program.problem import (
 )
 from onnx_fuse.runtime.schedule import at_ends
 
-FORMAT = 4
+FORMAT = 5
 """Version of what is written; a reader takes this one alone."""
 
 Module = tuple[str, tuple[tuple[str, str], ...]]
@@ -264,11 +264,12 @@ class _Checker:
         if not {*map(type, numbers)} == {int} or not 0 <= min(numbers) <= max(numbers) < 2**80:
             raise _fault(f"a call of {str(numbers)[:80]}")
         _whole(call.workspace, 0, _LARGEST, "a workspace")
-        if call.inplace:
+        if call.inplace or call.copies:
             read, written = dict(call.reads), dict(call.writes)
-            if any(y not in written or x not in read for y, x in call.inplace):
-                raise _fault("a call writes in place what it does not have")
-        if not (type(call.inplace) is type(call.launches) is tuple
+            pairs = [*call.inplace, *((y, x) for x, y in call.copies)]
+            if any(y not in written or x not in read for y, x in pairs):
+                raise _fault("a call writes in place, or copies, what it does not have")
+        if not (type(call.inplace) is type(call.copies) is type(call.launches) is tuple
                 and type(call.kernel) is type(call.why) is str):  # fmt: skip
             raise _fault("a call is of no kind")
         _words(call.nodes, "a list of nodes")

@@ -219,17 +219,8 @@ def copies(call: Call) -> tuple[tuple[str, str], ...]:
     buffer; empty for a call that does more.
     """
     reads, writes = dict(call.reads), dict(call.writes)
-    if call.kernel.startswith("Copy x"):
-        pairs = tuple((f"0{name[1:]}", name) for name in writes)
-    elif call.expression is not None and call.kernel == "Copy" and len(reads) == len(writes) == 1:
-        pairs = tuple(zip(reads, writes, strict=True))
-    else:
-        return ()
-    for read, write in pairs:
-        x, y = reads.get(read), writes[write]
-        if x is None or _elements(x) != _elements(y):
-            return ()
-    return pairs
+    same = (_elements(reads[read]) == _elements(writes[write]) for read, write in call.copies)
+    return call.copies if all(same) else ()
 
 
 def _elements(t: Tensor) -> tuple[object, ...]:

@@ -81,4 +81,6 @@ def merged(members: Sequence[Call]) -> Call:
     problem = CopyMany(ITEMSIZE[members[0].writes[0][1].dtype], pieces)
     reads: dict[str, Tensor] = {f"0.{i}": c.reads[0][1] for i, c in enumerate(members)}
     writes: dict[str, Tensor] = {f"1.{i}": c.writes[0][1] for i, c in enumerate(members)}
-    return Call.of(f"Copy x{len(members)}", nodes_of(*members), problem, reads, writes)
+    pairs = tuple(zip(reads, writes, strict=True))
+    nodes = nodes_of(*members)
+    return Call.of(f"Copy x{len(members)}", nodes, problem, reads, writes, copies=pairs)

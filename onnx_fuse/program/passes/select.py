@@ -11,6 +11,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import CALLS_EARLY, Selection, refusals, select
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Call
+from onnx_fuse.program.passes.copy_fusion import copied
 from onnx_fuse.program.problem import Hardware, Prefs
 from onnx_fuse.program.size import upper_bound, wide_size_class
 from onnx_fuse.program.spec import GRID
@@ -31,12 +32,11 @@ def with_launches(call: Call, choice: Selection, hw: Hardware) -> Call:
         for size, most in zip(launch.grid[1:], GRID[1:], strict=True):
             # legal here; of an open size it is a decision, so that another shape is asked as well
             assert size <= most, f"{launch.entry}: {size} blocks"
+    alone = () if copied(call) is None else ((call.reads[0][0], call.writes[0][0]),)
     return replace(
-        call,
-        launches=launches,
-        workspace=choice.workspace(call.problem, hw),
-        why=how,
-    )
+        call, launches=launches, workspace=choice.workspace(call.problem, hw), why=how,
+        copies=call.copies or alone,
+    )  # fmt: skip
 
 
 def select_kernels(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
