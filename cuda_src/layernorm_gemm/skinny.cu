@@ -35,15 +35,7 @@ struct Moments {  // count, mean and sum of squared deviations of some values
 };
 DEVICE uint4 load16(const T* p) { return *(const uint4*)p; }
 #if CLUSTER > 1
-DEVICE u32 cluster_rank() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
-}
+#include "cluster.cuh"
 // The value at the same shared address in block `rank` of the cluster.
 DEVICE float remote(const float* p, u32 rank) {
     float v;

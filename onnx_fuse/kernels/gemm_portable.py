@@ -248,6 +248,7 @@ class _Portable(Kernel, ABC):
     """What the two portable kernels share."""
 
     source: str
+    entry: str
 
     def _refusal(self, problem: GemmProblem) -> str | None:
         if reason := epilogue_refusal(problem, PORTABLE):
@@ -272,13 +273,38 @@ class _Portable(Kernel, ABC):
             rename(call, at) for part, at in parts for call in self._launch(part, config, hw)
         )
 
+    def tile(self, config: KernelConfig) -> tuple[int, int]:
+        """The rows and columns of a block's tile."""
+        bm, bn, *_ = config.integers("tile")
+        return bm, bn
+
     @abstractmethod
+    def threads(self, config: KernelConfig) -> int:
+        """The number of threads of a block."""
+
+    @abstractmethod
+    def _macros(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
+        """The macros beside the layout's and the epilogue's."""
+
+    def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
+        """Bytes of shared memory that a launch asks for."""
+        return 0
+
     def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The launch of a batch of at most 65,535 matrices."""
+        (bm, bn), split = self.tile(config), config.integer("split", 1)
+        tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
+        layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b}
+        return (Launch(
+            self.source, self.entry, (tiles * split, 1, problem.batches),
+            (self.threads(config), 1, 1), portable_args(problem),
+            as_defines(layout, self._macros(problem, config), epilogue_defines(problem)),
+            smem=self._smem(problem, config), cluster=split,
+        ),)  # fmt: skip
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
-        return ceil(problem.n / config.integers("tile")[1])
+        return ceil(problem.n / self.tile(config)[1])
 
 
 SIMT_TILES: dict[int, dict[str, int]] = {
@@ -292,7 +318,7 @@ class Simt(_Portable):
     """gemm/simt.cu: IEEE products on the ordinary cores; serves every problem."""
 
     name = "simt"
-    source = "gemm/simt.cu"
+    source, entry = "gemm/simt.cu", "gemm_simt"
     free_axes = "y"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -319,26 +345,16 @@ class Simt(_Portable):
         ends = 16 if ITEMSIZE[problem.dtype] == 2 else 0
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16, ends) + slope
 
-    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
-        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
-        return ceil(problem.n / config.integer("tile"))
+    def tile(self, config: KernelConfig) -> tuple[int, int]:
+        return config.integer("tile"), config.integer("tile")
 
-    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
+    def threads(self, config: KernelConfig) -> int:
         tile = SIMT_TILES[config.integer("tile")]
+        return tile["BM"] // tile["TM"] * (tile["BN"] // tile["TN"])
+
+    def _macros(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
-        layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
-        tiles = ceil(problem.m / tile["BM"]) * ceil(problem.n / tile["BN"])
-        threads = tile["BM"] // tile["TM"] * (tile["BN"] // tile["TN"])
-        return (
-            Launch(
-                self.source,
-                "gemm_simt",
-                (tiles, 1, problem.batches),
-                (threads, 1, 1),
-                portable_args(problem),
-                as_defines(type_defines(problem), layout, tile, epilogue_defines(problem)),
-            ),
-        )
+        return {**type_defines(problem), **SIMT_TILES[config.integer("tile")], "VEC": vec}
 
 
 # BM, BN -> teams, microseconds a wave takes for 64 of k and with trans_b (H200, 2026-11)
@@ -353,7 +369,7 @@ class SimtSplitK(_Portable):
     """gemm/fma_sm80.cu: IEEE fp32 with k shared out among warps and blocks, for few tiles."""
 
     name = "fma"
-    source = "gemm/fma_sm80.cu"
+    source, entry = "gemm/fma_sm80.cu", "gemm_fma"
     free_axes = "y"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -394,7 +410,6 @@ class SimtSplitK(_Portable):
         return 0
 
     def threads(self, config: KernelConfig) -> int:
-        """The number of threads of a block."""
         bm, bn = config.integers("tile")
         return FMA_TILES[bm, bn][0] * bm * bn // 64
 
@@ -417,39 +432,17 @@ class SimtSplitK(_Portable):
         slope = slope_seconds(problem, 64 / groups / split)
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
-    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        (bm, bn), split = config.integers("tile"), config.integer("split")
-        groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
+    def _macros(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
+        (bm, bn), vec = config.integers("tile"), 4 if aligned(problem) else 1
         lying = (
             problem.m if problem.trans_a else problem.k,
             problem.k if problem.trans_b else problem.n,
         )
-        macros = {
-            "TRANS_A": problem.trans_a,
-            "TRANS_B": problem.trans_b,
-            "BM": bm,
-            "BN": bn,
-            "GROUPS": groups,
-            "SPLIT": split,
-            "STAGES": self._stages(problem, config)[0],
-            "VEC": vec,
-            "WIDE": problem.n % 4 == 0,
-            "EVEN": all(size % vec == 0 for size in lying),
-            "TV": type_defines(problem)["TV"],
-        }
-        tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
-        return (
-            Launch(
-                self.source,
-                "gemm_fma",
-                (tiles * split, 1, problem.batches),
-                (self.threads(config), 1, 1),
-                portable_args(problem),
-                as_defines(macros, epilogue_defines(problem)),
-                smem=self._smem(problem, config),
-                cluster=split,
-            ),
-        )
+        return {
+            "BM": bm, "BN": bn, "GROUPS": FMA_TILES[bm, bn][0], "SPLIT": config.integer("split"),
+            "STAGES": self._stages(problem, config)[0], "VEC": vec, "WIDE": problem.n % 4 == 0,
+            "EVEN": all(size % vec == 0 for size in lying), "TV": type_defines(problem)["TV"],
+        }  # fmt: skip
 
 
 # BM, BN, WM, WN -> share of the full rate that the tile reaches on Hopper
@@ -466,7 +459,7 @@ class Mma(_Portable):
     """gemm/mma_sm80.cu: mma.sync; 16-bit operands, tf32, or fp32 as split bf16."""
 
     name = "mma"
-    source = "gemm/mma_sm80.cu"
+    source, entry = "gemm/mma_sm80.cu", "gemm_mma"
     free_axes = "y"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -481,15 +474,20 @@ class Mma(_Portable):
         _, bn, _, wn = config.integers("tile")
         return ceil(problem.n / bn) * (bn // wn)
 
-    def _tile(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
+    def threads(self, config: KernelConfig) -> int:
         bm, bn, wm, wn = config.integers("tile")
+        return 32 * (bm // wm) * (bn // wn)
+
+    def _macros(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
+        bm, bn, wm, wn = config.integers("tile")
+        vec = 16 // ITEMSIZE[problem.dtype] if aligned(problem) else 1
         split = {"SPLIT": 3} if problem.dtype == "float32" and problem.math == "bf16x3" else {}
         stages = config.integer("stages")
-        return {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": 32, "STAGES": stages, **split}
+        tile = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": 32, "STAGES": stages, "VEC": vec}
+        return {**type_defines(problem), **tile, **split}
 
     def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
-        bm, bn, _, _ = config.integers("tile")
-        size = ITEMSIZE[problem.dtype]
+        (bm, bn), size = self.tile(config), ITEMSIZE[problem.dtype]
 
         def tile(rows: int, contiguous_k: bool) -> int:
             pad = 8 if size == 2 or not contiguous_k else 4
@@ -530,28 +528,3 @@ class Mma(_Portable):
         if problem.dtype != "float32" and not aligned(problem):
             seconds += waves * ceil(problem.k / 32) * 2.2e-6 * (bm + bn) / 256
         return seconds + slope_seconds(problem, wm * wn / 32)
-
-    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        bm, bn, wm, wn = config.integers("tile")
-        layout = {
-            "TRANS_A": problem.trans_a,
-            "TRANS_B": problem.trans_b,
-            "VEC": 16 // ITEMSIZE[problem.dtype] if aligned(problem) else 1,
-        }
-        tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
-        return (
-            Launch(
-                self.source,
-                "gemm_mma",
-                (tiles, 1, problem.batches),
-                (32 * (bm // wm) * (bn // wn), 1, 1),
-                portable_args(problem),
-                as_defines(
-                    type_defines(problem),
-                    layout,
-                    self._tile(problem, config),
-                    epilogue_defines(problem),
-                ),
-                smem=self._smem(problem, config),
-            ),
-        )

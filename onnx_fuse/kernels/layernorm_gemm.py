@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
@@ -71,6 +71,14 @@ def stats_seconds(problem: GemmProblem, hw: Hardware) -> float:
     """Predicted seconds of the statistics: one read of x, whose short rows leave lanes idle."""
     size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 512)
     return hw.launch_seconds + size / hw.bandwidth
+
+
+def _rows(problem: GemmProblem, **how: Any) -> Launch:
+    """The pass over x that makes the statistics of its rows."""
+    return row_stats(
+        problem.m, problem.k, problem.dtype, epsilon=problem.epsilon, rms=problem.rms,
+        align=problem.align, **how,
+    )  # fmt: skip
 
 
 class FoldWeights(DelegatingKernel):
@@ -153,16 +161,7 @@ class FoldWeights(DelegatingKernel):
         apart = not problem.stats and not self._side(problem, config, hw)
         gemm = self._gemm(problem, apart=apart)
         if apart:
-            calls.append(
-                row_stats(
-                    problem.m,
-                    problem.k,
-                    problem.dtype,
-                    epsilon=problem.epsilon,
-                    rms=problem.rms,
-                    align=problem.align,
-                )
-            )
+            calls.append(_rows(problem))
         if not problem.folded:
             shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
             folding = fold(*shape, hw, align=problem.align)
@@ -221,17 +220,8 @@ class ApplyNorm(DelegatingKernel):
         calls = self.inner.launch(inner, config, hw)
         fused = isinstance(self.inner, SplitWgmma)
         planes = self.inner.planes(inner) if isinstance(self.inner, SplitWgmma) else 1
-        norm = row_stats(
-            problem.m,
-            problem.k,
-            problem.dtype,
-            epsilon=problem.epsilon,
-            norm=True,
-            rms=problem.rms,
-            planes=planes,
-            out_dtype="bfloat16" if fused else problem.dtype,
-            align=problem.align,
-        )
+        kind = "bfloat16" if fused else problem.dtype
+        norm = _rows(problem, norm=True, planes=planes, out_dtype=kind)
         rest = {"b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
         if fused:  # its first call makes a's planes at the workspace's start: ours takes its place
             first = rename(norm, {"out": Ptr("workspace")})
