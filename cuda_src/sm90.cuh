@@ -217,43 +217,23 @@ DEVICE u64 wgmma_at(u32 low) {
 
 // `add` 0 starts the sum; TA, TB: 1 where m or n is the contiguous dimension.
 template <class E, int WIDTH, int TA, int TB> struct Wgmma;
-#define WGMMA_TYPE_(E_, type)                                                                      \
-    template <int TA, int TB> struct Wgmma<E_, 64, TA, TB> {                                       \
-        DEVICE static void run(float (&d)[32], u64 a, u64 b, int add) {                            \
-            WGMMA_(64, type, R30_ "%30,%31", 32, 33, 34, 35, 36, F32_(0));                         \
+// i0 to i6 are the numbers behind those of the sums' registers.
+#define WGMMA_WIDTH_(E_, type, n, half, regs, i0, i1, i2, i3, i4, i5, i6, ...)                     \
+    template <int TA, int TB> struct Wgmma<E_, n, TA, TB> {                                        \
+        DEVICE static void run(float (&d)[half], u64 a, u64 b, int add) {                          \
+            WGMMA_(n, type, regs, i0, i1, i2, i3, i4, __VA_ARGS__);                                \
         }                                                                                          \
-        DEVICE static void run(float (&d)[32], const u32* a, u64 b, int add) {                     \
-            WGMMA_A_(64, type, R30_ "%30,%31", 32, 33, 34, 35, 36, 37, 38, F32_(0));               \
-        }                                                                                          \
-    };                                                                                             \
-    template <int TA, int TB> struct Wgmma<E_, 128, TA, TB> {                                      \
-        DEVICE static void run(float (&d)[64], u64 a, u64 b, int add) {                            \
-            WGMMA_(128, type, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, F32_(0), F32_(32));      \
-        }                                                                                          \
-        DEVICE static void run(float (&d)[64], const u32* a, u64 b, int add) {                     \
-            WGMMA_A_(128, type, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, 69, 70, F32_(0),       \
-                     F32_(32));                                                                    \
-        }                                                                                          \
-    };                                                                                             \
-    template <int TA, int TB> struct Wgmma<E_, 192, TA, TB> {                                      \
-        DEVICE static void run(float (&d)[96], u64 a, u64 b, int add) {                            \
-            WGMMA_(192, type, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100, F32_(0),        \
-                   F32_(32), F32_(64));                                                            \
-        }                                                                                          \
-        DEVICE static void run(float (&d)[96], const u32* a, u64 b, int add) {                     \
-            WGMMA_A_(192, type, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100,               \
-                     101, 102, F32_(0), F32_(32), F32_(64));                                       \
-        }                                                                                          \
-    };                                                                                             \
-    template <int TA, int TB> struct Wgmma<E_, 256, TA, TB> {                                      \
-        DEVICE static void run(float (&d)[128], u64 a, u64 b, int add) {                           \
-            WGMMA_(256, type, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131, \
-                   132, F32_(0), F32_(32), F32_(64), F32_(96));                                    \
-        }                                                                                          \
-        DEVICE static void run(float (&d)[128], const u32* a, u64 b, int add) {                    \
-            WGMMA_A_(256, type, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, 131, 132,\
-                     133, 134, F32_(0), F32_(32), F32_(64), F32_(96));                             \
+        DEVICE static void run(float (&d)[half], const u32* a, u64 b, int add) {                   \
+            WGMMA_A_(n, type, regs, i0, i1, i2, i3, i4, i5, i6, __VA_ARGS__);                      \
         }                                                                                          \
     };
+#define WGMMA_TYPE_(E_, type)                                                                      \
+    WGMMA_WIDTH_(E_, type, 64, 32, R30_ "%30,%31", 32, 33, 34, 35, 36, 37, 38, F32_(0))            \
+    WGMMA_WIDTH_(E_, type, 128, 64, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, 69, 70, F32_(0),   \
+                 F32_(32))                                                                         \
+    WGMMA_WIDTH_(E_, type, 192, 96, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100, 101, 102, \
+                 F32_(0), F32_(32), F32_(64))                                                      \
+    WGMMA_WIDTH_(E_, type, 256, 128, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129,    \
+                 130, 131, 132, 133, 134, F32_(0), F32_(32), F32_(64), F32_(96))
 WGMMA_TYPE_(bf16, "bf16")
 WGMMA_TYPE_(f16, "f16")
