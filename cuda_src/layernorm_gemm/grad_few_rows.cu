@@ -27,24 +27,6 @@
 #define smem_address smem_address_90  // both headers give it
 #include "sm90.cuh"
 #undef smem_address
-// d[64, WIDTH] += a[64, 16] b[16, WIDTH], a from registers: a warp has 16 rows, as mma's.
-template <class E, int WIDTH> struct WgmmaRegisters;
-#define WGMMA_REGISTERS_(E_, type, n, regs, a0, a1, a2, a3, db, sc, ...)                           \
-    template <> struct WgmmaRegisters<E_, n> {                                                     \
-        DEVICE static void run(float (&d)[n / 2], const u32 (&a)[4], u64 b, int add) {             \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs \
-                         "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #db ", p, 1, 1, 1;\n}"      \
-                         : __VA_ARGS__                                                             \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));          \
-        }                                                                                          \
-    };
-#define WGMMA_REGISTERS_TYPE_(E_, type)                                                            \
-    WGMMA_REGISTERS_(E_, type, 64, R30_ "%30,%31", 32, 33, 34, 35, 36, 37, F32_(0))                \
-    WGMMA_REGISTERS_(E_, type, 128, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, 69, F32_(0),       \
-                     F32_(32))
-WGMMA_REGISTERS_TYPE_(bf16, "bf16")
-WGMMA_REGISTERS_TYPE_(f16, "f16")
 #endif
 constexpr int THREADS = 32 * WARPS, N_STEP = 64;
 // warps over g's tile, and over dw's
@@ -413,7 +395,7 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
             for (int q = 0; q < BM / 16; q++) {  // one is normalised while the ones before multiply
                 normalised_fragments(h[q], xs, mu, rs, q, wk, scales);
                 wgmma_fence();
-                WgmmaRegisters<T, BN>::run(acc[0], h[q][0],
+                Wgmma<T, BN, 0, 1>::run(acc[0], h[q][0],
                                            wgmma_descriptor<false>(dzs + q * 2048), step | q);
             }
             wgmma_commit();
