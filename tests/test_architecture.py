@@ -46,13 +46,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4515, "autodiff": 1790, "cli": 3392, "cuda": 1801, "cuda_src": 15600, "distributed": 950,
-    "importer": 5532, "ir": 2375, "kernels": 9896, "lower": 9276, "nn": 4965, "ops": 12050,
-    "program": 10350, "report": 2155, "rewrite": 3520, "runtime": 8546, "torch": 3871,
+    "": 4515, "autodiff": 1790, "cli": 3392, "cuda": 1797, "cuda_src": 15554, "distributed": 950,
+    "importer": 5532, "ir": 2375, "kernels": 9843, "lower": 9261, "nn": 4965, "ops": 12050,
+    "program": 10347, "report": 2155, "rewrite": 3520, "runtime": 8538, "torch": 3871,
     "training": 7081, "validation": 4684,
     "generation": 1495,
     "quantization": 749,
-    "tests": 50697, "tools": 11464,
+    "tests": 50707, "tools": 11464,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

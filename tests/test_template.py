@@ -196,23 +196,13 @@ def test_a_program_comes_back_as_it_was() -> None:
     assert repr(read(stored(program))) == repr(program)
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    ["t = Transpose (x) y = Reshape (t, s)", "y = Identity (x) z = Identity (x)"],
-    ids=["other places", "the same places"],
-)
-def test_a_copy_is_one_in_a_file_too(nodes: str) -> None:
+def test_a_copy_is_one_in_a_file_too() -> None:
     """What copies a tensor to where it stands is left out, and may share memory (`schedule`)."""
-    z = ", float[2,4] z" if " z = " in nodes else ""
-    text = f"agraph (float[2,4] x) => (float[2,4] y{z}) <int64[2] s = {{2, 4}}> {{ {nodes} }}"
+    text = "agraph (float[2,4] x) => (float[2,4] y, float[4,2] z) {y=Identity(x) z=Transpose(x)}"
     program = lower(text_model(text), {"x": ((2, 4), "float32")}, CHIPS["H200"])
-    back = encoding.read(
-        stored(program), SymbolicProgram(None, Trace()).guards, lambda *given: np.zeros(3)
-    ).at({})
-    found = [schedule.copies(call) for call in back.calls]
-    assert found == [schedule.copies(call) for call in program.calls]
-    assert bool(z) == any(found)
-    assert all(call.copies for call in back.calls)
+    guards = SymbolicProgram(None, Trace()).guards
+    back = encoding.read(stored(program), guards, lambda *given: np.zeros(3)).at({})
+    assert {*map(schedule.copies, back.calls)} == {(("a0", "y0"),), ()}
 
 
 @pytest.mark.parametrize("fault", [*BAD_PROGRAMS, *BAD_DATA])

@@ -144,6 +144,7 @@ class AnyProblem:
     """What its kernels touch, as `rows_of` reads it, where `spec.TABLE` has no function for it."""
     moves: ClassVar[str] = ""
     """What counts as read and written, in the same form; "": all operands, each once."""
+    result: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         members = {**vars(cls), **vars(cls).get("__annotations__", {})}
@@ -208,8 +209,8 @@ class AnyProblem:
 
     @property
     def stored(self) -> str:
-        """The result that a `Tail` may be applied to, "" where none may."""
-        return ""
+        """The result that a `Tail` may be applied to, "" where none may, or one has been."""
+        return "" if getattr(self, "tail", None) else self.result
 
     def with_tail(self: P, tail: Tail) -> P:
         """This problem with `tail` applied to the result that it stores."""

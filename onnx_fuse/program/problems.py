@@ -114,6 +114,7 @@ class ChannelNorm(AnyProblem):
     """
 
     operands = "x: dtype size; y: result size; scale bias: param channels"
+    result = "y"
     size: int
     channels: int
     inner: int
@@ -131,11 +132,6 @@ class ChannelNorm(AnyProblem):
         reads = self.tail.expression.loads if self.tail else 1
         out = self.tail.dtype if self.tail else self.dtype
         return self.size * (reads * ITEMSIZE[self.dtype] + ITEMSIZE[out])
-
-    @property
-    def stored(self) -> str:
-        """The operand that holds the result."""
-        return "" if self.tail else "y"
 
 
 @dataclass(frozen=True)
@@ -283,6 +279,7 @@ class IntegerConv(_Filtering):
     """
 
     op = "IntegerConv"
+    result = "y"
     border: int = 0
     x_strides: tuple[int, ...] = ()
     tail: Tail | None = None
@@ -293,11 +290,6 @@ class IntegerConv(_Filtering):
         x, weights = self.channels * prod(self.inner), self.filters * self.depth
         y = self.filters * prod(self.outer) * ITEMSIZE[self.tail.dtype if self.tail else "float32"]
         return self.groups * (self.batch * (x + y) + weights)
-
-    @property
-    def stored(self) -> str:
-        """The operand that holds the result."""
-        return "" if self.tail else "y"
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of 8-bit integers."""
