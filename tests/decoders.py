@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from support import with_weights
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
@@ -79,14 +80,9 @@ def model_of(inputs: str, outputs: str, body: str, names: tuple[str, ...] = ()) 
     """The graph with random weights; `names` are those of end0, end1, ... in the text."""
     kinds = ", ".join(f"float[{','.join(map(str, s))}] {n}" for n, s in WEIGHTS.items())
     text = f"{HEADER}\nagraph ({inputs}, {kinds}) => ({outputs}) {{\n{body}\n}}"
-    model = text_model(text)
     rng = np.random.default_rng(7)
-    for name, shape in WEIGHTS.items():
-        value = next(v for v in model.graph.inputs if v.name == name)
-        model.graph.inputs.remove(value)
-        array = 0.6 * rng.standard_normal(shape).astype(np.float32)
-        value.const_value = ir.tensor(array, name=name)
-        model.graph.register_initializer(value)
+    draw = {n: 0.6 * rng.standard_normal(s).astype(np.float32) for n, s in WEIGHTS.items()}
+    model = with_weights(text_model(text), draw)
     for value in (*model.graph.inputs, *model.graph.outputs):
         if (value.name or "").startswith("end"):
             value.name = names[int((value.name or "")[3:])]

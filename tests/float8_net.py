@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx_ir as ir
+from support import with_weights
 
 from onnx_fuse.ir.build import text_model
 
@@ -16,13 +17,7 @@ NET = (
 
 def net(hidden: int = 48) -> ir.Model:
     """A norm, a product with bias and activation, and a product with bias."""
-    model, rng = text_model(NET), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     shapes = {"w": (32, hidden), "c": (hidden,), "v": (hidden, 16), "d": (16,)}
-    for name, shape in shapes.items():
-        array = (rng.standard_normal(shape) * 0.2).astype(np.float32)
-        value = next(v for v in model.graph.inputs if v.name == name)
-        model.graph.inputs.remove(value)
-        value.const_value = ir.tensor(array, name=name)
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-        model.graph.register_initializer(value)
-    return model
+    arrays = {n: (rng.standard_normal(s) * 0.2).astype(np.float32) for n, s in shapes.items()}
+    return with_weights(text_model(NET.replace("H", str(hidden))), arrays)

@@ -128,36 +128,41 @@ def table(scope: dict[str, Any], at: int = 0) -> Callable[[str], dict[str, Any]]
 def with_weights(
     model: onnx_ir.Model, weights: Mapping[str, Any] | Callable[[onnx_ir.Value], Any]
 ) -> onnx_ir.Model:
-    """The model, with arrays by name in place of its inputs; a function gives one for each but the
-    first.
+    """The model, with arrays by name in place of its inputs, or of what nothing declares; a
+    function gives one for each input but the first.
     """
     inputs = model.graph.inputs
-    values = inputs[1:] if callable(weights) else [v for v in inputs if v.name in weights]
-    for value in list(values):
-        array = weights(value) if callable(weights) else weights[value.name or ""]
-        value.const_value = onnx_ir.tensor(np.asarray(array), name=value.name)
-        inputs.remove(value)
-        model.graph.register_initializer(value)
+    read = [v for node in model.graph for v in node.inputs if v is not None and not v.producer()]
+    values = inputs[1:] if callable(weights) else [*inputs, *read]
+    for value in dict.fromkeys(values):
+        if callable(weights) or value.name in weights:
+            array = weights(value) if callable(weights) else weights[value.name or ""]
+            value.const_value = onnx_ir.tensor(np.asarray(array), name=value.name)
+            value.type = value.type or onnx_ir.TensorType(value.const_value.dtype)
+            value.shape = value.shape or onnx_ir.Shape(np.shape(array))
+            if value in inputs:
+                inputs.remove(value)
+            model.graph.register_initializer(value)
     return model
 
 
 def stock(
-    model: onnx_ir.Model | onnx.ModelProto | bytes | str, optimized: bool = False
+    model: onnx_ir.Model | onnx.ModelProto | bytes | str | Path, optimized: bool = False
 ) -> onnxruntime.InferenceSession:
     """onnxruntime on one thread, quiet, and node by node as the model has them unless optimized."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if not isinstance(model, bytes | str):
+    if isinstance(model, onnx_ir.Model | onnx.ModelProto):
         proto = model if isinstance(model, onnx.ModelProto) else to_proto(model)
         model = proto.SerializeToString()
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run(model: Any, feeds: Mapping[str, Any], optimized: bool = False) -> list[Any]:
-    """The outputs by `stock`."""
-    return list(stock(model, optimized).run(None, dict(feeds)))
+    """The outputs by `stock`; feeds that are no inputs are left out."""
+    return list(answers(stock(model, optimized), feeds).values())
 
 
 def step_of(model: Any, optimizer: Any) -> Callable[..., Any]:
@@ -175,9 +180,10 @@ def step_of(model: Any, optimizer: Any) -> Callable[..., Any]:
 
 
 def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs by name."""
+    """The outputs by name; feeds that are no inputs are left out."""
     names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    given = {value.name: feeds[value.name] for value in session.get_inputs() if value.name in feeds}
+    return dict(zip(names, session.run(names, given), strict=True))
 
 
 def assert_same(found: Iterable[Any], expected: Iterable[Any], **tolerance: Any) -> None:

@@ -7,10 +7,10 @@ import cuda_on_host
 import numpy as np
 import onnx
 import onnx.inliner
-import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from support import with_weights
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
@@ -140,11 +140,7 @@ def test_each_gated_product_is_one_call(name: str) -> None:
         f"agraph (float16[256,{k}] x, {ends}) => (float16[256,{n // 2}] y) "
         f"{{ y = {_call(name, act)}(x, {affine}w, c) }}"
     )
-    for value in model.graph.inputs[1:]:
-        assert value.name is not None
-        value.const_value = ir.tensor(np.full(names[value.name], 0.5, np.float16), name=value.name)
-        model.graph.register_initializer(value)
-    del model.graph.inputs[1:]
+    with_weights(model, lambda value: np.full(names[value.name or ""], 0.5, np.float16))
     for arch, hw in {hw.arch: hw for hw in CHIPS.values()}.items():
         calls = lower(model, {"x": ((256, k), "float16")}, hw).calls
         assert len(calls) == 1, (arch, [c.kernel for c in calls])

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
-import onnxruntime as ort
 import pytest
 import safetensors.numpy
 from cases import real_cases
+from support import answers, assert_same, run, stock
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -69,8 +69,7 @@ def test_adapters_train_beside_every_form_of_a_product(
         tmp_path / "model.onnx", loss="mse", optimizer=optim.Adam(lr=0.05), lora=Lora(2, 4.0)
     )
     first = trainer.evaluate(batch(form)).outputs["y"]
-    run = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(first, run.run(None, {"x": batch(form)["x"]})[0], rtol=1e-5)
+    assert_same(run(tmp_path / "model.onnx", batch(form), optimized=True)[:1], [first], rtol=1e-5)
     losses = [float(trainer.step(batch(form))) for _ in range(20)]
     assert losses[-1] < 0.9 * losses[0]
     assert {a.shape for k, a in trainer.state().items() if "exp" not in k} == {(6, 2), (2, 4)}
@@ -81,8 +80,7 @@ def test_adapters_train_beside_every_form_of_a_product(
         for f in ("model.onnx", "tuned.onnx")
     ]
     assert kinds[0] == kinds[1]
-    run = ort.InferenceSession(tmp_path / "tuned.onnx", providers=["CPUExecutionProvider"])
-    found = run.run(None, {"x": batch(form, 1)["x"]})[0]
+    found = run(tmp_path / "tuned.onnx", batch(form, 1), optimized=True)[0]
     expected = trainer.evaluate(batch(form, 1)).outputs["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -207,13 +205,9 @@ def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> 
             state.name: rng.normal(size=state.initial.shape).astype(np.float32)
             for state in spec.states
         }
-        run = ort.InferenceSession(
-            onnx_ir.to_proto(inline(graph)).SerializeToString(), providers=["CPUExecutionProvider"]
-        )
         rate = {spec.lr: np.array(0.3, np.float32)}
-        outputs = [output.name for output in run.get_outputs()]
-        values = run.run(None, {name: states[name] for name in names} | batch(form) | rate)
-        made = dict(zip(outputs, values, strict=True))
+        feeds = {name: states[name] for name in names} | batch(form) | rate
+        made = answers(stock(inline(graph), optimized=True), feeds)
         results.append({s.name: made[s.next] for s in spec.states} | {"loss": made[spec.loss]})
     beside, other = results
     assert beside.keys() == other.keys()
@@ -263,8 +257,8 @@ def test_a_run_with_adapters_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         first.step(batch("Gemm", i))
     first.checkpoint(tmp_path)
     resumed = Trainer.resume(tmp_path, text_model(FORMS["Gemm"]))
-    for run in (first, resumed):
-        run.step(batch("Gemm", 4))
+    for trainer in (first, resumed):
+        trainer.step(batch("Gemm", 4))
     for name, array in first.state().items():
         assert resumed.state()[name].tobytes() == array.tobytes(), name
     with pytest.raises(UsageError, match=r"was started with lora\.rank 2, not 3"):
@@ -286,8 +280,8 @@ def test_adapters_stay_where_a_run_had_them(merged: bool, tmp_path: Path) -> Non
     resumed = Trainer.resume(tmp_path, model)
     elsewhere = Trainer(model, lora=Lora(2, 3.0, "*", not merged), **settings)
     elsewhere.restore(tmp_path)
-    for run in (first, resumed, elsewhere):
-        run.step(batch("three", 1))
+    for trainer in (first, resumed, elsewhere):
+        trainer.step(batch("three", 1))
     for name, array in first.state().items():
         assert resumed.state()[name].tobytes() == array.tobytes(), name
         np.testing.assert_allclose(elsewhere.state()[name], array, rtol=1e-4, atol=1e-6)

@@ -8,8 +8,9 @@ import onnx_ir as ir
 import pytest
 from cases import NEWEST_OPSET, FusionCase
 from fusion_cases import FUSION_CASES
+from lowering import program_of, weights_of
 from onnx.reference import ReferenceEvaluator
-from support import stock
+from support import answers, stock, table
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -40,56 +41,41 @@ def constant(name: str, value: float, shape: str = "") -> str:
     return f"{made}{name} = Cast <to = CODE> ({name}_d) "
 
 
-# what lies between the product and the softmax, further inputs, the operator it becomes
-GRAPHS = {
-    "where": ("z = Where (keep, s, low)", "bool[B,1,S,K] keep", "SdpaWhere"),
-    "where_swapped": ("z = Where (drop, low, s)", "bool[B,1,S,K] drop", "SdpaWhere"),
-    "where_not": ("n = Not (drop) z = Where (n, s, low)", "bool[1,1,S,K] drop", "SdpaWhere"),
-    "where_by_key": ("z = Where (keep, s, low)", "bool[B,1,1,K] keep", "SdpaWhere"),
-    "where_two": (
-        "w = Where (keep, s, low) z = Where (drop, low, w)",
-        "bool[S,K] keep, bool[B,1,1,K] drop",
-        "SdpaWhere",
-    ),
-    "where_scaled": (
-        constant("f", 0.25) + "w = Where (keep, s, low) z = Mul (w, f)",
-        "bool[B,1,S,K] keep",
-        "SdpaWhere",
-    ),
-    "where_mask": (
-        "w = Where (keep, s, low) z = Add (w, mask)",
-        "bool[S,K] keep, T[B,1,1,K] mask",
-        "SdpaWhereMask",
-    ),
-    "mask_where": (
-        "w = Add (s, mask) z = Where (keep, w, low)",
-        "bool[S,K] keep, T[B,1,1,K] mask",
-        "SdpaMaskWhere",
-    ),
-    "made_mask": (  # a sum in the file, and one here
-        constant("nil", 0.0) + "m = Where (keep, nil, low) z = Add (s, m)",
-        "bool[B,1,S,K] keep",
-        "SdpaMask",
-    ),
-    "mask": ("z = Add (s, mask)", "T[B,1,S,K] mask", "SdpaMask"),
-    "mask_mask": (
-        "w = Add (mask, s) z = Add (w, bias)",
-        "T[B,1,S,K] mask, T[1,H,S,K] bias",
-        "SdpaMaskMask",
-    ),
-    "mask_of_nothing_and_infinity_mask_mask": (
-        constant("nil", 0.0) + constant("off", -np.inf) + "open = Where (keep, nil, off)"
-        " u = Add (s, open) w = Add (u, mask) z = Add (w, bias)",
-        "bool[S,K] keep, T[B,1,1,K] mask, T[1,H,S,K] bias",
-        "SdpaMaskMask",
-    ),
-    "softcap_where": (
-        constant("c", 3.0) + "d = Div (s, c) t = Tanh (d) u = Mul (c, t) z = Where (keep, u, low)",
-        "bool[B,1,S,K] keep",
-        "SdpaSoftcapWhere",
-    ),
-    "plain": ("z = Identity (s)", "", "Sdpa"),
-}
+QUARTER, THREE = constant("f", 0.25), constant("c", 3.0)
+NIL, OFF = constant("nil", 0.0), constant("off", -np.inf)
+# further inputs, the operator it becomes; what lies between the product and the softmax
+GRAPHS = table(globals())("""
+where: "bool[B,1,S,K] keep", "SdpaWhere"
+  z = Where (keep, s, low)
+where_swapped: "bool[B,1,S,K] drop", "SdpaWhere"
+  z = Where (drop, low, s)
+where_not: "bool[1,1,S,K] drop", "SdpaWhere"
+  n = Not (drop) z = Where (n, s, low)
+where_by_key: "bool[B,1,1,K] keep", "SdpaWhere"
+  z = Where (keep, s, low)
+where_two: "bool[S,K] keep, bool[B,1,1,K] drop", "SdpaWhere"
+  w = Where (keep, s, low) z = Where (drop, low, w)
+where_scaled: "bool[B,1,S,K] keep", "SdpaWhere"
+  $QUARTER w = Where (keep, s, low) z = Mul (w, f)
+where_mask: "bool[S,K] keep, T[B,1,1,K] mask", "SdpaWhereMask"
+  w = Where (keep, s, low) z = Add (w, mask)
+mask_where: "bool[S,K] keep, T[B,1,1,K] mask", "SdpaMaskWhere"
+  w = Add (s, mask) z = Where (keep, w, low)
+# a sum in the file, and one here
+made_mask: "bool[B,1,S,K] keep", "SdpaMask"
+  $NIL m = Where (keep, nil, low) z = Add (s, m)
+mask: "T[B,1,S,K] mask", "SdpaMask"
+  z = Add (s, mask)
+mask_mask: "T[B,1,S,K] mask, T[1,H,S,K] bias", "SdpaMaskMask"
+  w = Add (mask, s) z = Add (w, bias)
+mask_of_nothing_and_infinity_mask_mask: "bool[S,K] keep, T[B,1,1,K] mask, T[1,H,S,K] bias",
+"SdpaMaskMask"
+  $NIL $OFF open = Where (keep, nil, off) u = Add (s, open) w = Add (u, mask) z = Add (w, bias)
+softcap_where: "bool[B,1,S,K] keep", "SdpaSoftcapWhere"
+  $THREE d = Div (s, c) t = Tanh (d) u = Mul (c, t) z = Where (keep, u, low)
+plain: "", "Sdpa"
+  z = Identity (s)
+""")
 FILLS = {
     "float": (-1e9, -1e4, -3.4028234663852886e38, -np.inf, 0.0, np.inf),
     "float16": (-65504.0, -1e4, -np.inf),
@@ -326,6 +312,19 @@ NODES = {
 }
 
 
+def node_feeds(model: ir.Model) -> dict[str, np.ndarray]:
+    """Random inputs, of 4 where a size is open; the mask `m` hides a whole row."""
+    rng, feeds = np.random.default_rng(2), {}
+    for value in model.graph.inputs:
+        shape = tuple(4 if isinstance(d, ir.SymbolicDim) else d for d in value.shape)
+        array = rng.standard_normal(shape, "f")
+        hides = value.dtype == ir.DataType.BOOL
+        feeds[str(value.name)] = array > 0 if hides else array.astype(value.dtype.numpy())
+    if "m" in feeds:
+        feeds["m"][..., 1, :] = False if feeds["m"].dtype == bool else -np.inf
+    return feeds
+
+
 @pytest.mark.skipif(NEWEST_OPSET < 23, reason="this onnxruntime has no Attention")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NODES)
@@ -349,15 +348,7 @@ def test_attention_nodes(name: str, training: bool) -> None:
     plain = load(to_proto(model))
     for node in plain.graph:
         node.overload = ""  # the body of a training graph
-    rng = np.random.default_rng(2)
-    feeds = {
-        str(v.name): rng.random(v.shape.numpy()) < 0.6
-        if v.dtype == ir.DataType.BOOL
-        else rng.standard_normal(v.shape.numpy(), "f").astype(v.dtype.numpy())
-        for v in original.graph.inputs
-    }
-    if mask:
-        feeds["m"][..., 1, :] = False if feeds["m"].dtype == bool else -np.inf
+    feeds = node_feeds(original)
     expected = run(original, feeds)
     for made in (model, plain):
         assert_same(run(made, feeds), expected, "float", name)
@@ -402,25 +393,16 @@ def test_attention_nodes_that_see_some_of_their_keys(name: str) -> None:
     model = load(original)
     rewrite.optimize(model)
     assert len(fused_ops(model)) == 1
-    rng = np.random.default_rng(2)
-    feeds: dict[str, np.ndarray] = {}
-    for value in original.graph.inputs:
-        shape = tuple(4 if isinstance(d, ir.SymbolicDim) else d for d in value.shape)
-        feeds[str(value.name)] = rng.standard_normal(shape).astype("f")
-        if value.dtype == ir.DataType.BOOL:
-            feeds[str(value.name)] = rng.random(shape) < 0.6
+    feeds = node_feeds(original)
     if "n" in given:
         feeds["n"] = np.array([4, 2])
-    if "m" in given:
-        feeds["m"][..., 1, :] = False if feeds["m"].dtype == bool else -np.inf
     if "nan" in name:
         feeds["m"][0, 4] = np.nan
     expected = ReferenceEvaluator(to_proto(original)).run(None, feeds)[0]
     assert_same(run(model, feeds), expected, "float", name)
-    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, CHIPS["H200"])
+    program = program_of(model, feeds)
     assert not program.fallbacks
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    assert_same(interpret(program, feeds, weights)["y"], expected, "float", name)
+    assert_same(interpret(program, feeds, weights_of(model))["y"], expected, "float", name)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -441,17 +423,13 @@ def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
     feeds = case.feeds(B=2, H=2, G=1, S=6, T=5)
     if gradient:
         floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
-        results = stock(model, optimized=True).run(None, feeds)
-        for value, y in zip(model.graph.outputs, results, strict=True):
-            dy = np.cos(np.arange(y.size, dtype="f")).reshape(y.shape)
-            feeds[f"{value.name}.grad"] = dy
+        for name, y in answers(stock(model, optimized=True), feeds).items():
+            feeds[f"{name}.grad"] = np.cos(np.arange(y.size, dtype="f")).reshape(y.shape)
         model = autodiff.gradient(model, wrt=[str(n) for n in floats if n != "mask"])
         feeds = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
-    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
-    program = lower(model, shapes, CHIPS["H200"])
+    program = program_of(model, feeds)
     assert not program.fallbacks
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    got = interpret(program, feeds, weights)
+    got = interpret(program, feeds, weights_of(model))
     for i, value in enumerate(model.graph.outputs):
         expected = session(model, i)(feeds)
         assert_same(got[value.name], expected, "float", value.name)
@@ -472,7 +450,7 @@ def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) ->
     model = load(model_of(between, inputs, "float", REST, -1e9))
     rewrite.optimize(model)
     feeds = feeds_of(model, "")
-    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, CHIPS["H200"])
+    program = program_of(model, feeds)
     (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
     assert found.items() <= problem.fields().items()
     assert not program.fallbacks

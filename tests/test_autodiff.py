@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import real_cases
 from onnx.backend.test import BackendTest
-from support import with_weights
+from support import answers, with_weights
 from test_gradients import session
 
 import onnx_fuse.ops.fused  # noqa: F401
@@ -33,8 +33,7 @@ def weighted(text, **weights):
 
 
 def run(model, feeds):
-    found = session(model)
-    return dict(zip([o.name for o in found.get_outputs()], found.run(None, feeds), strict=True))
+    return answers(session(model), feeds)
 
 
 def ops_of(model):

@@ -3,8 +3,9 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from lowering import interpreted, program_of, weights_of
+from support import run
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -238,10 +239,8 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     model = model_of(*(PROVED | READ | KEPT_AS_THEY_ARE)[name])
     rng = np.random.default_rng(1)
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
-    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-    used = {i.name for i in plain.get_inputs()}
-    feeds = {n: a for n, a in feeds.items() if n in used}
-    (expected,) = plain.run(None, feeds)
+    feeds = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
+    (expected,) = run(model, feeds, optimized=True)
     rewrite.optimize(model, own_kernels=True)
     problem = attention_of(model, SIZES)
     masks = 2 if "behind" in name or "before" in name else 1
@@ -249,10 +248,7 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     assert sum(bool(strides) for strides in (problem.mask, problem.mask2)) == masks - (
         name in PROVED
     )
-    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
-    np.testing.assert_allclose(got, expected, atol=2e-6)
+    np.testing.assert_allclose(interpreted(model, feeds)["y"], expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", [*WINDOWS, *NO_WINDOWS])
@@ -264,20 +260,16 @@ def test_a_window_is_skipped_only_where_it_is_proved(name: str) -> None:
     sizes = {n: tuple(16 if size == 9 else size for size in s) for n, s in SIZES.items()}
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in sizes.items()}
     feeds["padding"][..., ::3] = 1.0  # each window has a key that is no padding
-    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-    used = {i.name for i in plain.get_inputs()}
-    feeds = {n: a for n, a in feeds.items() if n in used}
-    (expected,) = plain.run(None, feeds)
+    feeds = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
+    (expected,) = run(model, feeds, optimized=True)
     rewrite.optimize(model, own_kernels=True)
     narrow, _ = in_precision(model, "fp16")
-    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     for one, bound, seen in ((model, 2e-6, ()), (narrow, 4e-3, window)):
-        program = lower(one, shapes, CHIPS["H200"])
+        program = program_of(one, feeds)
         (problem,) = [c.problem for c in program.calls if isinstance(c.problem, Attention)]
         assert problem.window == seen
         assert bool(problem.mask) == (read or seen == ())
-        weights = {n: v.const_value.numpy() for n, v in one.graph.initializers.items()}
-        got = interpret(program, feeds, weights)["y"]
+        got = interpret(program, feeds, weights_of(one))["y"]
         np.testing.assert_allclose(got, expected, atol=bound)
 
 
@@ -322,14 +314,10 @@ def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
     model = model_of(mask, logits)
     rng = np.random.default_rng(1)
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
-    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-    (expected,) = plain.run(None, feeds)
+    (expected,) = run(model, feeds, optimized=True)
     rewrite.optimize(model, own_kernels=True)
     assert bool(attention_of(model, SIZES).mask) != idle
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
-    got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
-    np.testing.assert_allclose(got, expected, atol=2e-6)
+    np.testing.assert_allclose(interpreted(model, feeds)["y"], expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", [*PROVED, *READ])

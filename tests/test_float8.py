@@ -4,11 +4,10 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from float8_net import net
 from lowering import H200, program_of
-from support import with_weights
+from support import answers, stock, with_weights
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import inline, to_proto
@@ -76,8 +75,7 @@ def operands(x_top: float, w_top: float, z_top: float) -> dict[str, np.ndarray]:
 
 def on_onnxruntime(text: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The results of the bodies."""
-    session = onnxruntime.InferenceSession(to_proto(inline(text_model(text))).SerializeToString())
-    return dict(zip([v.name for v in session.get_outputs()], session.run(None, feeds), strict=True))
+    return answers(stock(inline(text_model(text)), optimized=True), feeds)
 
 
 # largest magnitudes before: none, those of the operands, a power of two's edges, far too small ones

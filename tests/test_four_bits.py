@@ -5,15 +5,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from lowering import program_of, weights_of
 from onnx import numpy_helper
-from support import assert_same
+from support import assert_same, run
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import to_proto
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Contraction
+from onnx_fuse.program.problem import Contraction
 from onnx_fuse.runtime import ort
 
 K, N, BLOCK = 64, 48, 32
@@ -48,11 +48,6 @@ def model_of(norm: str, tail: str, dtype: str, contrib: bool, k: int = K, n: int
     return load(proto)
 
 
-def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """What onnxruntime makes of it as it is: its optimizations multiply in 8 bits."""
-    return ort.run(ort.session(to_proto(model).SerializeToString(), as_written=True), feeds)[0]
-
-
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "tail",
@@ -67,16 +62,15 @@ def test_the_weights_of_a_product_stay_in_four_bits(
 ) -> None:
     model = model_of(norm, tail, dtype, contrib)
     feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, K)).astype(dtype)}
-    expected = run(model, feeds)
+    (expected,) = run(model, feeds)  # as it is: onnxruntime's optimizations multiply in 8 bits
     rewrite.optimize(model, level=level, own_kernels=True)
-    program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
+    program = program_of(model, feeds)
     (product,) = [call.problem for call in program.calls if isinstance(call.problem, Contraction)]
     assert product.op == "MatMulNBits"
     held = [b.nbytes for b in program.buffers if b.kind in ("weight", "constant")]
     assert max(held) <= K * N // 2
     assert bool(product.epilogue.bias) == ("c" in tail)
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    found = interpret(program, feeds, weights)["y"]
+    found = interpret(program, feeds, weights_of(model))["y"]
     limit = {"float32": 1e-5, "float16": 1e-2}[dtype] * np.abs(expected.astype(np.float64)).max()
     np.testing.assert_allclose(found, expected, atol=limit)
 
@@ -93,17 +87,16 @@ def test_a_weight_made_of_eight_bits_folds_with_the_norm(dtype: str) -> None:
     proto.graph.initializer.extend([*kept, numpy_helper.from_array(wide, "q")])
     model = load(proto)
     feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, k)).astype(dtype)}
-    expected = run(model, feeds)
+    (expected,) = run(model, feeds)  # as it is: onnxruntime's optimizations multiply in 8 bits
     rewrite.optimize(model)
     assert [n.op_type for n in model.graph] == ["DequantizeLinear", "LayerNormGemm"]
     for _ in range(2):  # another shape finds what the first has made
-        program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
+        program = program_of(model, feeds)
         assert [c.problem.op for c in program.calls if isinstance(c.problem, Contraction)] == [
             "LayerNormGemm"
         ]
     if dtype == "float16":
-        weights = {v.name: v.const_value.numpy() for v in model.graph.initializers.values()}
-        found = interpret(program, feeds, weights)["y"]
+        found = interpret(program, feeds, weights_of(model))["y"]
         limit = 1e-2 * np.abs(expected.astype(np.float64)).max()
         np.testing.assert_allclose(found, expected, atol=limit)
 

@@ -3,15 +3,13 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from lowering import interpreted
 from support import table
 from test_attention import session
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower.walk import lower
-from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.validation.compare import COMPUTED
 
@@ -76,12 +74,6 @@ def model_of(graph: str) -> ir.Model:
     return text_model(f'<ir_version: 10, opset_import: ["" : 18]>\n{text}')
 
 
-def interpreted(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    return interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_row_masked_whole_attends_as_in_float32(graph: str, fused: bool) -> None:
@@ -93,7 +85,7 @@ def test_a_row_masked_whole_attends_as_in_float32(graph: str, fused: bool) -> No
     floors = [n.attributes.get_float("floor", 0.0) for n in model.graph if "Sdpa" in n.op_type]
     floor = GRAPHS[graph][2]
     assert floors == ([pytest.approx(floor)] if fused and floor is not None else [])
-    found = interpreted(model, feeds) if floors else session(model)(feeds)
+    found = interpreted(model, feeds)["y"] if floors else session(model)(feeds)
     bound = COMPUTED["fp16"]
     # a score of 30 is rounded to 2^-6 where it is stored in float16
     atol = bound.atol + bound.rtol * np.abs(expected).max()

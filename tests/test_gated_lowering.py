@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir
 import pytest
 from lowering import lowered, program_of, weights_of
+from support import with_weights
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
@@ -27,13 +28,7 @@ def gated_model(op, dtype="float32", columns=48, rows=32):
     }
     arrays |= {"g": rng.standard_normal(64), "b": rng.standard_normal(64)}
     arrays = {name: array.astype(kind) for name, array in arrays.items()}
-    for value in next(iter(model.graph)).inputs[1:]:
-        value.const_value = onnx_ir.tensor(arrays[value.name], name=value.name)
-        value.type, value.shape = (
-            onnx_ir.TensorType(value.const_value.dtype),
-            value.const_value.shape,
-        )
-        model.graph.register_initializer(value)
+    with_weights(model, arrays)
     x = rng.standard_normal((rows, 64)).astype(kind)
     wide = {name: array.astype(np.float64) for name, array in (*arrays.items(), ("x", x))}
     h = wide["x"]

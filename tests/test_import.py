@@ -1,5 +1,6 @@
 """Loading and saving: opsets, local functions, external data, sizes, and what a user wrote kept."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
+import support
 from support import assert_same, stock, with_weights
 
 from onnx_fuse import optimize, rewrite
@@ -16,10 +18,7 @@ from onnx_fuse.importer.save import at_opset, inline, save, to_proto
 from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 
-
-def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    return list(stock(source, optimized=True).run(None, feeds))
-
+run = partial(support.run, optimized=True)
 
 # The same network as each opset spells it: what changed its signature from one to the next is here.
 _BODY = """

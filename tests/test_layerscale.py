@@ -3,13 +3,14 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from lowering import program_of, weights_of
+from support import with_weights
 from test_attention import session
 
 from onnx_fuse import rewrite
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, GemmProblem
+from onnx_fuse.program.problem import GemmProblem
 
 K, N = 32, 8
 ONES = np.linspace(0.05, 3.0, N)
@@ -44,13 +45,9 @@ def test_layer_scale(row: str) -> None:
     )
     rng = np.random.default_rng(1)
     kind = {"float": "float32", "double": "float64"}.get(dtype, dtype)
-    shapes = {"w": (K, N), "b": (N,), "g": (N,)}
-    for value in list(model.graph.inputs)[2:]:
-        array = scale if value.name == "g" else rng.standard_normal(shapes[str(value.name)])
-        with np.errstate(over="ignore"):
-            value.const_value = ir.tensor(array.astype(kind), name=value.name)
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
+    weights = {"w": rng.standard_normal((K, N)), "b": rng.standard_normal(N), "g": scale}
+    with np.errstate(over="ignore"):
+        with_weights(model, {name: array.astype(kind) for name, array in weights.items()})
     x, residual = (rng.standard_normal((6, n)).astype(kind) for n in (K, N))
     x[0], x[1, 3], x[2, 3], x[3, 3] = 0, np.nan, np.inf, -np.inf
     x[4] *= 2.0**-10
@@ -95,21 +92,16 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
     )
     kind = ir.DataType[dtype.upper()]
     rng, feeds = np.random.default_rng(1), {}
-    for value in list(model.graph.inputs):
+    for value in model.graph.inputs:
         feeds[str(value.name)] = rng.standard_normal([*value.shape]).astype(kind.numpy())
-        if value.name in "wb" or (value.name == "g" and not given):
-            value.const_value = ir.tensor(feeds.pop(str(value.name)), name=value.name)
-            model.graph.inputs.remove(value)
-            model.graph.register_initializer(value)
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    x, r, w, b, g = ((feeds | weights)[n].astype(np.float64) for n in "xrwbg")
+    with_weights(model, {name: feeds.pop(name) for name in ("wb" if given else "wbg")})
+    x, r, w, b, g = ((feeds | weights_of(model))[n].astype(np.float64) for n in "xrwbg")
     z = x @ w + b
     expected = {
         "nothing": z * g, "an activation": np.maximum(z * g, 0), "itself": z * g + z
     }.get(after, z * g + r)  # fmt: skip
     rewrite.optimize(model, level=level)
-    shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
-    program = lower(model, shapes, CHIPS["H200"])
+    program = program_of(model, feeds)
     assert len(program.calls) == count
     scaled = [
         bool(c.problem.epilogue.layer_scale)
@@ -117,8 +109,7 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
         if isinstance(c.problem, GemmProblem)
     ]
     assert scaled == [after != "itself"]
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    found = interpret(program, feeds, weights)["y"].astype(np.float64)
+    found = interpret(program, feeds, weights_of(model))["y"].astype(np.float64)
     # stored results are rounded to 16 bits
     atol = {"float16": 2e-2, "bfloat16": 2e-1}.get(dtype, 1e-5)
     np.testing.assert_allclose(found, expected, atol=atol)

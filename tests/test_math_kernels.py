@@ -418,45 +418,52 @@ def test_the_joint_gradient_of_attention_compiles_without_spills(more):
                 assert entry.clean, (config, entry)
 
 
-def test_the_joint_gradient_of_attention_says_why_not():
-    kernel = sdpa_grad_sm90.WgmmaGradJoint()
-    problem = attention("SdpaGrad", 64, "float16")
-    for more, reason in (
-        ({"softcap": 2.0}, "softcap"),
-        ({"mask": (8, 8, 0, 1)}, "a mask"),
-        ({"group": 2}, "share keys"),
-        ({"dv": 72}, "from 32 to 64"),
-        ({"m": 2049}, "2048 queries"),
-        ({"causal": True}, "behind the last query"),
-        ({"dq_strides": (512, 64, 12)}, "16 bytes"),
-    ):
-        assert reason in str(kernel.supports(replace(problem, **more), H200))
-    assert kernel.supports(problem, H200) is None
-    assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1]
-    longest = replace(problem, m=2048, n=2048)
-    for config in kernel.configs(longest, H200):
-        (launch,) = kernel.launch(longest, config, H200)
-        assert launch.smem <= H200.smem_per_block
-        assert launch.grid[0] % launch.cluster == 0
+DIRECT, TMA, JOINT = sdpa.Direct(), sdpa_grad_sm90.WgmmaGrad(), sdpa_grad_sm90.WgmmaGradJoint()
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    ("kernel", "more", "reason"),
     [
-        ({"k": 32, "dv": 32}, "not of 64"),
-        ({"dtype": "float32"}, "16-bit"),
-        ({"m": 16}, "few queries"),
-        ({"n": 257}, "257 keys"),
-        ({"window": (3, 3)}, "a window"),
-        ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
-        ({"k_strides": (512, 512, 1 << 31)}, "31 bits"),
+        (JOINT, {"softcap": 2.0}, "softcap"),
+        (JOINT, {"mask": (8, 8, 0, 1)}, "a mask"),
+        (JOINT, {"group": 2}, "share keys"),
+        (JOINT, {"dv": 72}, "from 32 to 64"),
+        (JOINT, {"m": 2049}, "2048 queries"),
+        (JOINT, {"causal": True}, "behind the last query"),
+        (JOINT, {"dq_strides": (512, 64, 12)}, "16 bytes"),
+        (DIRECT, {"k": 32, "dv": 32}, "not of 64"),
+        (DIRECT, {"dtype": "float32"}, "16-bit"),
+        (DIRECT, {"m": 16}, "few queries"),
+        (DIRECT, {"n": 257}, "257 keys"),
+        (DIRECT, {"window": (3, 3)}, "a window"),
+        (DIRECT, {"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
+        (DIRECT, {"k_strides": (512, 512, 1 << 31)}, "31 bits"),
+        (TMA, {"softcap": 2.0}, "softcap"),
+        (TMA, {"dq_strides": (512, 64, 12)}, "16 bytes"),
+        (TMA, {"dv": 136}, "too large"),
+        (TMA, {"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
     ],
+    ids=str,
 )
-def test_attention_of_few_keys_says_why_not(more, reason):
-    problem, kernel = attention("Sdpa", 64, "float16"), sdpa.Direct()
+def test_a_kernel_of_attention_says_why_not(kernel, more, reason):
+    problem = attention("Sdpa" if kernel is DIRECT else "SdpaGrad", 64, "float16")
     assert kernel.supports(problem, H200) is None
     assert reason in str(kernel.supports(replace(problem, **more), H200))
-    assert "sm_90 alone" in str(kernel.supports(problem, CHIPS["A100"]))
+    if kernel is DIRECT:
+        assert "sm_90 alone" in str(kernel.supports(problem, CHIPS["A100"]))
+
+
+def test_gradients_of_attention_by_tma_go_where_they_fit():
+    problem = attention("SdpaGrad", 64, "float16")
+    assert [c.integer("split") for c in JOINT.configs(problem, H200)] == [1]
+    longest = replace(problem, m=2048, n=2048)
+    for config in JOINT.configs(longest, H200):
+        (launch,) = JOINT.launch(longest, config, H200)
+        assert launch.smem <= H200.smem_per_block
+        assert launch.grid[0] % launch.cluster == 0
+    joined = replace(problem, dq_strides=(512, 64, 192))
+    assert TMA.supports(joined, H200) is None
+    assert "parts of one tensor" in str(sdpa.MMA.supports(joined, H200))
 
 
 @pytest.mark.parametrize(
@@ -477,21 +484,6 @@ def test_attention_of_few_keys_takes_what_was_fastest(batch, tokens, chosen):
     choice = select("Sdpa", replace(problem, batch=(batch, 12), m=tokens, n=tokens), H200)
     assert (choice.kernel.name == "direct") == bool(chosen)
     assert chosen in str(choice.config)
-
-
-def test_the_gradient_of_attention_by_tma_says_why_not():
-    kernel = sdpa_grad_sm90.WgmmaGrad()
-    problem = attention("SdpaGrad", 64, "float16")
-    for more, reason in (
-        ({"softcap": 2.0}, "softcap"),
-        ({"dq_strides": (512, 64, 12)}, "16 bytes"),
-        ({"dv": 136}, "too large"),
-        ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
-    ):
-        assert reason in str(kernel.supports(replace(problem, **more), H200))
-    joined = replace(problem, dq_strides=(512, 64, 192))
-    assert kernel.supports(joined, H200) is None
-    assert "parts of one tensor" in str(sdpa.MMA.supports(joined, H200))
 
 
 # ---- sorting -------------------------------------------------------------------------------------

@@ -346,11 +346,14 @@ def models() -> Iterator[Path]:
     yield from sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
 
 
-def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
+def shapes_of(
+    model: ir.Model, size: Callable[[str, int, str], int]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and types of the inputs; the sizes of open axes by name, axis and symbol."""
     found = {}
     for v in model.graph.inputs:
-        dims = [d if isinstance(d, int) else numbers[str(d)] for d in v.shape]
-        found[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+        dims = (d if isinstance(d, int) else size(v.name, i, str(d)) for i, d in enumerate(v.shape))
+        found[v.name] = (tuple(dims), v.dtype.numpy().name)
     return found
 
 
@@ -492,11 +495,7 @@ def test_a_growing_cache_keeps_one_layout() -> None:
 
     def at(past: int) -> PlannedProgram:
         numbers = {"s69": past, "s89": past, "s53": past + 1}  # the others: one token of one text
-        shapes = {}
-        for v in graph.graph.inputs:
-            dims = [d if isinstance(d, int) else numbers.get(str(d.value), 1) for d in v.shape]
-            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
-        made = specializer.of(shapes)
+        made = specializer.of(shapes_of(graph, lambda _, i, symbol: numbers.get(symbol, 1)))
         assert made.source is not None
         return made
 
@@ -513,14 +512,11 @@ def decoder(name: str) -> tuple[Specializer, Callable[[int], PlannedProgram]]:
     specializer = Specializer(graph, H200, math=precision)
 
     def at(past: int) -> PlannedProgram:
-        shapes = {}
-        for v in graph.graph.inputs:
-            assert v.shape is not None
-            cache, mask = "past" in (v.name or ""), "mask" in (v.name or "")
-            long = {2: past} if cache else {1: past + 1} if mask else {}
-            dims = [d if isinstance(d, int) else long.get(i, 1) for i, d in enumerate(v.shape)]
-            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
-        return specializer.of(shapes)
+        def size(name: str, axis: int, _: str) -> int:
+            long = {2: past} if "past" in name else {1: past + 1} if "mask" in name else {}
+            return long.get(axis, 1)
+
+        return specializer.of(shapes_of(graph, size))
 
     return specializer, at
 
@@ -575,12 +571,7 @@ def training_step(precision: str) -> ir.Model:
 
 def step_shapes(step: ir.Model, sizes: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], str]]:
     """The shapes of its inputs at a batch and a length."""
-    shapes = {}
-    for v in step.graph.inputs:
-        assert v.shape is not None
-        dims = [d if isinstance(d, int) else sizes[i] for i, d in enumerate(v.shape)]
-        shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
-    return shapes
+    return shapes_of(step, lambda _, i, __: sizes[i])
 
 
 @pytest.mark.parametrize(

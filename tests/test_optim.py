@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import onnx.reference
 import onnx_ir
-import onnxruntime as ort
 import pytest
-from support import assert_same
+from support import assert_same, stock
 
 from onnx_fuse import ops
 from onnx_fuse.errors import UsageError
@@ -97,17 +96,12 @@ def update_model(optimizer: optim.Optimizer, dtype: np.dtype[Any]) -> onnx_ir.Mo
     return onnx_ir.Model(graph, ir_version=10)
 
 
-def session(model: onnx_ir.Model) -> ort.InferenceSession:
-    data = to_proto(model).SerializeToString()
-    return ort.InferenceSession(data, providers=["CPUExecutionProvider"])
-
-
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 2e-6), (np.float64, 2e-7)])
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_its_formula(name: str, dtype: type, rtol: float) -> None:
     """Over a few updates, on stock onnxruntime; hyperparameters are float32, hence rtol in f64."""
     optimizer, formula = UPDATES[name]
-    run = session(update_model(optimizer, np.dtype(dtype)))
+    run = stock(update_model(optimizer, np.dtype(dtype)))
     rng = np.random.default_rng(1)
     w = rng.normal(size=SHAPE).astype(dtype)
     slots = {k: np.full(SHAPE, v, dtype) for k, v in optimizer.slots.items()}
@@ -131,7 +125,7 @@ def test_clip_factor(norm: float) -> None:
     model = text_model(
         "clip (float s) => (float n, float f) { n, f = onnx_fuse.ClipFactor <max_norm = 2.0> (s) }"
     )
-    n, f = session(model).run(None, {"s": np.array(norm**2, np.float32)})
+    n, f = stock(model).run(None, {"s": np.array(norm**2, np.float32)})
     np.testing.assert_allclose(n, norm, rtol=1e-6)
     np.testing.assert_allclose(f, min(1, 2 / (norm + 1e-6)), rtol=1e-6)
 
@@ -168,7 +162,7 @@ def test_standard_update_as_plain_nodes(case: str, t: int) -> None:
     feeds["t"] = np.array(t)
     expected = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
     assert expand_standard_updates(model) == 1
-    run = session(model)
+    run = stock(model)
     assert [v.name for v in run.get_outputs()] == [f"{n}_new" for n in outputs]
     assert_same(run.run(None, feeds), expected, rtol=2e-6)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir
 import pytest
-from support import table
+from support import answers, table
 
 from onnx_fuse import session
 from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
@@ -56,9 +56,7 @@ def arrays(model: onnx_ir.Model, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(model: onnx_ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = [str(v.name) for v in model.graph.outputs]
-    given = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
-    return dict(zip(names, ort.run(ort.session(model), given, names), strict=True))
+    return answers(ort.session(model), feeds)
 
 
 def both(

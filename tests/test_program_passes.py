@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir
 import pytest
 from lowering import GRAPHS, H200, RNG, arrays, lowered, program_of, weights_of
+from support import with_weights
 
 from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.ir.build import text_model
@@ -32,13 +33,12 @@ def post_norm_model(text: str, dtype=np.float16, width: int = 768, rows: int = 2
     """A graph over x [batch, rows / batch, width]; its other names are weights."""
     model = text_model(f"agraph ({text}")
     shapes = {"g": (width,), "b": (width,), "c": (width,), "w": (width,) * 2, "v": (width,) * 2}
-    for node in model.graph:
-        for value in node.inputs:
-            made = value.producer() is not None or value.is_graph_input() or value.is_initializer()
-            if not made:
-                array = RNG.standard_normal(shapes[value.name[0]]) / len(shapes[value.name[0]]) ** 4
-                value.const_value = onnx_ir.tensor(array.astype(dtype), name=value.name)
-                model.graph.register_initializer(value)
+    read = [v for node in model.graph for v in node.inputs if not v.producer()]
+    weights = {}
+    for name in dict.fromkeys(v.name for v in read if not v.is_graph_input()):
+        array = RNG.standard_normal(shapes[name[0]]) / len(shapes[name[0]]) ** 4
+        weights[name] = array.astype(dtype)
+    with_weights(model, weights)
     x = RNG.standard_normal((batch, rows // batch, width)) * 2 + 1
     return model, {"x": x.astype(dtype)}
 
@@ -142,10 +142,7 @@ def norm_model(norm: str):
         f"{{ y = {FUSE}.{norm}Gemm(x, {', '.join(shapes)}) }}"
     )
     values = {name: RNG.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
-    for value in model.graph[0].inputs[1:]:
-        value.const_value = onnx_ir.tensor(values[value.name], name=value.name)
-        model.graph.register_initializer(value)
-    return model, values
+    return with_weights(model, values), values
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])

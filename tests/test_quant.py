@@ -5,6 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from lowering import program_of
 from quant_cases import CASES, DEQUANTIZED, HELD, Quantized, dequantized
 
 from onnx_fuse.autodiff.load import load
@@ -45,9 +46,9 @@ def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None
 
 @pytest.mark.parametrize("case", DEQUANTIZED, ids=lambda c: c.name)
 def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None:
-    model, shapes = load(case.model), {n: (a.shape, a.dtype.name) for n, a in case.feeds.items()}
+    model = load(case.model)
     optimize(model, own_kernels=True)
-    program = walk.lower(model, shapes, H200)
+    program = program_of(model, case.feeds)
     ops, plain = ([c.problem.op for c in p.calls] for p in (program, case.program()))
     assert ops.count("IntegerConv") == plain.count("IntegerConv")
     got = interpret(program, case.feeds, case.weights)

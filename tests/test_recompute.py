@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lowering import program_of
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
@@ -54,8 +55,7 @@ def feeds() -> dict[str, np.ndarray]:
 
 
 def program(text: str, **options: object) -> Program:
-    shapes = {name: (a.shape, a.dtype.name) for name, a in feeds().items()}
-    return lower(load(text_model(text)), shapes, H200, **options)  # type: ignore[arg-type]
+    return program_of(load(text_model(text)), feeds(), **options)
 
 
 def peak(program: Program) -> int:

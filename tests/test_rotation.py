@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import pytest
 from lowering import program_of
+from support import run
 
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
@@ -58,19 +57,13 @@ def test_a_rotation_by_halves_has_the_same_bits(name: str) -> None:
     feeds = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
     feeds["x"].reshape(-1)[:12] = [0, -0.0, np.inf, -np.inf, np.nan, 1e38, *[-0.0] * 6]
     feeds["s"][1] = [0, -0.0, 1e38, np.inf, 1, -1]
-    want = ran(model, feeds)
+    (want,) = run(model, feeds, optimized=True)
     assert split_rotations(model) == count
     assert any(n.op_type == "Neg" for n in model.graph) == (not count)
-    got = ran(model, feeds)
+    (got,) = run(model, feeds, optimized=True)
     np.testing.assert_array_equal(got, want)
     zeros = want == 0
     np.testing.assert_array_equal(np.signbit(got[zeros]), np.signbit(want[zeros]))
-
-
-def ran(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-    found: np.ndarray = session.run(None, feeds)[0]
-    return found
 
 
 def test_a_step_of_a_llama_copies_no_halves() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cases import FusionCase
 from exact_cases import EXACT_CASES
 from fusion_cases import FUSION_CASES
-from support import table
+from support import answers, table
 
 from onnx_fuse import autodiff, cli, rewrite
 from onnx_fuse.autodiff.load import load
@@ -241,10 +241,7 @@ packed too: "float[6,6] w, float[6,6] u"
 
 
 def results(model: Any, values: dict[str, Array]) -> dict[str, Array]:
-    session = ort.session(model)
-    feeds = {value.name: values[value.name] for value in session.get_inputs()}
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, ort.run(session, feeds), strict=True))
+    return answers(ort.session(model), values)
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support import Cli, stock, table
@@ -143,8 +142,7 @@ def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: s
         f" else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"
         " y = Add (z, w) }"
     )
-    theirs = onnxruntime.InferenceSession(model.SerializeToString())
-    ours = onnx_fuse.InferenceSession(model)
+    theirs, ours = stock(model, optimized=True), onnx_fuse.InferenceSession(model)
     for taken in (True, False):
         feed = {"x": np.ones(1, np.float32), "c": np.array(taken)}
         np.testing.assert_array_equal(ours.run(None, feed)[0], theirs.run(None, feed)[0])

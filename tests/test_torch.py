@@ -1,7 +1,5 @@
 """Fused functions of torch tensors, beside torch's own: values, gradients, transforms."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -47,27 +45,26 @@ def seeded() -> Any:
         yield
 
 
-def layer_norm_case(act: str | None) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
-    def ours(x: Any, w: Any, c: Any, s: Any, b: Any) -> Any:
-        return oft.fused_layernorm_linear(x, w, c, s, b, 1e-3, act)
-
-    def theirs(x: Any, w: Any, c: Any, s: Any, b: Any) -> Any:
-        return ACTS[act](F.linear(F.layer_norm(x, x.shape[-1:], s, b, 1e-3), w, c))
-
-    return ours, theirs, ((2, 3, 6), (5, 6), (5,), (6,), (6,))
+Case = tuple[Any, Any, tuple[tuple[int, ...], ...]]
 
 
-def rms_case(act: str | None) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
-    def ours(x: Any, w: Any, c: Any, s: Any) -> Any:
-        return oft.rms_norm_linear(x, w, c, s, 1e-3, act)
-
-    def theirs(x: Any, w: Any, c: Any, s: Any) -> Any:
-        return ACTS[act](F.linear(F.rms_norm(x, x.shape[-1:], s, 1e-3), w, c))
-
-    return ours, theirs, ((2, 3, 6), (5, 6), (5,), (6,))
+def layer_norm_case(act: str | None) -> Case:
+    return (
+        lambda x, w, c, s, b: oft.fused_layernorm_linear(x, w, c, s, b, 1e-3, act),
+        lambda x, w, c, s, b: ACTS[act](F.linear(F.layer_norm(x, x.shape[-1:], s, b, 1e-3), w, c)),
+        ((2, 3, 6), (5, 6), (5,), (6,), (6,)),
+    )
 
 
-def linear_case(act: str | None) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
+def rms_case(act: str | None) -> Case:
+    return (
+        lambda x, w, c, s: oft.rms_norm_linear(x, w, c, s, 1e-3, act),
+        lambda x, w, c, s: ACTS[act](F.linear(F.rms_norm(x, x.shape[-1:], s, 1e-3), w, c)),
+        ((2, 3, 6), (5, 6), (5,), (6,)),
+    )
+
+
+def linear_case(act: str | None) -> Case:
     return (
         lambda x, w, c: oft.linear_activation(x, w, c, act),
         lambda x, w, c: ACTS[act](F.linear(x, w, c)),
@@ -75,7 +72,7 @@ def linear_case(act: str | None) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]
     )
 
 
-def attention_case(groups: int, masked: str) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
+def attention_case(groups: int, masked: str) -> Case:
     masks = {
         "keys": torch.tensor([[True, True, False, True, False]]),
         "rows": torch.arange(20).reshape(4, 5) % 3 > 0,
@@ -98,9 +95,7 @@ def attention_case(groups: int, masked: str) -> tuple[Any, Any, tuple[tuple[int,
     return ours, theirs, ((2, 4, 4, 6), (2, groups, 5, 6), (2, groups, 5, 6))
 
 
-def loss_case(
-    reduction: str, smoothing: float, bias: bool
-) -> tuple[Any, Any, tuple[tuple[int, ...], ...]]:
+def loss_case(reduction: str, smoothing: float, bias: bool) -> Case:
     target = torch.tensor([[1, 2, -100], [0, 4, 3]])
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
 
@@ -116,7 +111,7 @@ def loss_case(
     return ours, theirs, ((2, 3, 6), (5, 6), *(((5,),) if bias else ()))
 
 
-CASES: dict[str, tuple[Any, Any, tuple[tuple[int, ...], ...]]] = {
+CASES: dict[str, Case] = {
     **{f"layer norm {act}": layer_norm_case(act) for act in ACTS},
     **{f"rms norm {act}": rms_case(act) for act in (None, "silu", "gelu")},
     **{f"linear {act}": linear_case(act) for act in (None, "relu", "gelu_tanh", "mish")},

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from support import assert_same, stock
+from support import answers, assert_same, run, stock
 
 from onnx_fuse import autodiff, nn, rewrite
 from onnx_fuse.autodiff.load import load
@@ -150,8 +150,7 @@ def test_evaluate_is_onnxruntime_on_the_saved_model(tmp_path: Path) -> None:
     trainer.save(tmp_path / "tuned.onnx")
     feeds = batch(7)
     found = trainer.evaluate(feeds)
-    run = ort.InferenceSession(tmp_path / "tuned.onnx", providers=["CPUExecutionProvider"])
-    (y,) = run.run(None, {"x": feeds["x"]})
+    (y,) = run(tmp_path / "tuned.onnx", feeds, optimized=True)
     np.testing.assert_allclose(found.outputs["y"], y, rtol=1e-6)
     assert found.loss == pytest.approx(float(np.mean((y - feeds["labels"]) ** 2)), rel=1e-5)
 
@@ -238,16 +237,16 @@ def assert_saves(
         assert (new.data_type, list(new.dims)) == (old.data_type, list(old.dims))
     assert changed == len(weights) > 0
     assert structure(saved) == structure(original)
-    run = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    inputs = {v.name for v in run.get_inputs()}
-    found = run.run(None, {k: v for k, v in feeds.items() if k in inputs})
+    found = answers(stock(path, optimized=True), feeds)
     if any(a.name == "training_mode" and a.i for n in original.graph.node for a in n.attribute):
-        loss = float(np.mean((found[0] - feeds["labels"]) ** 2))  # by statistics of the batch
+        loss = float(
+            np.mean((next(iter(found.values())) - feeds["labels"]) ** 2)
+        )  # by statistics of the batch
         assert trainer.step(feeds) == pytest.approx(loss, rel=1e-4)
         return
     outputs = trainer.evaluate(feeds).outputs
-    assert [v.name for v in run.get_outputs()] == list(outputs)
-    assert_same(found, outputs.values(), rtol=1e-4, atol=1e-5)
+    assert [*found] == [*outputs]
+    assert_same(found.values(), outputs.values(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -278,8 +277,7 @@ def test_external_data_comes_back_external(tmp_path: Path) -> None:
         f"layers.{i}.fc.weight" for i in range(3)
     }
     assert (tmp_path / "model.onnx.data").read_bytes() == before
-    run = ort.InferenceSession(tmp_path / "tuned.onnx", providers=["CPUExecutionProvider"])
-    (y,) = run.run(None, {"x": feeds["x"]})
+    (y,) = run(tmp_path / "tuned.onnx", feeds, optimized=True)
     np.testing.assert_allclose(y, trainer.evaluate(feeds).outputs["logits"], rtol=1e-4, atol=1e-5)
 
 

@@ -1,11 +1,11 @@
 """A BERT-base encoder in fp16 against torch.compile (needs torch), on one GPU, in one run.
 
-    python tools/bench_bert.py [--shape B,T ...] [--layers N] [--quick] [--json FILE] [--freeze]
+    python tools/bench_bert.py [--shape B,T ...] [--layers N] [--quick] [--json FILE]
 
 models/encoder.py's bert-base with random weights, one CUDA graph launch a run, feeds on the device.
 The peer is the same network of torch modules under torch.compile, mode "reduce-overhead" (inductor
 and CUDA graphs). The two run in turns, medians of nine. Then the time of each kind of kernel by
-itself, L2 warm, launch included. `--freeze` tunes the products first and ships the records.
+itself, L2 warm, launch included. `predictions.py --tune bert-32x128` tunes them.
 """
 
 import argparse
@@ -24,14 +24,10 @@ from gpu_events import in_turns, microseconds
 from performance_page import save
 from train_peers import Encoder
 
-from onnx_fuse.kernels import tuning
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.tune import calls_of, tune
 
 SHAPES = ((1, 128), (32, 128), (8, 512))
-ORT = {(1, 128): 509, (32, 128): 1882, (8, 512): 2027}
-"""us of onnxruntime's CUDA EP (1.31.1, its optimizer, CUDA graph) on an H200, measured 2026-11."""
 
 
 class Peer(Encoder):
@@ -73,7 +69,6 @@ def main() -> None:
                         type=lambda s: tuple(map(int, s.split(","))))  # fmt: skip
     parser.add_argument("--layers", type=int, default=encoder.SIZES["bert-base"].layers)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
-    parser.add_argument("--freeze", action="store_true", help="tune first, ship the records")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     c = dataclasses.replace(encoder.SIZES["bert-base"], layers=args.layers)
@@ -86,11 +81,6 @@ def main() -> None:
         feeds["attention_mask"] = np.ones((batch, tokens), np.int64)
         session.run(None, feeds)
         executable = session._on_cuda()
-        if args.freeze:
-            program, _ = session.program(feeds)
-            for _ in tune(calls_of(program), hw, folder=tuning.SHIPPED):
-                pass
-            executable.release_memory()  # the next instance is made of the new choices
         ours = executable.instance(feeds)
         ours.capture()
         arms = {"onnx_fuse": partial(microseconds_of, executable.stream, ours)}
@@ -101,8 +91,6 @@ def main() -> None:
         line = f"B{batch} T{tokens}: {us['onnx_fuse']:.1f} in {launches} launches"
         if "compile" in us:
             line += f"; torch.compile {us['compile']:.1f} ({us['onnx_fuse'] / us['compile']:.2f})"
-        if (batch, tokens) in ORT:
-            line += f"; onnxruntime, an earlier run: {ORT[batch, tokens]}"
         print(line)
         kinds = {name: (n, 1e6 * took) for name, (n, took) in kernel_times(ours).items()}
         for name, (calls, took) in sorted(kinds.items(), key=lambda item: -item[1][1]):

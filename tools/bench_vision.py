@@ -6,8 +6,8 @@ Each model runs through `InferenceSession`, inputs and outputs bound in place, w
 those of models/, or PyTorch's own modules, exported by it (SegFormer needs transformers). Each
 measurement is a process with a limit of its own; `--jobs` of them compile beside each other, on all
 GPUs, and are timed alone (gpu_turns.py). A row is printed as soon as it is there. Times are
-medians, in microseconds. tools/bench_convolutions.py has single convolutions, bench_train.py
-training steps.
+medians, in microseconds. tools/bench_operators.py has single convolutions, bench_train.py training
+steps.
 """
 
 import argparse

@@ -47,6 +47,12 @@ WRITTEN: dict[str, Torch] = {
     "ReduceLogSum": lambda x, *_: x.sum(1).log(),
     "ReduceSumSquare": lambda x, *_: x.square().sum(1),
 }
+CONVOLUTIONS = (
+    (3, 224, 64, 7, 2), (64, 56, 64, 3, 1), (64, 56, 256, 1, 1), (256, 56, 128, 1, 1),
+    (256, 56, 512, 1, 2), (128, 28, 128, 3, 1), (256, 14, 1024, 1, 1), (512, 14, 512, 3, 2),
+    (512, 7, 512, 3, 1),
+)  # fmt: skip
+"""Channels, size of the images, filters, kernel and stride of ResNet-50."""
 SHORT = 64
 """Elements of a short row."""
 
@@ -290,6 +296,12 @@ class Rows(list[Row]):
         pads = i64(0, 0, 1, 1, 0, 0, 1, 1)
         self.add("Pad", shape, pads, torch=lambda x, *_: F.pad(x, (1, 1, 1, 1)))
         self.add("Conv", shape, filters, torch=F.conv2d)
+        for c, size, m, k, s in CONVOLUTIONS:
+            pad, at = k // 2, f"{c} x {size}^2 to {m}, {k} x {k} / {s}"
+            conv = lambda x, w, s=s, pad=pad: F.conv2d(x, w, None, s, pad)
+            how: dict[str, Any] = {"strides": [s, s], "pads": [pad] * 4}
+            batch = max(1, self.n // (c * size**2))
+            self.add("Conv", (batch, c, size, size), (m, c, k, k), torch=conv, at=at, **how)
         self.add("ConvTranspose", shape, filters, torch=F.conv_transpose2d)
         boxes, batches = np.float32([[0, 0, half, half]] * 32), np.zeros(32, np.int64)
         self.add("RoiAlign", shape, boxes, batches, output_height=7, output_width=7)

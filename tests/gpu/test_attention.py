@@ -16,6 +16,7 @@ from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.validation.compare import COMPUTED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from lowering import program_of
 from math_cases import only
 from test_attention import CASES, GRAPHS, GUARD, REST, feeds_of, model_of, session
 from test_fp16_range import GRAPHS as BEYOND
@@ -23,7 +24,6 @@ from test_fp16_range import feeds_of as beyond_feeds
 from test_fp16_range import model_of as beyond_model
 
 from onnx_fuse.kernels import Selection, candidates
-from onnx_fuse.lower.walk import lower
 
 # float16: the graph rounds scores and weights, which kernels keep in float32
 TOLERANCE = {"float": 1e-5, "float16": 6e-3}
@@ -47,7 +47,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str, queries: int, keys
     plain = session(original)
     feeds = feeds_of(original, "", sizes)
     hw = Hardware.detect()
-    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
+    program = program_of(model, feeds, hw)
     (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
     tried = [
         (kernel, how)
@@ -83,7 +83,7 @@ def test_float32_masks_in_float16(graph: str) -> None:
     rewrite.optimize(model)
     model, _ = in_precision(model, "fp16")
     hw = Hardware.detect()
-    program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
+    program = program_of(model, feeds, hw)
     (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
     limit = COMPUTED["fp16"]
     for kernel in [k for k in candidates("Sdpa") if k.supports(problem, hw) is None]:
