@@ -242,8 +242,9 @@ def test_gradients_add_up_and_stop_where_they_should() -> None:
     assert (x > 1).requires_grad is False
     with pytest.raises(UsageError, match="requires a gradient"):
         (x.detach() * 2).sum().backward()
-    with pytest.raises(UsageError, match="scalar"):
-        F.cat([x, x]).backward()
+    for gradient in (None, nn.tensor([[1.0, 1.0]]), nn.tensor(1.0), np.ones(2, np.float32), 1.0):
+        with pytest.raises(UsageError, match=r"a Tensor \[2\] needs one of its shape"):
+            F.cat([x, x]).backward(gradient)
 
 
 def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:

@@ -471,6 +471,14 @@ def test_a_captured_function_checks_labels_and_empty_batches_again() -> None:
         assert mean(t(A)).item() == pytest.approx(A.mean())
     with pytest.raises(UsageError, match="out of range"):
         loss(t(A), t([0, 1, -1]))
+    with pytest.raises(UsageError, match=r"of shape \[3\], as x says"):
+        loss(t(A), t([1]))
+    assert np.isfinite(loss(t(A[:2]), t([0, 1])).item())
+    assert len(loss.graphs) == 1
+    w = nn.Parameter(A[:2])
+    w.grad = t(A[:1])
+    with pytest.raises(UsageError, match="is not of its shape"):
+        nn.optim.SGD([w], lr=0.1).step()
     assert np.isnan(mean(t(A[:0])).item())
 
 

@@ -12,15 +12,7 @@ from onnx_fuse.nn.dispatch import no_grad, op_call
 from onnx_fuse.nn.functional import cat, stack, where
 from onnx_fuse.nn.imported import ImportedModule, from_onnx
 from onnx_fuse.nn.layers import *  # noqa: F403 - the names of `layers.__all__`
-from onnx_fuse.nn.module import (
-    Module,
-    ModuleDict,
-    ModuleList,
-    Parameter,
-    Sequential,
-    load,
-    save,
-)
+from onnx_fuse.nn.module import Module, ModuleDict, ModuleList, Parameter, Sequential, load, save
 from onnx_fuse.nn.random import manual_seed, rand, randint, randn
 from onnx_fuse.nn.tensor import Tensor, tensor
 

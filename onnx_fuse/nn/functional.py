@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn import operators, random
 from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
-from onnx_fuse.nn.dispatch import op_call, operation
+from onnx_fuse.nn.dispatch import MODE, op_call, operation
 from onnx_fuse.nn.tensor import Tensor, where
 from onnx_fuse.ops.loss import LOSSES, class_axis
 
@@ -367,13 +367,9 @@ def _loss(
 
 
 def _loss_of(
-    kind: str,
-    x: Tensor,
-    target: Tensor,
-    options: Mapping[str, Any],
-    weight: Tensor | None = None,
-    pos_weight: Tensor | None = None,
-) -> Tensor:
+    kind: str, x: Tensor, target: Tensor, options: Mapping[str, Any],
+    weight: Tensor | None = None, pos_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if options["reduction"] not in ("mean", "sum"):
         raise UsageError(f"unknown reduction '{options['reduction']}': choose mean or sum")
     if not is_float(x._data.dtype):
@@ -387,8 +383,11 @@ def _loss_of(
         axis = class_axis(len(sizes), {})
         sizes = sizes[:axis] + sizes[axis + 1 :]
         within(target, besides=options["ignore_index"])
-    if (LOSSES[kind].classes or kind == "bce_with_logits") and target._data.shape != sizes:
-        raise UsageError(f"the target of this loss is of shape {[*sizes]}, as x says")
+    if LOSSES[kind].classes or kind == "bce_with_logits":
+        if target._data.shape != sizes:
+            raise UsageError(f"the target of this loss is of shape {[*sizes]}, as x says")
+        if MODE.recorder is not None:
+            MODE.recorder.equal_sizes = True
     if 0 in sizes:
         return x.sum() / 0.0 if options["reduction"] == "mean" else x.sum()
     return _loss(x, target, weight, pos_weight, kind=kind, **options)

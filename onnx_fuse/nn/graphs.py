@@ -39,6 +39,11 @@ class Captured:
     ) -> None:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
         self._empty = [0 in shape for shape in self.shapes]
+        sizes = [(n, size) for n, shape in enumerate(self.shapes) for size in shape]
+        self._equal = [
+            (i, j) for i, (n, size) in enumerate(sizes if recorder.equal_sizes else ())
+            for j, (m, other) in enumerate(sizes[:i]) if m != n and size == other
+        ]  # fmt: skip
         self._modules, self._count = recorder.modules, len(results)
         self._differentiates = recorder.differentiates
         leaves = list(recorder.leaves.values())
@@ -104,9 +109,11 @@ class Captured:
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
         """Whether a replay with these arguments does what the function would."""
+        sizes = [size for t in arguments for size in t._data.shape] if self._equal else []
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
             and [0 in t._data.shape for t in arguments] == self._empty
+            and all(sizes[i] == sizes[j] for i, j in self._equal)
             and all(module.training is mode for module, mode in self._modules)
             and (self._is_steady() or all(_kind(t) == kind for t, kind in self._outside))
         )

@@ -58,6 +58,8 @@ class Optimizer:
             for name, w, slots in zip(self._names, self.parameters, self._slots, strict=True):
                 if w.grad is None:
                     continue
+                if w.grad._data.shape != w._data.shape:
+                    raise UsageError(f"the gradient of {name} is not of its shape")
                 results = self._update(w, w.grad, *slots, rate, count, name=name)
                 news = results if isinstance(results, tuple) else (results,)
                 for old, new in zip((w, *slots), news, strict=True):

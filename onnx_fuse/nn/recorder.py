@@ -59,6 +59,8 @@ class Recorder:
         """The modules that were called, with their modes."""
         self.checks: list[tuple[Any, Callable[[Array], None]]] = []
         """Tensors with what their elements must be, which a replay asks again of its arguments."""
+        self.equal_sizes = False
+        """Whether sizes of arguments that are equal have to be equal in a replay."""
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
         self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
@@ -91,6 +93,7 @@ class Recorder:
     def backward(self, loss: Any, gradient: Any, new: Sequence[tuple[Any, Any]]) -> None:
         """Add a Backward node: the gradients `new` of leaves by a result."""
         self.differentiates = True
+        self.equal_sizes = self.equal_sizes or gradient is not None
         for leaf, _ in new:
             if leaf.grad is not None and not self.knows(leaf.grad):
                 raise UsageError(

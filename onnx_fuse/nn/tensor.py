@@ -223,12 +223,13 @@ class Tensor:
             gradient: The gradient of this tensor, of its shape; None is 1, for a scalar.
 
         Raises:
-            UsageError: There is nothing to differentiate, or no gradient passes an operator.
+            UsageError: No gradient is wanted, or passes an operator, or `gradient` does not fit.
         """
         if self._edge is None:
             raise UsageError("nothing that this Tensor was computed from requires a gradient")
-        if gradient is None and self._data.shape != ():
-            raise UsageError("backward() of a Tensor that is no scalar needs its gradient")
+        shape = getattr(getattr(gradient, "_data", gradient), "shape", ())
+        if shape != self._data.shape or not isinstance(gradient, Tensor | None):
+            raise UsageError(f"backward() of a Tensor {[*self._data.shape]} needs one of its shape")
         with unrecorded(), no_grad():
             dy = ones_like(self._data) if gradient is None else gradient._data
             grads = dispatch.gradients(self._edge, self._index, dy)
@@ -259,9 +260,8 @@ class Tensor:
     def to(self, to: DType) -> Tensor:
         """The elements in the dtype `to`, or on the device "cpu", "cuda" or "cuda:N"."""
         if isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda"):
-            return (
-                self if to in (self.device, self.device.partition(":")[0]) else self._on_device(to)
-            )
+            here = to in (self.device, self.device.partition(":")[0])
+            return self if here else self._on_device(to)
         dtype = dtype_of(np_name(to))
         if dtype == self._data.dtype:
             return self
