@@ -130,6 +130,11 @@ rows of a norm:
 a mean that may be of nothing:
   agraph (float[B,S] x) => (float[1,S] y, float[A] z) { zero = Constant<value_ints = [0]>()
   none = Slice(zero, zero, zero, zero) y = ReduceMean(x, zero) z = Squeeze(y, none) }
+sizes that pass 32 bits:
+  agraph (float[B,S] x) => (int64[2] y, int64[2] z) { most = Constant<value_int = 2147483647>()
+  shape = Shape(x) large = Mul(shape, most) cut = Cast<to = 6>(large) y = Cast<to = 7>(cut)
+  low = Cast<to = 6>(shape) top = Constant<value = int32 {2147483647}>() p = Mul(low, top)
+  z = Cast<to = 7>(p) }
 a count of one, broadcast over a batch:
   agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}>
   { zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)

@@ -184,6 +184,14 @@ MALFORMED: dict[str, tuple[Mutation | tuple[str, str], str]] = {
     "sparse_initializer": (sparse_initializer, "sparse initializer 's' is malformed"),
     "sparse_constant": (constant(sparse_value=sparse(-1)), "node 's' (Constant) is malformed"),
     "sparse_too_large": (sparse_too_large, "too large to be stored dense"),
+    "stride_beyond_32_bits": (
+        (
+            "y = Relu (a)",
+            "one = Constant <value_ints = [1]> () u = Unsqueeze (a, one) "
+            "y = MaxPool <kernel_shape = [1], strides = [4611686018427387904]> (u)",
+        ),
+        "strides is [4611686018427387904]",
+    ),
     "scan_behind_an_unknown_rank": (
         (
             "y = Relu (a)",

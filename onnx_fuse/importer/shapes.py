@@ -81,6 +81,7 @@ def _check_windows(node: ir.Node) -> None:
         axes = len(entries) // sides if axes is None and entries else axes
         needed = entries or (name == "kernel_shape" and node.op_type in POOLS)
         fits = len(entries) == sides * (axes or 0) and (sides > 1 or min(entries, default=0) > 0)
+        fits = fits and max(map(abs, entries), default=0) < 2**31
         if (needed and not fits) or (axes is not None and axes < 1):
             raise ModelError(
                 f"node '{node.name or node.outputs[0].name}' ({node.op_type}): {name} is "

@@ -76,7 +76,7 @@ class HostValues(Context):
         if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
             return False  # an open number of elements: on the device
         sizes_array = host.evaluate(node, arrays)
-        if sizes_array is not None:
+        if sizes_array is not None and not self._wraps(node, sizes_array):
             self._known(node.outputs[0], sizes_array)
             if host.is_open(sizes_array) and self._is_int32(node):
                 self._lower(node)  # a reader on the device finds it there, in its own type
@@ -95,6 +95,12 @@ class HostValues(Context):
             return self.attr(node, "to") == ir.DataType.INT32
         operand = node.inputs[node.op_type == "Where"]
         return operand is not None and self._type(operand)[0] == ir.DataType.INT32
+
+    def _wraps(self, node: ir.Node, numbers: np.ndarray) -> bool:
+        """Whether the node computes int32, and one of the numbers that it would make is none."""
+        return self._is_int32(node) and any(
+            v >= 2**31 or (sizes.negative(v) and v < -(2**31)) for v in numbers.reshape(-1)
+        )
 
     @staticmethod
     def _elements(arrays: Sequence[np.ndarray | None]) -> float:
