@@ -75,12 +75,14 @@ class HostValues(Context):
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
         if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
             return False  # an open number of elements: on the device
-        sizes_array = host.evaluate(node, arrays)
-        if sizes_array is not None and not self._wraps(node, sizes_array):
-            self._known(node.outputs[0], sizes_array)
-            if host.is_open(sizes_array) and self._is_int32(node):
+        made = host.evaluate(node, arrays)
+        int32 = made is not None and self._is_int32(node)
+        narrow = made.flat if made is not None and int32 else ()
+        if made is not None and not any(v >= 2**31 or sizes.negative(v + 2**31) for v in narrow):
+            self._known(node.outputs[0], made)
+            if int32 and host.is_open(made):
                 self._lower(node)  # a reader on the device finds it there, in its own type
-                self.slots[node.outputs[0]].host = sizes_array
+                self.slots[node.outputs[0]].host = made
             return True
         for value in node.inputs:
             array = None if value is None else self.slots[value].host
@@ -95,12 +97,6 @@ class HostValues(Context):
             return self.attr(node, "to") == ir.DataType.INT32
         operand = node.inputs[node.op_type == "Where"]
         return operand is not None and self._type(operand)[0] == ir.DataType.INT32
-
-    def _wraps(self, node: ir.Node, numbers: np.ndarray) -> bool:
-        """Whether the node computes int32, and one of the numbers that it would make is none."""
-        return self._is_int32(node) and any(
-            v >= 2**31 or (sizes.negative(v) and v < -(2**31)) for v in numbers.reshape(-1)
-        )
 
     @staticmethod
     def _elements(arrays: Sequence[np.ndarray | None]) -> float:

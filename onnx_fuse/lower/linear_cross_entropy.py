@@ -192,7 +192,7 @@ def chunk_problem(
     x, labels, weight = (ctx.view(node, i) for i in (0, 3, 4))
     return CrossEntropyChunk(
         rows, classes, stride, x.dtype, labels.dtype, weight.dtype, ignored(ctx, node),
-        float(ctx.attr(node, "label_smoothing", 0.0)), gradient,
+        float(ctx.attr(node, "label_smoothing", 0.0)), gradient
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def rows_problem(chunks: _Chunks, rows: int, *, scaled: bool) -> ExpRows:
     return ExpRows(
         rows, x.shape[1], chunks.classes, chunks.z.shape[1], -(-chunks.classes // EXP_COLUMNS),
         x.strides[0], max(w.strides), x.dtype, labels.dtype, weight.dtype, ignored(ctx, node),
-        w.strides[1] != 1, scaled,
+        w.strides[1] != 1, scaled
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def bias_problem(chunks: _Chunks, rows: int) -> GemmProblem:
     most, stride = chunks.z.shape
     return GemmProblem.of(
         "Gemm", m=stride, n=1, k=rows, dtype=chunks.x.dtype, out_dtype="float32", trans_a=True,
-        trans_b=True, lda=stride, ldb=most,
+        trans_b=True, lda=stride, ldb=most
     )  # fmt: skip
 
 
@@ -233,13 +233,13 @@ def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chu
         return chunks
     scores = GemmProblem.of(
         "Gemm", m=rows, n=classes, k=k, dtype=x.dtype, trans_b=not turned, lda=x.strides[0],
-        ldb=line, ldy=stride if stride != classes else 0, bias=chunks.row is not None,
+        ldb=line, ldy=stride if stride != classes else 0, bias=chunks.row is not None
     )  # fmt: skip
     gx = GemmProblem.of("Gemm", m=rows, n=k, k=classes, dtype=x.dtype, trans_b=turned, lda=stride,
                     ldb=line)  # fmt: skip
     label = LabelScore(
         x.shape[0], k, classes, x.strides[0], line, x.dtype, ctx.view(node, 3).dtype,
-        ignored(ctx, node), turned,
+        ignored(ctx, node), turned
     )  # fmt: skip
     rest = rows_problem(chunks, rows, scaled=of_w)
     before = [scores, chunk_problem(ctx, node, rows, classes, stride, True), *([gx] * of_x)]
@@ -256,7 +256,7 @@ def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chu
         ctx, node, x, rows_of(w, 0, classes), z, row, classes, reference,
         ctx.scratch("float32", (rest.parts, rows)), ctx.scratch("float32", (rows,)),
         ctx.scratch(x.dtype, (rows, k)) if of_w else None,
-        ctx.scratch(x.dtype, (rows,)) if of_bias else None,
+        ctx.scratch(x.dtype, (rows,)) if of_bias else None
     )  # fmt: skip
     ctx.select(node, label, label_operands(chunked, 0, x.shape[0]), {"to": reference})
     return chunked
@@ -332,7 +332,7 @@ def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> 
     line = max(w.strides)
     problem = GemmProblem.of(
         "Gemm", m=rows, n=w.shape[0], k=x.shape[1], dtype=x.dtype, trans_b=w.dense,
-        lda=x.strides[0], ldb=line, ldy=stride, math=ctx.math,
+        lda=x.strides[0], ldb=line, ldy=stride, math=ctx.math
     )  # fmt: skip
     return serves("Gemm", problem, ctx.hw, ctx.prefs)
 
@@ -352,6 +352,4 @@ def is_zero(ctx: Context, node: ir.Node) -> bool:
     return value is not None and not value.any()
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {
-    (FUSE, "LinearCrossEntropy"): linear_cross_entropy,
-}
+LOWERINGS: dict[tuple[str, str], Lowering] = {(FUSE, "LinearCrossEntropy"): linear_cross_entropy}
