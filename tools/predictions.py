@@ -171,8 +171,8 @@ def child(name: str, args: argparse.Namespace) -> None:
     turn.take(args.patience)
     timing = time.monotonic()
     if args.tune:
-        calls = calls_of(instance.program)
-        for won in tune(calls, Hardware.detect(0), seconds=args.limit, folder=tuning.SHIPPED):
+        calls, left = calls_of(instance.program), args.limit - (timing - begun)
+        for won in tune(calls, Hardware.detect(0), seconds=left, folder=tuning.SHIPPED):
             print(
                 f"{won.before_us:9.1f} to {won.us:9.1f} us of {won.tried}, {len(won.refused)} "
                 f"refused: {str(won.problem)[:120]} | {won.kernel} {won.config}",
