@@ -19,15 +19,7 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import (
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    Table,
-    args,
-)
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Ptr, Table, args
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, coarse
 

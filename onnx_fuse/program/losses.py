@@ -47,6 +47,7 @@ class CrossEntropyChunk(AnyProblem):
     d loss / d x is takes the place of x, with zeros from column `classes` on.
     """
 
+    moves = "x: dtype rows stride; dx: dtype rows stride gradient"
     rows: int
     classes: int
     stride: int
@@ -56,11 +57,6 @@ class CrossEntropyChunk(AnyProblem):
     ignored: int = -100
     smoothing: float = 0.0
     gradient: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """x read; written too with the gradient."""
-        return (1 + self.gradient) * self.rows * self.stride * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,8 @@ PRECISIONS = {
 """What a user may ask for -> the dtype that is computed in, and `GemmProblem.math`."""
 TRAINING_PRECISIONS = PRECISIONS | {"fp8": PRECISIONS["bf16"]}
 """The same for training, where "fp8" has its linear products in float8 (`ops.fused.float8`)."""
-
-
 FEW = 16
 """Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
-
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of most fields, none of which holds an open size."""
@@ -109,7 +106,8 @@ def rows_of(p: AnyProblem, text: str) -> Iterator[OperandRow]:
 
     The dtype is a type's name, the problem's field that holds it, "result" for what a tail or the
     problem stores, or "any". The product of the factors, which are numbers, fields of the problem
-    and lengths of such (#dims), is the number of elements; without factors, none is known.
+    (a text is 1, or 0 if it is empty) and lengths of such (#dims), is the number of elements;
+    without factors, none is known.
     """
     for names, (dtype, *factors) in _parsed(text):
         if dtype == "result":
@@ -125,7 +123,7 @@ def _factor(p: AnyProblem, name: str) -> int:
     if name[0] == "#":
         return len(getattr(p, name[1:]))
     size = getattr(p, name)
-    return prod(size) if isinstance(size, tuple) else size
+    return bool(size) if isinstance(size, str) else prod(size) if isinstance(size, tuple) else size
 
 
 P = TypeVar("P", bound="AnyProblem")
@@ -480,14 +478,20 @@ def args(text: str, problem: object = None, /, **values: Any) -> tuple[Arg, ...]
     the problem; a tuple is several numbers.
     """
     made: list[Arg] = []
-    for kind, *names in map(str.split, text.split(",")):
-        if kind not in ("i32", "u32", "i64", "f32", "f64"):
-            made += map(Ptr, (kind, *names))
-            continue
+    for kind, pointers, names in _args(text):
+        made += pointers
         for name in names:
             value = values[name] if name in values else getattr(problem, name)
             made += [Num(kind, n) for n in (value if isinstance(value, tuple) else (value,))]
     return tuple(made)
+
+
+@cache
+def _args(text: str) -> list[tuple[str, tuple[Ptr, ...], list[str]]]:
+    """Of each part its C type, pointers and names of numbers: texts are few, and come again."""
+    parts = [part.split() for part in text.split(",")]
+    kinds = ("i32", "u32", "i64", "f32", "f64")
+    return [(x[0], (), x[1:]) if x[0] in kinds else ("", tuple(map(Ptr, x)), []) for x in parts]
 
 
 @dataclass(frozen=True)

@@ -514,17 +514,13 @@ class SlopeProduct(AnyProblem):
     """
 
     operands = "dy z dz: dtype m n; part: any parts n; dbias: any n"
+    moves = "dy: dtype m n; z dz: dtype m n act"
     m: int
     n: int
     dtype: str
     parts: int
     act: str = ""
     act_alpha: float = 1.0
-
-    @property
-    def bytes(self) -> int:
-        """dy and z read, dz written."""
-        return (3 if self.act else 1) * self.m * self.n * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
