@@ -12,6 +12,7 @@ import pytest
 from decoders import growing, slotted
 
 import onnx_fuse as of
+from onnx_fuse.generation.decoder import Decoder
 
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6], [7] * 20, [3, 1], [250, 13]]
 SESSION = of.InferenceSession(slotted())
@@ -80,6 +81,24 @@ def test_threads_and_coroutines_may_submit(batcher: of.Batcher) -> None:
     for thread in threads:
         thread.join(60)
     assert [found[row] for row in range(6)] == WANTED
+
+
+def test_prompts_of_all_lengths_take_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, feeds = set(), Decoder.feeds
+
+    def seen(decoder: Decoder, *given: Any) -> Any:
+        found = feeds(decoder, *given)
+        shapes.add((found["input_ids"].shape, found["attention_mask"].shape))
+        return found
+
+    prompts = [[n % 250 for n in range(length)] for length in (5, 33, 47, 64, 70, 99, 130, 205)]
+    wanted = [of.generate(SESSION, prompt, max_new_tokens=3) for prompt in prompts]
+    monkeypatch.setattr(Decoder, "feeds", seen)
+    with of.Batcher(SESSION, max_tokens=256, max_sequences=6, chunk=64) as batcher:
+        requests = [batcher.submit(prompt, max_new_tokens=3) for prompt in prompts]
+        assert [request.result(60) for request in requests] == wanted
+    alone = {((1, n), (1, 256)) for n in (5, 32, 64)}
+    assert alone < shapes <= alone | {((n, 1), (n, 256)) for n in (1, 4, 6)}
 
 
 def test_a_request_that_is_cancelled_leaves_its_slot() -> None:

@@ -15,12 +15,14 @@ from lowering import interpreted
 
 import onnx_fuse as of
 from onnx_fuse.generation import engine
+from onnx_fuse.generation.decoder import decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, sampler
-from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.device import Memory
 from onnx_fuse.runtime.tensor import Argument, DeviceTensor
+from onnx_fuse.session import argument
 
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6]]
 FORMS: dict[str, Callable[[], ir.Model]] = {
@@ -339,6 +341,21 @@ def test_a_full_cache_keeps_what_is_in_it() -> None:
     for name, (_, _, memory) in generator._engine._slots.items():
         np.testing.assert_array_equal(memory, before[name])
     assert tokens == of.generate(MODELS["slotted"], [1, 2, 3], max_new_tokens=6)
+
+
+def test_a_mask_is_as_long_as_the_tokens_where_a_graph_asks() -> None:
+    """As where the number of tokens chooses the angles of a long text."""
+    for asked, elastic in ((None, True), ("ReduceSum", True), ("Shape", False), ("Cast", False)):
+        model = slotted()
+        mask = next(v for v in model.graph.inputs if v.name == "attention_mask")
+        node = next((n for n in model.graph if n.op_type == asked), None)
+        value = mask if asked == "Cast" else None if node is None else node.outputs[0]
+        if value is not None:
+            op = Builder()
+            op.Greater(value, 7) if asked == "Shape" else op.Neg(value)
+            model.graph.extend(op.nodes)
+        ends = [[argument(v) for v in side] for side in (model.graph.inputs, model.graph.outputs)]
+        assert decoder_of(*ends, model.graph).elastic is elastic, asked
 
 
 def test_names_of_other_exporters_are_understood() -> None:

@@ -113,6 +113,25 @@ class Request:
         return self._cancelled or len(self.tokens) >= self._count or last in self._eos
 
 
+def piece(begin: int, size: int, chunk: int) -> tuple[int, int]:
+    """Which tokens of a prompt go into the next run: `begin` of its `size` are in the cache.
+
+    The last ones go with as many before them as make a power of two, so that there are few shapes;
+    those are computed again.
+    """
+    left = size - begin
+    if left >= chunk or size <= SHORTEST:
+        return begin, begin + min(left, chunk)
+    width = min(max(SHORTEST, 1 << (left - 1).bit_length()), chunk)
+    if width <= size:
+        return size - width, size
+    return begin, begin + (1 << left.bit_length() - 1)
+
+
+SHORTEST = 32
+"""Tokens of a prompt for which a run takes hardly longer than for one."""
+
+
 class Batcher:
     """Continues many prompts at once: each begins when a slot is free, and ends by itself.
 
@@ -229,8 +248,9 @@ class Batcher:
         """A piece of the first prompt that is not in the cache yet."""
         for i, request in enumerate(self._slots):
             if request is not None and request._cached < len(request.prompt):
-                begin, size = request._cached, len(request.prompt)
-                request._cached = end = min(begin + self._chunk, size)
+                size = len(request.prompt)
+                begin, end = piece(request._cached, size, self._chunk)
+                request._cached = end
                 ids = np.array([request.prompt[begin:end]])
                 draws = self._draws([request if end == size else None])
                 answer = self._engine.run(ids, np.array([end]), draws, (i, 1))
@@ -243,9 +263,9 @@ class Batcher:
         rows = [r if r and r.tokens and not r._is_done() else None for r in self._slots]
         if not any(rows):
             return
-        # of the first slots; a power of two, so that there are few shapes
+        # of the first slots; a power of four, so that there are few shapes
         highest = max(i for i, request in enumerate(rows) if request)
-        count = min(1 << highest.bit_length(), len(rows))
+        count = min(1 << 2 * (highest.bit_length() + 1 >> 1), len(rows))
         ids, counts = np.zeros((count, 1), np.int64), np.ones(count, np.int64)
         for i, request in enumerate(rows[:count]):
             if request is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import all_nodes
+from onnx_fuse.ir.build import all_nodes, const_array
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.session import InputSpec
 
@@ -77,6 +77,9 @@ class Decoder:
     """Past and present have one size; a cache that grows has not."""
     capacity: int | None = None
     """Tokens of a sequence, of which each has a place."""
+    elastic: bool = False
+    """A mask may be longer than the tokens so far: the graph asks how many it marks, and no more of
+    it. All tokens of a cache in slots then have one shape."""
     outputs: Sequence[str] = field(default=(), compare=False)
 
     @property
@@ -164,8 +167,37 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
         sizes.add(width)
     return Decoder(
         roles, logits.name, len(logits.shape) == 2, _size(logits.shape[-1]), caches,
-        bool(attentions and caches), fixed, min(sizes, default=None), [v.name for v in ends],
+        bool(attentions and caches), fixed, min(sizes, default=None),
+        all(_asks_no_size(v) for v in graph.inputs if v.name in _told_sizes(roles)),
+        [v.name for v in ends],
     )  # fmt: skip
+
+
+def _told_sizes(roles: Mapping[str, InputSpec]) -> set[str]:
+    """The inputs that say how many tokens there are in all."""
+    return {roles[role].name for role in ("mask", "total") if role in roles}
+
+
+def _asks_no_size(mask: onnx_ir.Value) -> bool:
+    """Whether a mask is only summed, and its size, or the number `mask`, only goes to the input of
+    GroupQueryAttention that says what the cache must have room for.
+    """
+    values = [(mask, len(mask.shape or ()) > 1)]
+    for value, is_mask in values:
+        if value.is_graph_output():
+            return False
+        for node, place in value.uses():
+            kind = node.op_type
+            if kind == "GroupQueryAttention" and place == 6 and not is_mask:
+                continue
+            axes = const_array(node.inputs[1]) if kind == "ReduceSum" and is_mask else None
+            if place == 0 and axes is not None and axes.tolist() in ([1], [-1]):
+                continue
+            passes = {"Cast", "Identity"} if is_mask else VIEWS | {"Cast", "Gather", "Slice"}
+            if place or (kind not in passes and not (is_mask and kind == "Shape")):
+                return False
+            values.append((node.outputs[0], is_mask and kind != "Shape"))
+    return True
 
 
 def _tables_of(positions: onnx_ir.Value) -> list[onnx_ir.Value]:

@@ -68,13 +68,13 @@ class Engine:
         self._slots: dict[str, Any] = {}
         self._grown: dict[str, Any] = {}
         self._bindings: dict[Any, Any] = {}
-        self._rows, self._cached = rows, 0
+        self._rows, self._cached, self._room = rows, 0, 0
         self._cutter: InferenceSession | None = None
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
         self._slots, self._grown, self._bindings, size = {}, {}, {}, 0
-        self._cached = 0
+        self._cached, self._room = 0, tokens
         for cache in self.decoder.caches:
             shape = cache.sized(batch, tokens if self.in_place else 0)
             if self.in_place:
@@ -152,6 +152,8 @@ class Engine:
     ) -> Array:
         decoder, where = self.decoder, "cuda" if self.on_gpu else "cpu"
         total = int(counts.max()) if decoder.caches else ids.shape[1]
+        if decoder.in_slots and decoder.elastic and 1 in ids.shape:
+            total = self._room
         feeds = decoder.feeds(ids, counts, total)
         binding = self._bindings.get(rows) or self._bound(rows)
         for name, array in (feeds | ({} if self.sampler else dict(draws))).items():
