@@ -22,6 +22,8 @@ from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
+from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.run import ANSWERS
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, Table
@@ -41,6 +43,7 @@ class IdleDriver:
     CUstream = CUfunction = cuuint64_t = cuuint32_t = staticmethod(int)
     CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
     CUgraphEdgeData = SimpleNamespace
+    CUDA_MEMCPY2D = staticmethod(SimpleNamespace)
     CUmemPoolProps = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
 
     def __init__(self) -> None:
@@ -211,6 +214,12 @@ class FakeGpu(IdleDriver):
     def cuMemcpyDtoDAsync(self, *given: int) -> tuple[int]:
         return self._copy("cuMemcpyDtoDAsync", *given)
 
+    def cuMemcpy2DAsync(self, copy: Any, stream: int) -> tuple[int]:
+        for row in range(copy.Height):
+            to, at = copy.dstDevice + row * copy.dstPitch, copy.srcDevice + row * copy.srcPitch
+            self._copy("cuMemcpy2DAsync", to, at, copy.WidthInBytes, stream)
+        return (0,)
+
     def cuMemcpyDtoH(self, target: int, source: int, nbytes: int) -> tuple[int]:
         self.counts["cuMemcpyDtoH"] += 1
         ctypes.memmove(target, source, nbytes)
@@ -272,23 +281,35 @@ class FakeGpu(IdleDriver):
 
     def _run(self, kernel: int, operands: Mapping[str, int]) -> None:
         call = self._calls[kernel]
+        ends = {name: t for name, t in (*call.reads, *call.writes) if name in operands}
+        size = {name: dtype_of(t.dtype).itemsize for name, t in ends.items()}
+        buffers = {t.buffer: operands[n] - t.offset * size[n] for n, t in ends.items()}
 
-        def view(name: str, t: Tensor) -> np.ndarray:
-            """The operand where the launch has it; its Ptr may stand for the tensor's start."""
+        def at(address: int, t: Tensor) -> np.ndarray:
             dtype = dtype_of(t.dtype)
             reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.strides, strict=True))
-            raw = (ctypes.c_uint8 * (reach * dtype.itemsize)).from_address(operands[name])
+            raw = (ctypes.c_uint8 * (reach * dtype.itemsize)).from_address(address)
             strides = [s * dtype.itemsize for s in t.strides]
             flat = np.frombuffer(raw, dtype)
             return np.lib.stride_tricks.as_strided(flat, t.shape, strides, writeable=True)
+
+        def view(name: str, t: Tensor) -> np.ndarray:
+            """The operand where the launch has it; its Ptr may stand for the tensor's start."""
+            return at(operands[name], t)
+
+        def stored(t: Tensor) -> np.ndarray:
+            return at(buffers[t.buffer] + t.offset * dtype_of(t.dtype).itemsize, t)
 
         reads = {name: view(name, t).copy() for name, t in call.reads}
         writes = [t for _, t in call.writes]
         if call.kernel.startswith("Copy x"):
             results = [reads[f"0{name[1:]}"] for name, _ in call.writes]
-        else:
-            assert call.expression is not None, call.kernel
+        elif call.expression is not None:
             results = evaluate(call.expression, list(reads.values()), writes)
+        else:
+            of = Operands(SimpleNamespace(view=stored), call.reads, call.writes)
+            answers = ANSWERS[type(call.problem)](call.problem, of)
+            results = [np.reshape(answers[name], t.shape) for name, t in call.writes]
         for (name, t), result in zip(call.writes, results, strict=True):
             view(name, t)[...] = result
 

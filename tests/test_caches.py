@@ -317,13 +317,14 @@ class Exported(Layer):
     tables: str = ""  # each, one, apart
     repeats: bool = False
     normed: bool = False
+    masked: bool = True
     SAMPLE = (2, 2, 39)
 
     def model(self) -> onnx_ir.Model:
         kind, heads = self.kind, 2 if self.repeats else 4
         inputs = [f"{kind}[B,S,64] q", *(f"{kind}[B,S,{16 * heads}] {x}" for x in "kv")]
         inputs += [f"{kind}[B,{heads},P,16] {x}" for x in ("past_k", "past_v")]
-        inputs += [f"{kind}[B,1,S,T] mask"]
+        inputs += [f"{kind}[B,1,S,T] mask"] if self.masked else []
         body = "f = Constant <value_float = 0.25> ()  scale = CastLike (f, q)"
         body += " tiny = Constant <value_float = 1e-3> ()"
         for name, number in (("two", 2), ("four", 4), ("sixteen", 16), ("last", -1)):
@@ -379,7 +380,8 @@ class Exported(Layer):
             f" {kind}[B,{heads},R,16] present_v) {{ {body}"
             f" kt = Transpose <perm = [0, 1, 3, 2]> ({keys['k']})"
             f" s = MatMul ({'qr' if self.tables else 'q4'}, kt)  z = Mul (s, scale)"
-            f" m = Add (z, mask)  p = Softmax <axis = -1> (m)  o = MatMul (p, {keys['v']})"
+            f" m = {'Add (z, mask)' if self.masked else 'Identity (z)'}"
+            f" p = Softmax <axis = -1> (m)  o = MatMul (p, {keys['v']})"
             " o3 = Transpose <perm = [0, 2, 1, 3]> (o)"
             " os = Constant <value_ints = [0, 0, 64]> ()  y = Reshape (o3, os) }"
         )
@@ -390,9 +392,9 @@ class Exported(Layer):
         feeds = super().feeds(batch, new, past, rng)
         place, column = past + np.arange(new)[:, None], np.arange(past + new)
         padding = np.minimum(np.arange(batch), past)[:, None, None, None]
-        feeds["mask"] = np.where((column <= place) & (column >= padding), 0, -1e4).astype(
-            self.dtype
-        )
+        if self.masked:
+            hidden = (column > place) | (column < padding)
+            feeds["mask"] = np.where(hidden, -1e4, 0).astype(self.dtype)
         return feeds
 
 
@@ -406,6 +408,12 @@ EXPORTED = [
     Exported("growing, norms", tables="each", normed=True),
     Exported("growing float16, norms", "float16", tables="one", repeats=True, normed=True),
 ]
+ROOMY = [
+    Exported("plain", "float16", masked=False),
+    Exported("rotated", "float16", tables="each", repeats=True, masked=False),
+    Exported("norms", "float16", tables="one", repeats=True, normed=True, masked=False),
+]
+"""Caches that have room behind, for one new token each."""
 GROWTH = tuple(itertools.product((1, 2, 3), (1, 2, 5), (0, 1, 9)))
 """Sequences, new tokens and tokens of before."""
 

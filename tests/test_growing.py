@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
+from test_caches import EXPORTED, ROOMY, Exported
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
+from onnx_fuse.runtime import growing
 from onnx_fuse.runtime import instance as instance_module
 from onnx_fuse.runtime.arg_updates import operands
 from onnx_fuse.runtime.instance import Instance
@@ -205,3 +207,80 @@ def test_what_sizes_changed_is_what_an_evaluation_anew_gives(
         instances.add(id(instance))
         assert_as_if_new(instance)
     assert len(instances) <= 4  # two classes, and shapes that came again
+
+
+@pytest.mark.parametrize("row", ROOMY, ids=lambda row: row.name)
+def test_a_cache_that_grows_stays_where_it_is(
+    row: Exported, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token more is no new shape and no copy of the cache; what others see is as it was."""
+    monkeypatch.setattr(growing, "LEAST", 4)
+    session, rng = InferenceSession(row.model(), device="cuda"), np.random.default_rng(8)
+    names = [v.name for v in session.get_outputs()]
+    text = [row.feeds(2, 1, 0, rng) for _ in range(10)]
+    start = {name: array for name, array in text[0].items() if "past" in name}
+    binding = session.io_binding()
+
+    def token(feeds: dict[str, np.ndarray], pasts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        for name, value in (feeds | pasts).items():
+            host = isinstance(value, np.ndarray)
+            (binding.bind_cpu_input if host else binding.bind_ortvalue_input)(name, value)
+        for name in names:
+            binding.bind_output(name, "cpu" if name == "y" else "cuda")
+        session.run_with_iobinding(binding)
+        y, *presents = binding.get_outputs()
+        return y, dict(zip(start, presents, strict=True))
+
+    wanted, pasts = [], start
+    for feeds in text:  # by copies of all
+        y, *presents = session.run(names, feeds | pasts)
+        pasts = dict(zip(start, presents, strict=True))
+        wanted.append((y, pasts))
+    kept, begun, pasts = [], [], start
+    for feeds, (y, _) in zip(text, wanted, strict=True):
+        gpu.counts.clear()
+        found, pasts = token(feeds, pasts)
+        np.testing.assert_allclose(found, y, atol=2e-3)
+        begun.append(gpu.counts["cuMemcpy2DAsync"] > 0)
+        kept.append(pasts)
+    # a room of 4 from the second run on, then of 8 and of 16
+    assert [i for i, new in enumerate(begun) if new] == [1, 4, 8]
+    assert len({id(value.rooms) for value in pasts.values()}) == 1
+    for pasts, (_, presents) in zip(kept, wanted, strict=True):
+        for name, value in pasts.items():
+            assert value.shape == presents[name].shape
+            np.testing.assert_array_equal(value.numpy(), presents[name])
+    # another token behind the same ones harms nobody
+    other, _ = token(text[0], kept[5])
+    assert not np.allclose(other, wanted[6][0], atol=2e-3)
+    for i in (5, 6, 2, 8):
+        np.testing.assert_allclose(token(text[i + 1], kept[i])[0], wanted[i + 1][0], atol=2e-3)
+    for name, value in kept[9].items():
+        address = value.address  # from here on it has memory of its own
+        assert value.rooms is None
+        assert value.address == address
+        np.testing.assert_array_equal(value.numpy(), wanted[9][1][name])
+
+
+@pytest.mark.parametrize("row", [*EXPORTED, *ROOMY], ids=lambda row: row.name)
+def test_a_cache_that_cannot_have_room_grows_by_copies(row: Exported, gpu: FakeGpu) -> None:
+    """Some tokens a run, a mask, or a type of which no kernel takes lengths."""
+    session, rng = InferenceSession(row.model(), device="cuda"), np.random.default_rng(8)
+    names, rows = [v.name for v in session.get_outputs()], 1 if row.masked else 2
+    binding, pasts = session.io_binding(), {}
+    for i in range(4):
+        feeds = row.feeds(2, rows, rows * i, rng)
+        pasts = pasts or {n: array for n, array in feeds.items() if "past" in n}
+        feeds |= {name: np.asarray(value) for name, value in pasts.items()}
+        for name, value in (feeds | pasts).items():
+            host = isinstance(value, np.ndarray)
+            (binding.bind_cpu_input if host else binding.bind_ortvalue_input)(name, value)
+        for name in names:
+            binding.bind_output(name, "cuda")
+        session.run_with_iobinding(binding)
+        y, *presents = binding.get_outputs()
+        pasts = dict(zip(pasts, presents, strict=True))
+        for name, found in zip(names, (y, *presents), strict=True):
+            [exact] = session.run([name], feeds)
+            np.testing.assert_allclose(found.numpy(), exact, atol=2e-3)
+            assert getattr(found, "rooms", None) is None

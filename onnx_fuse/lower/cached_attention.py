@@ -16,8 +16,9 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
 from onnx_fuse.lower.sdpa import aligned
-from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, growing
+from onnx_fuse.ops.fused.sdpa.kinds import KINDS
+from onnx_fuse.program.call import NoRoom, Tensor
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.size import maximum, number
@@ -208,6 +209,13 @@ def _mask(
 def cache_update(ctx: Context, node: ir.Node) -> str | None:
     """New rows behind the past or at their places, rotated where the node has tables."""
     how, placed = next(key for key, name in CACHES.items() if name == node.op_type)
+    reason = _updated(ctx, node, how, placed)
+    if reason and ctx.in_rooms and not placed:
+        raise NoRoom(reason)
+    return reason
+
+
+def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> str | None:
     rotated = how != PLAIN
     names = ("q", "k", "v") if rotated else ("k", "v")
     reads = {name: aligned(ctx, ctx.view(node, i)) for i, name in enumerate(names)}
@@ -221,6 +229,11 @@ def cache_update(ctx: Context, node: ir.Node) -> str | None:
     if (q.shape[0], *q.shape[2:]) != (batch, rows, size) or not batch * rows * size:
         return "it is empty, or its queries are not those of its keys"
     more: dict[str, Any] = {"uniform": not placed}
+    roomy = ctx.in_rooms and not placed
+    if roomy:
+        _check_room(node, len(names), rows)
+        reads["lengths"] = ctx.tokens_before(batch)
+        more = {"keep": True}
     if rotated:
         try:
             tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
@@ -240,7 +253,7 @@ def cache_update(ctx: Context, node: ir.Node) -> str | None:
         reads["positions"] = ctx.contiguous(places)
         more |= {"placed": "all" if shared else "each", "keep": True}
     writes = {"turned": ctx.output(node, 0, q.shape, q.dtype)} if rotated else {}
-    length, dtype = past if placed else past + rows, k.dtype
+    length, dtype = past if placed or roomy else past + rows, k.dtype
     for i, name in enumerate(("present_key", "present_value"), rotated):
         writes[name] = ctx.output(node, i, (batch, kv_heads, length, size), dtype)
     append = CacheAppend(
@@ -248,7 +261,45 @@ def cache_update(ctx: Context, node: ir.Node) -> str | None:
         dtype=dtype, q_strides=q.strides[:3], k_strides=k.strides[:3],
         v_strides=reads["v"].strides[:3], **{"heads": 0, **more},
     )  # fmt: skip
-    return ctx.select(node, append, reads, writes, inplace=_PAIRS if placed else ())
+    if roomy:
+        ctx.rooms |= {t.buffer for t in (*pasts, *(writes[present] for present, _ in _PAIRS))}
+    return ctx.select(node, append, reads, writes, inplace=_PAIRS if placed or roomy else ())
+
+
+def _check_room(node: ir.Node, first: int, rows: int) -> None:
+    """Raise NoRoom where something else than attention over one new token sees past or present.
+
+    Its past is an input of the program and its present a result, or there would be no room.
+    """
+    if rows != 1:
+        raise NoRoom(f"{rows} new tokens")
+    pasts, presents = node.inputs[first : first + 2], node.outputs[-2:]
+    if not all(v is not None and v.is_graph_input() and len(v.uses()) == 1 for v in pasts):
+        raise NoRoom("its past is no input that it alone reads")
+    values = list(presents)
+    for value in values:
+        for reader in (use.node for use in value.uses()):
+            if reader.op_type == "Cast":
+                values.append(reader.outputs[0])
+            elif reader.op_type not in KINDS:
+                raise NoRoom(f"{reader.op_type} reads its present")
+    if not all(v.is_graph_output() for v in presents):
+        raise NoRoom("its present is no result")
+
+
+def checked_rooms(ctx: Context, graph: ir.Graph) -> Tensor:
+    """The input LENGTHS of a graph whose caches all stand in rooms.
+
+    Raises NoRoom where one does not, or a call sees what is behind the tokens.
+    """
+    for call in ctx.calls:
+        fits = isinstance(call.problem, CacheAppend) or getattr(call.problem, "lengths", False)
+        if not fits and any(t.buffer in ctx.rooms for _, t in call.reads):
+            raise NoRoom(f"{call.kernel} reads all of it")
+    ends = [ctx.slots[value].tensor for pair in growing(graph) for value in pair]
+    if ctx.lengths is None or any(t is None or t.buffer not in ctx.rooms for t in ends):
+        raise NoRoom("a cache is empty, or none grows")
+    return ctx.lengths
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

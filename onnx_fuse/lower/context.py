@@ -50,7 +50,7 @@ from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import Buffer, Call, PassContext, Tensor, dense_strides
+from onnx_fuse.program.call import LENGTHS, Buffer, Call, PassContext, Tensor, dense_strides
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Hardware
 
 WEIGHT_LIMIT = 1 << 12
@@ -113,6 +113,11 @@ class Context(PassContext, ABC):
         """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
         self.codes: dict[int, Codes] = {}
         """What was dequantized from 8 bits, by the buffer of the floats."""
+        self.in_rooms = False  # whether caches that grow have room behind (`call.LENGTHS`)
+        self.lengths: Tensor | None = None
+        """The tokens before the new ones, once a cache in a room was lowered."""
+        self.rooms: set[int] = set()
+        """Buffers of past and present in rooms."""
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None
@@ -417,6 +422,11 @@ class Context(PassContext, ABC):
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
         """A new temporary between the calls of one lowering."""
         return self._buffer("temp", shape, dtype)
+
+    def tokens_before(self, batch: int) -> Tensor:
+        """The input LENGTHS."""
+        self.lengths = self.lengths or self._buffer("input", (batch,), "int32", LENGTHS)
+        return self.lengths
 
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""

@@ -18,7 +18,7 @@ from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import NoRoom, Tensor
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Value
 from onnx_fuse.program.size import OpenSize, broadcast
@@ -195,9 +195,18 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
         masks = _masks(ctx, node, 3, q, k, windows=False)
         assert not isinstance(masks, str)
         problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
+    reads = {"q": q, "k": k, "v": v} | masks.reads
+    if k.buffer in ctx.rooms and ctx.lengths is not None:
+        if problem.mask or problem.causal or problem.window:
+            raise NoRoom("attention over it has a mask")
+        problem, reads = replace(problem, lengths=True), reads | {"lengths": ctx.lengths}
+        reason = ctx.select(node, problem, reads, writes)
+        if reason:
+            raise NoRoom(reason)
+        return None
     if _apart_pays(ctx, problem, 2 * len(exposed)):
         return APART
-    return ctx.select(node, problem, {"q": q, "k": k, "v": v} | masks.reads, writes)
+    return ctx.select(node, problem, reads, writes)
 
 
 def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:

@@ -24,6 +24,7 @@ from onnx_fuse.ir.build import Builder, captured, subgraphs
 from onnx_fuse.ir.constants import DEFAULT, base_name, one_line
 from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower import elementwise, views
+from onnx_fuse.lower.cached_attention import checked_rooms
 from onnx_fuse.lower.context import (
     WEIGHT_LIMIT,
     Lowering,
@@ -44,7 +45,7 @@ from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
+from onnx_fuse.program.call import LENGTHS, UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
@@ -123,6 +124,7 @@ class Lowerer(Control):
         while any((v.name or "").startswith(f"{self._prefix}_") for v in graph.inputs):
             self._prefix += "_"
         mutable = self.mutable = set(self.state.values())
+        self.in_rooms = LENGTHS in self.shapes
         inputs = []
         for value in graph.inputs:
             if value.name in self.values:
@@ -155,6 +157,8 @@ class Lowerer(Control):
                 self.slots[value] = Slot(host=values, tensor=tensor)
         for node in graph:
             self._node(node)
+        if self.in_rooms:
+            inputs.append((LENGTHS, checked_rooms(self, graph)))
         outputs, writes = self._outputs()
         names = [v.name or "" for v in graph.outputs if self.slots[v].later]
         rest = stages(self, names)

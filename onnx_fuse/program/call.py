@@ -369,6 +369,17 @@ class NeedsValues(Exception):
         self.names = tuple(names)
 
 
+LENGTHS = "onnx_fuse.lengths"
+"""Input of a program, int32 [B]: the tokens of each sequence before the new ones.
+
+Where `Shapes` has it, caches that grow are lowered in rooms: past and present are one place, with
+room for more tokens than there are, and all that a token more changes is this number."""
+
+
+class NoRoom(Exception):
+    """Raised for a graph whose growing caches cannot be lowered in rooms, with the reason."""
+
+
 @dataclass(frozen=True)
 class Program:
     """Kernel calls in order over buffers: a pure function of (model, shapes, Hardware).

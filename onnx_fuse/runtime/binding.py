@@ -66,6 +66,18 @@ class Binding:
         self._feed(name, memory)
         self.addressed.add(name)
 
+    def feed(self, name: str, value: Any, *, addressed: bool) -> None:
+        """Feed what another binding has been fed."""
+        self._feed(name, value)
+        if addressed:
+            self.addressed.add(name)
+
+    def rebind(self, name: str, where: str, place: DeviceTensor | None, lent: Any) -> None:
+        """Let an output go where another binding has it."""
+        self._bind(name, where, place)
+        if lent is not None:
+            self.lent[name] = lent
+
     def _feed(self, name: str, value: Any) -> None:
         self.feeds[name] = value
         self.addressed.discard(name)

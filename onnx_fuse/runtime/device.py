@@ -490,6 +490,22 @@ class Stream(Owned):
         """Device to device, in stream order."""
         check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self.raw), "copy on the GPU")
 
+    def move_rows(
+        self, target: int, step: int, source: int, source_step: int, nbytes: int, rows: int
+    ) -> None:
+        """Rows of `nbytes`, which begin `step` and `source_step` bytes after each other, on the
+        device, in stream order.
+        """
+        if not nbytes * rows:
+            return
+        copy = self._driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = (
+            source, source_step, target, step,
+        )  # fmt: skip
+        copy.WidthInBytes, copy.Height = nbytes, rows
+        check(self._driver.cuMemcpy2DAsync(copy, self.raw), "copy on the GPU")
+
     def fill(self, address: int, value: int, nbytes: int) -> None:
         """Set each of these bytes to `value`, in stream order."""
         if nbytes:

@@ -21,11 +21,12 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
+from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.growing import Growing
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Instance
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -105,7 +106,7 @@ class Executable:
         self._warned: set[str] = set()
         self.input_names = sorted(v.name or "" for v in self._ends(model).inputs)
         replaced = set(self.state.values())
-        self._fed_names = [name for name in self.input_names if name not in replaced]
+        self._fed_names = [name for name in self.input_names if name not in replaced] + [LENGTHS]
         self.on_shape: Callable[[Feeds], None] | None = None  # told of feeds whose shape is new
         self.on_lowered: Callable[[ir.Model], Future[Origin | None]] | None = None
         """Told of the graph once it is first lowered, what that made of weights included; says
@@ -358,8 +359,12 @@ class Executable:
         """
         home = self.stream
         target = home if stream is None else self.shared.order.stream(stream)
-        prepared = self._ready(binding)
-        if prepared is None or not self._again(binding, prepared, target):
+        ran = False
+        if self._growing is not None and target is home:
+            with self._lock:
+                ran = self._growing.run(binding, partial(self._in_rooms, checked))
+        prepared = self._ready(binding) if not ran else None
+        if not ran and (prepared is None or not self._again(binding, prepared, target)):
             self._bound(binding, checked(binding.feeds) if checked else binding.feeds, target)
         if synchronize:
             target.wait("running what is bound")
@@ -367,6 +372,20 @@ class Executable:
             if isinstance(result, DeviceTensor):
                 result.ready = None if synchronize else target
         binding.ran_in = None if synchronize else target
+
+    @cached_property
+    def _growing(self) -> Growing | None:
+        """The caches of the model that grow, None where it has none."""
+        deployed = isinstance(self.model, Deployed)
+        return None if deployed else Growing.of(self.shared, self._ends(self.model))  # type: ignore[arg-type]
+
+    def _in_rooms(self, checked: Callable[[Feeds], Feeds] | None, inner: Binding) -> None:
+        """Run a binding of a program whose caches stand in rooms."""
+        prepared = self._ready(inner)
+        if prepared is None or not self._again(inner, prepared, self.stream):
+            feeds = {n: v for n, v in inner.feeds.items() if n != LENGTHS}
+            feeds = {**(checked(feeds) if checked else feeds), LENGTHS: inner.feeds[LENGTHS]}
+            self._bound(inner, feeds, self.stream)
 
     def _again(self, binding: Binding, prepared: Prepared, stream: device.Stream) -> bool:
         """Run a binding of which nothing but addresses changed; False where that is no use."""

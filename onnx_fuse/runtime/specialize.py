@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import OnnxFuseError
-from onnx_fuse.program.call import NeedsValues, Program, Shapes
+from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
@@ -101,7 +101,7 @@ class Specializer:
         self._writers: list[threading.Thread] = []
         self.lock = threading.RLock()
         """This lock is held while the model is lowered, which changes it."""
-        self._inputs = {value.name for value in model.graph.inputs}
+        self._inputs = {LENGTHS, *(value.name for value in model.graph.inputs)}
         self._free: dict[tuple[object, ...], _Free] = {}
         KEEPERS.add(self)
 

@@ -14,6 +14,7 @@ from test_caches import (
     GROWTH,
     HALF,
     QUANTIZED,
+    ROOMY,
     ROTARY,
     Buffered,
     Decoder,
@@ -26,7 +27,7 @@ from test_caches import (
 from onnx_fuse import InferenceSession
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import device, growing
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +104,38 @@ def test_a_cache_of_a_fixed_size_is_filled_where_it_stands(case: Fixed) -> None:
         ours.run_with_iobinding(binding)
         for name, array in zip([*names, "y"], binding.copy_outputs_to_cpu(), strict=True):
             np.testing.assert_array_equal(array, wanted[name], err_msg=f"{name} {sizes}")
+
+
+@pytest.mark.parametrize("row", ROOMY, ids=lambda row: row.name)
+def test_a_cache_that_grows_stays_where_it_is(row: Exported) -> None:
+    """Presents become pasts for as many tokens as outgrow the first room."""
+    model, rng = row.model(), np.random.default_rng(9)
+    proto = ir.serde.serialize_model(model)
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    ours = InferenceSession(model, device="cuda")
+    names = [end.name for end in theirs.get_outputs()]
+    binding, exact, rooms = ours.io_binding(), {}, set()
+    pasts: dict[str, object] = {}
+    for token in range(growing.LEAST + 6):
+        feeds = row.feeds(3, 1, 0, rng)
+        new = {name: array for name, array in feeds.items() if "past" not in name}
+        exact = exact or {name: array for name, array in feeds.items() if "past" in name}
+        y, *presents = theirs.run(names, new | exact)
+        exact = dict(zip(exact, presents, strict=True))
+        for name, array in (new if token else feeds).items():
+            binding.bind_cpu_input(name, array)
+        for name, past in pasts.items():
+            binding.bind_ortvalue_input(name, past)
+        for name in names:
+            binding.bind_output(name, "cpu" if name == "y" else "cuda")
+        ours.run_with_iobinding(binding)
+        found, *presents = binding.get_outputs()
+        np.testing.assert_allclose(found, y, rtol=4e-3, atol=4e-3, err_msg=f"token {token}")
+        pasts = dict(zip(exact, presents, strict=True))
+        rooms |= {id(getattr(value, "rooms", None)) for value in presents}
+    assert len(rooms) == 3  # the first run's presents are apart
+    for name, past in pasts.items():
+        np.testing.assert_allclose(np.asarray(past), exact[name], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.launches("sdpa/wgmma_sm90.cu", "sdpa_wgmma")

@@ -9,6 +9,11 @@ an RMSNormalization of each head by q_scale and k_scale [D]. A GPU's programs ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.norm import EPSILON
 from onnx_fuse.ops.opdef import fused_op, register
 
@@ -61,3 +66,12 @@ def _define(how: str, form: str) -> None:
 for _form in _PRESENT:
     for _how in (PLAIN, ROTATED, NORM_ROTATED):
         _define(_how, _form)
+
+
+def growing(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Each past and the present that is longer by the new tokens."""
+    first = {name: 3 if how else 2 for (how, placed), name in CACHES.items() if not placed}
+    for node in graph:
+        if node.domain == FUSE and node.op_type in first:
+            pasts = [v for v in node.inputs[first[node.op_type] :] if v is not None]
+            yield from zip(pasts[:2], node.outputs[-2:], strict=True)
