@@ -143,12 +143,16 @@ class InferenceSession:
         options["level"] = self._level
         return cache.Entry(Path(self._source), *identity, options)  # type: ignore[arg-type]
 
+    def _read(self) -> onnx_ir.Model:
+        """The model as it is before it is optimized."""
+        return load(self._source)
+
     @cached_property
     def model(self) -> onnx_ir.Model:
         """The graph that runs; of a compiled file, the one that its programs were made of."""
         if self._cached is not None:
             return self._cached.model
-        graph = load(self._source)
+        graph = self._read()
         if self._level is not None:
             from onnx_fuse import rewrite
 
@@ -172,7 +176,7 @@ class InferenceSession:
                 raise
             # its inference contradicts what is folded, as of pools with SAME and dilations
             try:
-                session, entry = opened(load(self._source)), None
+                session, entry = opened(self._read()), None
             except Exception as again:
                 if not ort.is_fault(again):
                     raise

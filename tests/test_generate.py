@@ -1,8 +1,10 @@
 """Text from ids: every form of a decoder, against a plain loop over onnxruntime."""
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, sampler
 from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.runtime.binding import Binding
-from onnx_fuse.runtime.device import Memory
+from onnx_fuse.runtime.device import Memory, Stream
 from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 from onnx_fuse.session import argument
 
@@ -94,7 +96,7 @@ class OnDevice(of.InferenceSession):
     def io_binding(self) -> Binding:
         return Binding([v.name for v in self.get_outputs()], 0)
 
-    def run_with_iobinding(self, iobinding: Any, *_: Any, **__: Any) -> None:
+    def run_with_iobinding(self, iobinding: Any, *_: Any, synchronize: bool = True) -> None:
         feeds = {n: np.asarray(v) for n, v in iobinding.feeds.items()}
         self.runs.append(dict(iobinding.feeds))
         results = interpreted(self.model, feeds)
@@ -108,6 +110,7 @@ class OnDevice(of.InferenceSession):
                 result = place or DeviceTensor(memory.address, array.shape, array.dtype, 0, memory)
                 assert (result.shape, result.dtype) == (array.shape, array.dtype), name
                 ctypes.memmove(result.address, array.ctypes.data, array.nbytes)
+                result.ready = None if synchronize else Stream()
             iobinding.results[name] = result
 
 
@@ -121,6 +124,10 @@ def test_on_a_gpu_neither_cache_nor_logits_go_through_the_host(
     for source in (model, OnDevice(model)):
         generator = of.Generator(source, PROMPTS[:2], max_new_tokens=4, device="cuda")
         assert [list(new) for new in zip(*generator, strict=True)] == wanted
+        # a token is not waited for before the run that reads it begins
+        assert generator._is_ahead == ("whole" not in form)
+        assert gpu.counts["cuMemcpyDtoHAsync"] == 3 * generator._is_ahead
+        gpu.counts.clear()
         sessions = [s for s in (generator._engine.session, generator._engine.sampler) if s]
         for feeds in [feeds for session in sessions for feeds in session.runs]:
             host = {n for n, v in feeds.items() if isinstance(v, np.ndarray) and v.size}
@@ -341,6 +348,23 @@ def test_a_full_cache_keeps_what_is_in_it() -> None:
     for name, (_, _, memory) in generator._engine._slots.items():
         np.testing.assert_array_equal(memory, before[name])
     assert tokens == of.generate(MODELS["slotted"], [1, 2, 3], max_new_tokens=6)
+
+
+def test_a_file_in_the_cache_has_the_sampler_of_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("onnx_fuse.session._KEPT", 1)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(bytes_of(MODELS["slotted"]))
+    for options in ({}, {"repetition_penalty": 1.5}):
+        wanted = of.generate(MODELS["slotted"], PROMPTS[0], max_new_tokens=6, **options)
+        for _ in range(2):
+            assert of.generate(path, PROMPTS[0], max_new_tokens=6, **options) == wanted
+            for thread in threading.enumerate():
+                if thread.name == "onnx_fuse cache":
+                    thread.join()
+    assert len([*(tmp_path / "graphs").iterdir()]) == 2
 
 
 def test_a_mask_is_as_long_as_the_tokens_where_a_graph_asks() -> None:

@@ -113,6 +113,10 @@ class Request:
         return self._cancelled or len(self.tokens) >= self._count or last in self._eos
 
 
+SHORTEST = 32
+"""Tokens of a prompt for which a run takes hardly longer than for one."""
+
+
 def piece(begin: int, size: int, chunk: int) -> tuple[int, int]:
     """Which tokens of a prompt go into the next run: `begin` of its `size` are in the cache.
 
@@ -126,10 +130,6 @@ def piece(begin: int, size: int, chunk: int) -> tuple[int, int]:
     if width <= size:
         return size - width, size
     return begin, begin + (1 << left.bit_length() - 1)
-
-
-SHORTEST = 32
-"""Tokens of a prompt for which a run takes hardly longer than for one."""
 
 
 class Batcher:
@@ -265,7 +265,10 @@ class Batcher:
             return
         # of the first slots; a power of four, so that there are few shapes
         highest = max(i for i, request in enumerate(rows) if request)
-        count = min(1 << 2 * (highest.bit_length() + 1 >> 1), len(rows))
+        count = 1
+        while count <= highest:
+            count *= 4
+        count = min(count, len(rows))
         ids, counts = np.zeros((count, 1), np.int64), np.ones(count, np.int64)
         for i, request in enumerate(rows[:count]):
             if request is not None:

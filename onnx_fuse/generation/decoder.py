@@ -90,8 +90,9 @@ class Decoder:
     def feeds(self, ids: Array, counts: Array, total: int) -> dict[str, Array]:
         """The inputs of a run but for the cache.
 
-        `ids` [B, S] are the latest tokens of sequences that have `counts` [B] tokens in all with
-        them, and `total` places, the first or (in a cache that grows) the last of them in use.
+        `ids` [B, S], perhaps on a GPU, are the latest tokens of sequences that have `counts` [B]
+        tokens in all with them, and `total` places, the first or (in a cache that grows) the last
+        of them in use.
         """
         places, columns = np.arange(total), np.arange(ids.shape[1])
         used = places >= total - counts[:, None] if self.left else places < counts[:, None]
@@ -108,6 +109,9 @@ class Decoder:
         }
         feeds = {}
         for role, end in self.roles.items():
+            if role == "ids" and not isinstance(ids, np.ndarray):
+                feeds[end.name] = ids
+                continue
             array = np.asarray(values[role]).astype(end.dtype)
             if role == "positions" and len(end.shape) == 1:
                 array = array[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,8 +19,12 @@ from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import CANONICAL_OPSET
-from onnx_fuse.runtime import ort
+from onnx_fuse.runtime import device, ort
+from onnx_fuse.runtime.staging import Downloads, Pending
 from onnx_fuse.session import InferenceSession, argument, load
+
+if TYPE_CHECKING:
+    from onnx_fuse.cache import Entry
 
 
 class Engine:
@@ -38,6 +44,7 @@ class Engine:
             model = InferenceSession(model, device=device, precision=precision)
         self.sampler: InferenceSession | None = None
         graph = model.model.graph if isinstance(model, InferenceSession) else None
+        source = model
         if graph is None:
             model = load(model)
             graph = model.graph
@@ -61,8 +68,12 @@ class Engine:
             small = sampler(outputs[at], options, self.gathers, rows)
             self.sampler = InferenceSession(small, device=_place(model))
         else:
-            append_sampler(graph, graph.outputs[at], options, self.gathers, rows)
-            self.session = InferenceSession(model, device=device, precision=precision)
+            append = partial(append_sampler, sampling=options, ragged=self.gathers, rows=rows)
+            if is_path:
+                self.session = _Sampled(source, model, at, append, device, precision)
+            else:
+                append(graph, graph.outputs[at])
+                self.session = InferenceSession(model, device=device, precision=precision)
         self.on_gpu = self.session.device == "cuda"
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)
         self._slots: dict[str, Any] = {}
@@ -70,6 +81,7 @@ class Engine:
         self._bindings: dict[Any, Any] = {}
         self._rows, self._cached, self._room = rows, 0, 0
         self._cutter: InferenceSession | None = None
+        self._downloads = Downloads()
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
@@ -88,8 +100,6 @@ class Engine:
     def memory(self) -> int:
         """Bytes in use: on "cuda" of the GPU by all that run there, else the process's most."""
         if self.on_gpu:
-            from onnx_fuse.runtime import device
-
             device.start(_gpu(self.session))
             answer = device.bindings().cuMemGetInfo()
             device.check(answer, "the GPU's memory")
@@ -145,48 +155,88 @@ class Engine:
         if self.gathers:
             draws[LAST] = np.maximum(counts[:, None] - np.arange(self._rows, 0, -1), 0)
         with ort.faults(self.name):
-            return self._run(ids, counts, draws, rows)
+            answer = self._run(ids, counts, draws, rows)
+        return np.asarray(answer if isinstance(answer, np.ndarray) else answer.numpy())
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a run may begin while the tokens of the one before are on the GPU alone."""
+        is_int64 = self.decoder.roles["ids"].dtype == np.int64
+        return self.on_gpu and bool(self.decoder.caches) and is_int64
+
+    def begin(self, ids: Any, counts: Array, draws: Mapping[str, Array]) -> tuple[Any, Pending]:
+        """Enqueue a run, and return at once: its tokens [B, 1] on the GPU, and on their way here.
+
+        `ids` may be the tokens of the run before, on the GPU.
+        """
+        with ort.faults(self.name):
+            tokens = self._run(ids, counts, draws, None, wait=False)
+        if tokens.ready is None:
+            return tokens, Pending([TOKEN], lambda: None, lambda: [tokens.numpy()])
+        room, gpu = self._downloads.acquire(tokens.nbytes), tokens.device_id
+        tokens.ready.download(room.pinned.address, tokens.address, tokens.nbytes)
+        room.passed.record(tokens.ready)
+
+        def wait() -> None:
+            device.start(gpu)
+            room.passed.wait("the next token")
+
+        def read() -> list[Array]:
+            values = room.pinned.array[: tokens.nbytes].view(np.int64).reshape(tokens.shape).copy()
+            self._downloads.release(room)
+            return [values]
+
+        pending = Pending([TOKEN], wait, read)
+        self._downloads.limit_pending(pending)
+        return tokens, pending
 
     def _run(
-        self, ids: Array, counts: Array, draws: Mapping[str, Array], rows: tuple[int, int] | None
-    ) -> Array:
+        self,
+        ids: Any,
+        counts: Array,
+        draws: Mapping[str, Array],
+        rows: tuple[int, int] | None,
+        *,
+        wait: bool = True,
+    ) -> Any:
         decoder, where = self.decoder, "cuda" if self.on_gpu else "cpu"
         total = int(counts.max()) if decoder.caches else ids.shape[1]
         if decoder.in_slots and decoder.elastic and 1 in ids.shape:
             total = self._room
         feeds = decoder.feeds(ids, counts, total)
         binding = self._bindings.get(rows) or self._bound(rows)
-        for name, array in (feeds | ({} if self.sampler else dict(draws))).items():
-            binding.bind_cpu_input(name, array)
+        for name, value in (feeds | ({} if self.sampler else dict(draws))).items():
+            if isinstance(value, np.ndarray):
+                binding.bind_cpu_input(name, value)
+            else:
+                binding.bind_ortvalue_input(name, value)
         for past, value in self._grown.items():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(past, value)
             else:
                 binding.bind_ortvalue_input(past, value)
         names = [decoder.logits if self.sampler else TOKEN]
-        binding.bind_output(names[0], where if self.sampler else "cpu")
+        binding.bind_output(names[0], where if self.sampler or not wait else "cpu")
         for cache in decoder.caches:
             names.append(cache.present)
             if not self.in_place:
                 binding.bind_output(cache.present, where)
-        self.session.run_with_iobinding(binding)
+        self.session.run_with_iobinding(binding, **({} if wait else {"synchronize": False}))
         self._cached = total
         results = dict(zip(names, binding.get_outputs(), strict=True))
         for cache in decoder.caches if not self.in_place else ():
             self._grown[cache.past] = results[cache.present]
         answer = results[names[0]]
-        if self.sampler:
-            answer = self._sampled(answer, draws)
-        return np.asarray(answer if isinstance(answer, np.ndarray) else answer.numpy())
+        return self._sampled(answer, draws, wait) if self.sampler else answer
 
-    def _sampled(self, logits: Any, draws: Mapping[str, Array]) -> Any:
+    def _sampled(self, logits: Any, draws: Mapping[str, Array], wait: bool) -> Any:
         assert self.sampler is not None
         binding = self.sampler.io_binding()
         binding.bind_ortvalue_input("logits", logits)
         for name, array in draws.items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output(TOKEN)
-        self.sampler.run_with_iobinding(binding)
+        binding.bind_output(TOKEN, "cpu" if wait else "cuda")
+        self.sampler.run_with_iobinding(binding, **({} if wait else {"synchronize": False}))
         return binding.get_outputs()[0]
 
     def _bound(self, rows: tuple[int, int] | None) -> Any:
@@ -206,6 +256,29 @@ class Engine:
             ):
                 bind(name, *device, cache.dtype, shape, address)
         return binding
+
+
+class _Sampled(InferenceSession):
+    """A decoder's file with a sampler behind it, which the cache tells from the file by itself."""
+
+    def __init__(
+        self, source: Any, model: ir.Model, at: int, append: partial[None], device: str | None,
+        precision: str,
+    ) -> None:  # fmt: skip
+        self._loaded, self._at, self._append = [model], at, append
+        super().__init__(source, device=device, precision=precision)
+        self._loaded.clear()  # what is in the cache was not needed
+
+    def _read(self) -> ir.Model:
+        model = self._loaded.pop() if self._loaded else super()._read()
+        self._append(model.graph, model.graph.outputs[self._at])
+        return model
+
+    def _entry(self, **options: object) -> Entry | None:
+        how = dict(self._append.keywords)
+        sampling = how.pop("sampling")
+        how |= {f.name: getattr(sampling, f.name) for f in fields(DecoderOptions)[3:]}
+        return super()._entry(**options, sampler=sorted(how.items()))
 
 
 def _cutter(caches: Sequence[CacheTensor]) -> ir.Model:
@@ -237,8 +310,6 @@ def _zeros(nbytes: int, session: InferenceSession) -> tuple[int, Any]:
     if session.device == "cpu":
         array = np.zeros(nbytes, np.uint8)
         return array.ctypes.data, array
-    from onnx_fuse.runtime import device
-
     device.start(_gpu(session))
     memory, stream = device.Memory(nbytes, "the cache of a decoder"), device.Stream()
     stream.fill(memory.address, 0, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -16,9 +17,13 @@ from onnx_fuse.generation.options import GeneratorOptions
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
 from onnx_fuse.options import shared, takes
+from onnx_fuse.runtime.staging import Pending
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
+
+AHEAD = 3
+"""Runs that are under way while the host waits for the first of them."""
 
 
 class Generator:
@@ -80,6 +85,11 @@ class Generator:
         self._room = room if self._limit is None else min(room, self._limit)
         self._begun, self._cache_bytes = False, 0
         self._ready = list[int]()
+        # the next run then depends on the host in nothing but the number of the token
+        plain = options.repetition_penalty == 1 and (len(lengths) == 1 or not self._eos)
+        self._is_ahead = self._engine.runs_ahead and plain and options.draft is None
+        self._begun_runs = deque[Pending]()
+        self._latest: Any = None  # tokens of the last of them
         self._draft = None if options.draft is None else Draft(self._room, options)
 
     def memory(self) -> dict[str, int]:
@@ -144,6 +154,8 @@ class Generator:
 
     def _step(self) -> Array:
         engine = self._engine
+        if self._is_ahead:
+            return self._step_ahead()
         # a sequence that has ended stays in its place, and the slot of its last token
         going = self._active if not engine.decoder.left else np.ones_like(self._active)
         self._check_room(int(self._counts.max(where=going, initial=0)) + 1)
@@ -154,6 +166,20 @@ class Generator:
             return self._whole()
         last = np.array([[t[-1]] for t in self.tokens])
         return engine.run(last, self._counts, self._draws())[:, -1]
+
+    def _step_ahead(self) -> Array:
+        """The next tokens, while runs for those behind them are under way."""
+        runs, full = self._begun_runs, self._limit or 1 << 62
+        while len(runs) < min(AHEAD, self._left):
+            if runs and int(self._counts.max()) >= full:
+                break
+            self._check_room(int(self._counts.max()) + 1)
+            self._counts = self._counts + 1
+            ids = np.array([[t[-1]] for t in self.tokens]) if self._latest is None else self._latest
+            self._latest, run = self._engine.begin(ids, self._counts, self._draws())
+            runs.append(run)
+        [tokens] = runs.popleft().result()
+        return tokens[:, -1]
 
     def _whole(self) -> Array:
         """A run of all tokens so far, of a model without a cache."""
