@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
+
+
+def in_threads(work: Callable[[int], T], first: Iterable[int]) -> Iterator[T]:
+    """The results of `work` for each number, in order."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        yield from threads.map(work, first)
 
 
 def fold_weights(
@@ -27,9 +37,8 @@ def fold_weights(
         return bool(np.isfinite(rounded).all()), rounded.sum(0, dtype=np.float64), shift
 
     cs, cv = np.zeros(n), c.astype(np.float64)
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        for finite, sums, shift in threads.map(part, range(0, k, step)):  # in order: equal bits
-            if not finite:
-                return None
-            cs, cv = cs + sums, cv + shift
+    for finite, sums, shift in in_threads(part, range(0, k, step)):  # in order: equal bits
+        if not finite:
+            return None
+        cs, cv = cs + sums, cv + shift
     return {"wq": wq, "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}

@@ -17,6 +17,7 @@ from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.folds import in_threads
 from onnx_fuse.lower.linear import activation, bias_row, norm_problem, norm_product, product
 from onnx_fuse.ops.fused.gated import OPS
 from onnx_fuse.program.call import Tensor
@@ -32,11 +33,18 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
     A block's pairs are of the even columns of y, then of the odd ones: see gate_column in
     gemm/epilogue.cuh.
     """
-    halves = np.split(w, 2, -1)
-    pairs = np.empty((*w.shape[:-1], w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
-    for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
-        columns = half.reshape(*pairs.shape[:-2], BLOCK // 2, 2)
-        pairs[..., : BLOCK // 2, i], pairs[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
+    rows = w.reshape(-1, w.shape[-1])
+    pairs = np.empty((len(rows), w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
+    step = max(1, (1 << 19) // w.shape[-1])
+
+    def part(first: int) -> None:
+        halves, to = np.split(rows[first : first + step], 2, -1), pairs[first : first + step]
+        for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
+            columns = half.reshape(*to.shape[:-2], BLOCK // 2, 2)
+            to[..., : BLOCK // 2, i], to[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
+
+    for _ in in_threads(part, range(0, len(rows), step)):
+        pass
     return pairs.reshape(w.shape)
 
 

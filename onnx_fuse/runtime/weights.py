@@ -10,6 +10,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import Program, Tensor, dense_strides, dtype_of
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
+from onnx_fuse.runtime.staging import Uploads
 
 RANDOM = "random"
 """Where the random generator's state stands."""
@@ -68,7 +69,7 @@ class Weights:
         device.start(self._device_id)
         sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
         block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
-        at, resident = block.address, {}
+        at, resident, uploads = block.address, {}, Uploads()
         for name, array in arrays.items():
             tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
             resident[name] = (tensor, at)
@@ -76,9 +77,9 @@ class Weights:
                 self._stream.fill(at, 0, array.nbytes)
             elif array.nbytes:
                 dense = np.asarray(array, order="C")  # keeps a scalar one
-                self._stream.upload(at, dense.ctypes.data, dense.nbytes)
-                self._stream.wait(f"uploading {name}")
+                uploads.send(dense, at, self._stream)
             at += sizes[name]
+        self._stream.wait(f"uploading {len(arrays)} weights")
         self._blocks.append(block)
         self.resident |= resident  # all of them, or none where a copy failed
 
