@@ -46,13 +46,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4515, "autodiff": 1790, "cli": 3392, "cuda": 1797, "cuda_src": 15554, "distributed": 950,
-    "importer": 5532, "ir": 2375, "kernels": 9835, "lower": 9261, "nn": 4965, "ops": 12050,
-    "program": 10343, "report": 2155, "rewrite": 3520, "runtime": 8538, "torch": 3871,
+    "": 4519, "autodiff": 1790, "cli": 3392, "cuda": 1797, "cuda_src": 15554, "distributed": 950,
+    "importer": 5532, "ir": 2375, "kernels": 9835, "lower": 9352, "nn": 4965, "ops": 12063,
+    "program": 10354, "report": 2155, "rewrite": 3520, "runtime": 8820, "torch": 3871,
     "training": 7081, "validation": 4684,
-    "generation": 1495,
+    "generation": 1653,
     "quantization": 749,
-    "tests": 50535, "tools": 10305,
+    "tests": 50734, "tools": 10387,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -2,16 +2,26 @@
 
     python tools/bench_decoder.py [--batch 1 8] [--bits 16 4] [--layers 16] [--tokens 1000]
     python tools/bench_decoder.py --prompt 512 [--bits 16 4]
+    python tools/bench_decoder.py --users   # what of.Generator, of.Batcher and a new process give
 
 The file is models/llama_cache.py's llama-1b, as onnxruntime-genai exports it, with float16 weights
 or 4 bits in blocks of 32. Past and present are bound to one place of 2,048 tokens, logits to
 another; each run has one token more, as a user's loop has ("same": all have so many). "floor" is
 the time that weights and cached tokens take at the memory's rate. --quick leaves torch out. A
 prompt fills an empty cache in one run, and gives the logits of its last token.
+
+--users: tokens a second of models/gpt_cache.py's GPT-2 in float16 by of.Generator, with a fixed and
+with a growing cache; of llama-1b by of.Batcher, 64 requests of 100 to 1,000 tokens, 200 new ones
+each, the first time and again; and the seconds to a Generator of llama-1b's file and to the first
+token behind a prompt of 100, in a process each: with nothing in the cache, and with what that left.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +31,13 @@ from typing import Any
 
 import _paths  # noqa: F401
 import bench_session
+import gpt_cache
 import llama_cache
 import numpy as np
 
+import onnx_fuse as of
 from onnx_fuse import InferenceSession
+from onnx_fuse.importer.save import save
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 
@@ -175,6 +188,68 @@ def theirs(c: llama_cache.Config, batch: int, tokens: int, prompt: int) -> float
         return measured(lambda n: step(ids, places[n - prompt]), wait, tokens, further)
 
 
+def generated(size: str) -> float:
+    """Tokens a second of GPT-2 by of.Generator, without the first ones."""
+    model = gpt_cache.build(gpt_cache.SIZES[size])
+    tokens = of.Generator(model, [5], max_new_tokens=460, device="cuda", precision="fp16")
+    for _ in range(60):
+        next(tokens)
+    begun = time.perf_counter()
+    return sum(1 for _ in tokens) / (time.perf_counter() - begun)
+
+
+def batched(model: Path, requests: int = 64, new: int = 200, turns: int = 3) -> list[float]:
+    """Tokens a second of all requests together, turn by turn."""
+    rates, rng = [], np.random.default_rng(0)
+    lengths = rng.integers(100, 1001, requests)
+    prompts = [rng.integers(0, 128256, length).tolist() for length in lengths]
+    with of.Batcher(model, device="cuda", max_tokens=1280, max_sequences=requests) as batcher:
+        for _ in range(turns):
+            begun = time.perf_counter()
+            waiting = [batcher.submit(prompt, max_new_tokens=new) for prompt in prompts]
+            count = sum(len(request.result()) for request in waiting)
+            rates.append(count / (time.perf_counter() - begun))
+    return rates
+
+
+FIRST = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+import onnx_fuse as of
+begun = time.perf_counter()
+tokens = of.Generator(sys.argv[1], list(range(5, 105)), max_new_tokens=8, device="cuda")
+made = time.perf_counter()
+next(tokens)
+first = time.perf_counter()
+list(tokens)
+print(made - begun, first - made, time.perf_counter() - first)
+"""
+
+
+def users(layers: int) -> dict[str, Any]:
+    """The rows of --users."""
+    row: dict[str, Any] = {
+        f"GPT-2 {name} tokens/s": generated(size)
+        for name, size in (("fixed", "gpt2-small-fixed"), ("growing", "gpt2-small"))
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "llama.onnx")
+        config = replace(llama_cache.SIZES["llama-1b"], layers=layers, context=ROOM)
+        save(llama_cache.build(config), path)
+        environment = {**os.environ, "ONNX_FUSE_CACHE_DIR": str(Path(folder, "cache"))}
+        for name in ("cold", "again"):
+            command = [sys.executable, "-c", FIRST, str(path), str(Path(of.__file__).parents[1])]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            times = map(float, done.stdout.split())
+            keys = ("session s", "first s", "7 more s")
+            row |= {f"{name}: {key}": value for key, value in zip(keys, times, strict=True)}
+        first, *rest = batched(path)
+        row |= {"Batcher first tokens/s": first, "Batcher tokens/s": max(rest)}
+    return row
+
+
 def floor(c: llama_cache.Config, batch: int, tokens: int, hw: Hardware) -> float:
     """Microseconds of reading all weights and the cached keys and values once."""
     kv = c.kv_heads * (c.width // c.heads)
@@ -192,9 +267,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=1, help="tokens a run, all there are")
     parser.add_argument("--quick", action="store_true", help="without torch")
+    parser.add_argument("--users", action="store_true", help="whole texts instead")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     llama_cache.Net.normal = repeated
+    if options.users:
+        row = users(options.layers)
+        print("\n".join(f"{name} {value:,.4g}" for name, value in row.items()))
+        if options.json:
+            options.json.write_text(json.dumps([row], indent=1))
+        return
     prompt, tokens = options.prompt, options.tokens if options.prompt == 1 else options.prompt
     hw, rows = Hardware.detect(), []
     for bits in options.bits:

@@ -110,9 +110,7 @@ def test_a_cache_of_a_fixed_size_is_filled_where_it_stands(case: Fixed) -> None:
 def test_a_cache_that_grows_stays_where_it_is(row: Exported) -> None:
     """Presents become pasts for as many tokens as outgrow the first room."""
     model, rng = row.model(), np.random.default_rng(9)
-    proto = ir.serde.serialize_model(model)
-    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
-    ours = InferenceSession(model, device="cuda")
+    theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     names = [end.name for end in theirs.get_outputs()]
     binding, exact, rooms = ours.io_binding(), {}, set()
     pasts: dict[str, object] = {}
