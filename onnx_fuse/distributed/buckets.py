@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["plan"]
-
 BUCKET = 25 << 20
 """Bytes from which a bucket is full: a reduction of less does not reach the rate of the links."""
 FIRST = 1 << 20

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from onnx_fuse.errors import UsageError
 
-__all__ = ["Place", "place"]
-
 PORT = 29500
 """The port of rank 0 where nothing names one, which is torchrun's."""
 

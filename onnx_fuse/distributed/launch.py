@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 
 from onnx_fuse.distributed.watch import ENDED, LAUNCHED
 
-__all__ = ["run"]
-
 GRACE = 8.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 _TAIL = 12  # lines that a rank may say at its end

@@ -10,8 +10,6 @@ from typing import Any
 from onnx_fuse.distributed.world import World
 from onnx_fuse.errors import INSTALL_DISTRIBUTED, DeviceError
 
-__all__ = ["Communicator", "connect", "current"]
-
 Part = tuple[int, int, int, str]
 """The address of x, that of y, the number of elements of x, and their dtype."""
 _NAMES = {

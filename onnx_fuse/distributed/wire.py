@@ -14,8 +14,6 @@ import numpy as np
 from onnx_fuse.distributed.environment import Place
 from onnx_fuse.errors import DeviceError
 
-__all__ = ["gather", "join", "receive", "send"]
-
 Array = np.ndarray[Any, Any]
 MAGIC = b"onnx-fuse ranks 1"
 _HEAD = struct.Struct("<cQ")

@@ -24,8 +24,6 @@ from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.watch import Watch
 from onnx_fuse.errors import DeviceError, UsageError
 
-__all__ = ["World", "world"]
-
 Array = np.ndarray[Any, Any]
 MEETING = 300.0
 """Seconds in which all ranks must have come."""

@@ -18,9 +18,6 @@ from onnx_fuse.nn.recorder import copied
 from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.rewrite.constants import lift_parameters
 
-__all__ = ["ImportedModule", "from_onnx"]
-__dir__ = __all__.copy
-
 
 class ImportedModule(Module):
     """An ONNX graph as a module: its inputs are arguments in order, its weights parameters.

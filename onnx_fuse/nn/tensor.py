@@ -29,9 +29,6 @@ from onnx_fuse.nn.dispatch import MODE, no_grad, op_call, unrecorded
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.program.call import dtype_of
 
-__all__ = ["Tensor", "tensor"]
-__dir__ = __all__.copy
-
 Number: TypeAlias = "bool | int | float"
 
 

@@ -9,8 +9,6 @@ from onnx_fuse.ops.rules import typed
 from onnx_fuse.ops.shape_ops import arguments
 from onnx_fuse.training.ranks import Reduction
 
-__all__ = ["synchronised"]
-
 STATISTICS = 3 << 20
 """The first bucket of the sums, of which each node has two."""
 

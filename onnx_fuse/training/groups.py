@@ -17,9 +17,6 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.training.weights import literal
 
-__all__ = ["Group", "layer_decay"]
-__dir__ = __all__.copy
-
 
 @dataclass(frozen=True)
 class Group:

@@ -22,9 +22,6 @@ from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 
-__all__ = ["Given", "Target", "Term"]
-__dir__ = __all__.copy
-
 Array = np.ndarray[Any, Any]
 Given: TypeAlias = Any
 """A loss: its name; the name of a scalar output; or a path, bytes, ModelProto, FunctionProto,

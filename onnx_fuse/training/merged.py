@@ -26,9 +26,6 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights
 
-__all__ = ["ByRows", "Factors", "Merging", "Sums", "add_to_weights"]
-__dir__ = __all__.copy
-
 Array = np.ndarray[Any, Any]
 ByRows: TypeAlias = Callable[[int | None, int, int, int], bool]
 

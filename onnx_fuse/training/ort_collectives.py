@@ -16,8 +16,6 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
 
-__all__ = ["Staged"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -22,9 +22,6 @@ import onnx_ir
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
-__all__ = ["Peft", "find", "module_of", "read", "write"]
-__dir__ = __all__.copy
-
 Array = np.ndarray[Any, Any]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from onnx_fuse.training.options import TrainingOptions
     from onnx_fuse.training.state import State
 
-__all__ = ["Measure", "Ranks", "Reduction", "Spare"]
-__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 COUNTS, LOSS, GRADIENTS = 0, 1, 2

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-__all__ = ["State"]
-
 Array = np.ndarray[Any, Any]
 
 
