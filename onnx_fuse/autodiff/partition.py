@@ -133,7 +133,7 @@ def _measure_inputs(model: ir.Model) -> None:
         if not names or any(n is None or (isinstance(n, str) and n not in axes) for n in names):
             continue
         op.stem = node.name or "shape"
-        sizes_read = [_size(op, n, axes) for n in names]
+        sizes_read = [_size_vector(op, n, axes) for n in names]
         (old,) = node.outputs
         new = sizes_read[0] if len(sizes_read) == 1 else op.Concat(*sizes_read, axis=0)
         new.shape = ir.Shape([len(names)])
@@ -142,8 +142,9 @@ def _measure_inputs(model: ir.Model) -> None:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
-def _size(op: Emitter, size: int | str | None, axes: Mapping[str, tuple[ir.Value, int]]) -> Any:
-    """A size as an int64 vector of one."""
+def _size_vector(
+    op: Emitter, size: int | str | None, axes: Mapping[str, tuple[ir.Value, int]]
+) -> Any:
     if isinstance(size, str):
         value, axis = axes[size]
         return op.Shape(value, start=axis, end=axis + 1)
@@ -222,7 +223,7 @@ def _kept(
         if joined is not None and all(v in saved for v in node.outputs):  # views of what it splits
             for v in node.outputs:
                 del saved[v]
-            while is_view(joined) and (source := _viewed(joined)) is not None:
+            while is_view(joined) and (source := _constant_view_source(joined)) is not None:
                 joined = source
             if joined.producer() is not None:
                 saved[joined] = None
@@ -259,8 +260,7 @@ def _is_view(value: ir.Value | None) -> bool:
     return (maker.op_type in VIEWS and not maker.domain) or maker.op_type == "DropoutScale"
 
 
-def _viewed(view: ir.Value) -> ir.Value | None:
-    """The tensor that a view is of, or None where the view depends on more than constants."""
+def _constant_view_source(view: ir.Value) -> ir.Value | None:
     maker = view.producer()
     if maker is None or maker.op_type == "DropoutScale":
         return None

@@ -66,9 +66,7 @@ def root(
     show.quiet.set(quiet)
 
 
-def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
-    """Add a command, with examples at the end of its --help."""
-
+def _add_command(command: Callable[..., None], examples: Sequence[str]) -> None:
     @wraps(command)
     def run(**options: Any) -> None:
         if entry_points(group="onnx_fuse.plugins"):
@@ -87,20 +85,11 @@ def _folded(example: str) -> str:
 
 
 # In the order of --help.
-_add(optimize.optimize, optimize.EXAMPLES)
-_add(compile.compile, compile.EXAMPLES)
-_add(validate.validate, validate.EXAMPLES)
-_add(run.run, run.EXAMPLES)
-_add(generate.generate, generate.EXAMPLES)
-_add(gradient.gradient, gradient.EXAMPLES)
-_add(train.train, train.EXAMPLES)
-_add(quantize.quantize, quantize.EXAMPLES)
-_add(bench.bench, bench.EXAMPLES)
-_add(lab.lab, lab.EXAMPLES)
-_add(compare.compare, compare.EXAMPLES)
-_add(inspect.inspect, inspect.EXAMPLES)
-_add(extract.extract, extract.EXAMPLES)
-_add(doctor.doctor, doctor.EXAMPLES)
+for _module in (
+    *(optimize, compile, validate, run, generate, gradient, train, quantize, bench, lab, compare),
+    *(inspect, extract, doctor),
+):
+    _add_command(getattr(_module, _module.__name__.rpartition(".")[2]), _module.EXAMPLES)
 
 
 # Options that take several values, and the form of a value.
@@ -144,25 +133,23 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
     except (KeyboardInterrupt, typer.Abort) as error:
-        _tell_ranks(error)
+        _end_other_ranks(error)
         return _INTERRUPTED
     except Exception as error:
         if interrupted():
             return _INTERRUPTED
         if "--debug" in arguments and not isinstance(error, (BrokenPipeError, _USAGE)):
             raise
-        return _report(error)
+        return _report_error(error)
 
 
-def _tell_ranks(error: BaseException) -> None:
-    """End the other ranks of a distributed run with the error of this one."""
+def _end_other_ranks(error: BaseException) -> None:
     if world := sys.modules.get("onnx_fuse.distributed.world"):
         world.fail(error)
 
 
-def _report(error: Exception) -> int:
-    """Print what went wrong, and return the exit code for it."""
-    _tell_ranks(error)
+def _report_error(error: Exception) -> int:
+    _end_other_ranks(error)
     if isinstance(error, BrokenPipeError):
         # The program that read our output has ended, so nobody would read a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -85,7 +85,7 @@ def bench(
     device, precision = options.device, options.precision
     if (grad or train) and (reports.html or trace):
         raise UsageError("--grad and --train show a table and --json: leave --html and --trace out")
-    _check_way(grad, train, mode, against, device)
+    _check_combination(grad, train, mode, against, device)
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
     if precision != "fp32" and device != "cuda":
@@ -147,8 +147,7 @@ def bench(
     )
 
 
-def _check_way(grad: bool, train: bool, mode: str, against: str, device: str) -> None:
-    """Raise UsageError for options that do not go together."""
+def _check_combination(grad: bool, train: bool, mode: str, against: str, device: str) -> None:
     from onnx_fuse.bench import MODES
 
     if mode not in MODES or against not in ("unfused", "cpu"):

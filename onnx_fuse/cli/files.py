@@ -57,7 +57,7 @@ def check_paths(reads: Paths, writes: Paths) -> None:
     taken: dict[object, str] = {}
     models: list[Path] = []
     for option, path in _flat(reads):
-        for part in (path, *_arrays(path)):
+        for part in (path, *_array_files(path)):
             taken.setdefault(_key(part), option)
         if path.is_file():
             models.append(path)
@@ -98,8 +98,7 @@ def _flat(paths: Paths) -> Iterator[tuple[str, Path]]:
             yield option, path
 
 
-def _arrays(path: Path) -> Iterator[Path]:
-    """The files in a folder of training data."""
+def _array_files(path: Path) -> Iterator[Path]:
     return path.glob("*.npy") if path.is_dir() else iter(())
 
 

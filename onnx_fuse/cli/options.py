@@ -113,15 +113,13 @@ def _parsed(kind: Any, option: Option) -> Any:
     return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
 
 
-def _device(name: str) -> str:
-    """The name of a device. Raises UsageError for one that there is not."""
+def _device_of(name: str) -> str:
     if name not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: choose cpu or cuda")
     return name
 
 
-def _precision(name: str) -> str:
-    """The name of a precision. Raises UsageError for one that there is not."""
+def _precision_of(name: str) -> str:
     from onnx_fuse.program.problem import PRECISIONS
 
     if name not in PRECISIONS:
@@ -180,7 +178,7 @@ def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "shapes": parse_shapes, "dims": parse_dims, "device": _device, "precision": _precision,
+    "shapes": parse_shapes, "dims": parse_dims, "device": _device_of, "precision": _precision_of,
 }  # fmt: skip
 """What the values of the options of RunOptions are, by their names."""
 _MOST_PROGRAMS = 1024

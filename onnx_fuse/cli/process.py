@@ -88,7 +88,6 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning as one line, without the place in the source that gave it."""
     print_error(f"warning: {message}")
 
 

@@ -67,7 +67,7 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
                 if not attribute.is_ref() and _written_out(node, version, opset):
                     return
                 raise ModelError(
-                    f"{name}: '{key}' needs opset {_first(node, opset, version, key)} or newer: it "
+                    f"{name}: '{key}' needs opset {_since(node, opset, version, key)} or newer: it "
                     f"cannot be written in {opset}"
                 )
             del node.attributes[key]
@@ -98,8 +98,7 @@ def _written_out(node: ir.Node, version: int, opset: int) -> bool:
     return True
 
 
-def _first(node: ir.Node, opset: int, version: int, key: str) -> int:
-    """The first opset whose operator has the attribute."""
+def _since(node: ir.Node, opset: int, version: int, key: str) -> int:
     for v in range(opset + 1, version + 1):
         if key in onnx.defs.get_schema(node.op_type, v, "").attributes:
             return v
@@ -152,8 +151,7 @@ def _layer_norm(node: ir.Node, op: TensorBuilder) -> list[ir.Value] | None:
     return [y if bias is None else op.Add(y, bias), mean, rstd]
 
 
-def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:
-    """Write a Shape with `start` or `end` as a Slice of a Shape."""
+def _shape_as_slice(node: ir.Node, op: Builder) -> list[ir.Value]:
     sizes, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
     ends = (("start", 0), ("end", last))
     bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]
@@ -189,7 +187,7 @@ def _bitwise_and(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 
 
 WRITTEN_OUT.update(
-    Gelu=_gelu, LayerNormalization=_layer_norm, Shape=_some_sizes, Reshape=_reshape,
+    Gelu=_gelu, LayerNormalization=_layer_norm, Shape=_shape_as_slice, Reshape=_reshape,
     CastLike=_cast_like, BitwiseAnd=_bitwise_and,
 )  # fmt: skip
 

@@ -48,7 +48,7 @@ def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
         return bytes(result.SerializeToString())
 
     untyped = _that_read_no_type(proto.graph)
-    if not untyped and not _may_crash(proto.graph, data_prop=data_prop):
+    if not untyped and not _may_crash_inference(proto.graph, data_prop=data_prop):
         return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     try:
         return onnx.ModelProto.FromString(in_child(infer, silent=True))
@@ -95,8 +95,7 @@ _ASKED = {"ConstantOfShape": 0, "Expand": 1, "OneHot": 1, "Split": 1, "Tile": 1,
 """Operators that may be asked for a size below 0, and the place of the input that does it."""
 
 
-def _may_crash(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
-    """Whether a size below 0 may reach a node whose inference trusts it."""
+def _may_crash_inference(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
     nodes = list(nodes_of(graph))
     kinds = {node.op_type for node in nodes}
     if kinds.isdisjoint(("Slice", "GatherND")):

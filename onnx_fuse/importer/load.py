@@ -97,7 +97,7 @@ def read(source: Model) -> ir.Model:
             weights: Weights | None = None
             if isinstance(source, onnx.ModelProto):
                 proto = _checked(source)
-                if _to_mend(proto):  # what the caller gave stays as it is
+                if _needs_mending(proto):  # what the caller gave stays as it is
                     proto = onnx.ModelProto.FromString(proto.SerializeToString())
             elif isinstance(source, bytes):
                 proto = _checked(_parse(source))
@@ -195,8 +195,7 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _infos(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
-    """What the file says of types and shapes, in inner graphs too."""
+def _all_value_infos(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
     for graph in graphs(proto):
         if isinstance(graph, onnx.GraphProto):
             yield from (*graph.input, *graph.output, *graph.value_info)
@@ -204,7 +203,7 @@ def _infos(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
 
 def _free_undefined(proto: onnx.ModelProto) -> None:
     """A size of -1, as PaddlePaddle writes it, and a type without elements are not known."""
-    for info in _infos(proto):
+    for info in _all_value_infos(proto):
         if lacks_element_type(info.type):
             info.ClearField("type")
         for dim in info.type.tensor_type.shape.dim:
@@ -222,9 +221,8 @@ def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     return taken
 
 
-def _to_mend(proto: onnx.ModelProto) -> bool:
-    """Whether `read` changes the message before it is parsed."""
-    infos = [*_infos(proto)]
+def _needs_mending(proto: onnx.ModelProto) -> bool:
+    infos = [*_all_value_infos(proto)]
     return (
         has_sparse(proto)
         or any(d.dim_value < 0 for i in infos for d in i.type.tensor_type.shape.dim)

@@ -24,9 +24,9 @@ from onnx_fuse.ops.bodies import body_of
 def canonical(model: ir.Model) -> ir.Model:
     """The model with its local functions inlined and its opset brought up to CANONICAL_OPSET."""
     if model.graph.opset_imports.get("", 1) < _FIRST:
-        model = _converted(model)
+        model = _at_opset_7(model)
     fused = {key for key, f in model.functions.items() if _is_own(f)}
-    for key in fused | _unread(model):  # `save` puts our own bodies back
+    for key in fused | _functions_unread_by_onnxruntime(model):  # `save` puts our own bodies back
         del model.functions[key]
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
@@ -109,8 +109,7 @@ def _rename_equal_nodes(graph: ir.Graph) -> bool:
     return renamed
 
 
-def _unread(model: ir.Model) -> set[ir.OperatorIdentifier]:
-    """The functions that onnxruntime does not read, since it has operators of their names."""
+def _functions_unread_by_onnxruntime(model: ir.Model) -> set[ir.OperatorIdentifier]:
     if {domain for domain, *_ in model.functions}.isdisjoint(("", "ai.onnx.ml", MICROSOFT)):
         return set()
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
@@ -142,8 +141,7 @@ def _is_own(function: ir.Function) -> bool:
 _FIRST = 7  # the oldest opset that onnxruntime runs, and that `upgrade` starts from
 
 
-def _converted(model: ir.Model) -> ir.Model:
-    """A model of an opset before 7 at opset 7, by the specification's own converter."""
+def _at_opset_7(model: ir.Model) -> ir.Model:
     version = model.graph.opset_imports.get("", 1)
     _broadcast_slopes(model)
     try:

@@ -30,11 +30,10 @@ MAKES_SEQUENCES = {
 def infer_shapes(model: ir.Model) -> None:
     """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
     # onnx follows the entries of every vector, shape or not, at 60 bytes each (1.23).
-    _infer(model, data_prop=all(_length(v) <= _LONGEST_SHAPE for v in _values(model)))
+    _infer(model, data_prop=all(_vector_length(v) <= _LONGEST_SHAPE for v in _values(model)))
 
 
-def _length(value: ir.Value) -> int:
-    """Entries of a vector; 0 for all else."""
+def _vector_length(value: ir.Value) -> int:
     shape = value.shape
     dim = shape[0] if shape is not None and len(shape) == 1 else 0
     return dim if isinstance(dim, int) else 0
@@ -256,7 +255,6 @@ def without_weights(model: ir.Model) -> Iterator[None]:
 def _assign_inferred(
     graph: ir.Graph, proto: onnx.GraphProto, untouched: Collection[ir.Value], *, inner: bool = False
 ) -> None:
-    """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
     values = {v.name: v for node in graph for v in node.outputs}
     if inner:
         values.update({v.name: v for v in graph.inputs})
@@ -354,7 +352,6 @@ def _results(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _replace_symbols(values: Iterable[ir.Value], names: Mapping[_Dim, _Dim]) -> None:
-    """Put other names, or None, in the place of symbols in the shapes of values."""
     for value in values if names else ():
         dims = _dims(value)
         if not names.keys().isdisjoint(dims):

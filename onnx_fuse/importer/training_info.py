@@ -51,7 +51,7 @@ def _misfit(model: ir.Model, noted: onnx.ModelProto) -> str:
     graphs = [g for info in noted.training_info for g in (info.initialization, info.algorithm)]
     if any(t.data_location == t.EXTERNAL for g in graphs for t in tensors(g)):
         return "its tensors are in files of their own"
-    graph, computed = model.graph, {name for g in graphs for name in _made(g)}
+    graph, computed = model.graph, {name for g in graphs for name in _names_defined_in(g)}
     named = (*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs))
     names = {v.name or "" for v in named}
     if taken := sorted(names & computed):
@@ -71,8 +71,7 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from _graphs(body)
 
 
-def _made(graph: onnx.GraphProto) -> Iterator[str]:
-    """The names of values that a graph or one inside it defines."""
+def _names_defined_in(graph: onnx.GraphProto) -> Iterator[str]:
     for each in _graphs(graph):
         yield from (v.name for v in (*each.input, *each.initializer))
         yield from (name for node in each.node for name in node.output if name)

@@ -133,7 +133,7 @@ def _begin_loop(node: ir.Node, opset: int) -> bool:
         for k, (form, *_) in forms.items():
             pairs[k][1].shape = form
         after = shapes_of_body(body, opset)[1:]
-        bad = [k for k, (form, *_) in forms.items() if not _fits(form, after[k])]
+        bad = [k for k, (form, *_) in forms.items() if not _fits_form(form, after[k])]
         for k in () if bad else forms:
             pairs[k][2].shape = pairs[k][2].shape or forms[k][0].copy()
         if not bad:
@@ -145,8 +145,7 @@ def _begin_loop(node: ir.Node, opset: int) -> bool:
     return changed
 
 
-def _fits(form: ir.Shape, shape: ir.Shape | None) -> bool:
-    """Whether a shape has the rank of a form, and all sizes that this knows."""
+def _fits_form(form: ir.Shape, shape: ir.Shape | None) -> bool:
     if shape is None or len(shape) != len(form):
         return False
     dims = ([d if isinstance(d, int) else d.value for d in s] for s in (form, shape))

@@ -75,7 +75,6 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
 
 
 def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    """Remove an attribute from the node and return its value."""
     attribute = node.attributes.pop(name, None)
     return default if attribute is None else attribute.value
 
@@ -86,16 +85,14 @@ def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
     node.replace_input_with(index, value)
 
 
-def _read(node: ir.Node) -> ir.Value:
-    """The first input, which every operator here has."""
+def _first_input(node: ir.Node) -> ir.Value:
     value = given(node, 0)
     if value is None:
         raise ModelError(f"node '{node.name}' ({node.op_type}) lacks its first input")
     return value
 
 
-def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
-    """A scalar of x's type."""
+def _scalar_like(op: Builder, number: float, x: ir.Value) -> ir.Value:
     if x.dtype is not None and x.dtype.is_floating_point():
         with np.errstate(over="ignore"):  # a bound beyond float16 becomes infinite
             return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
@@ -133,7 +130,7 @@ def _as_inputs(moved: Sequence[Moved]) -> Rule:
             if value is None or (name in ("axes", "value") and not value):
                 continue  # without axes it reduces all
             if kind == "float":
-                _set_input(node, i, _like(op, value, _read(node)))
+                _set_input(node, i, _scalar_like(op, value, _first_input(node)))
             else:
                 numbers = [value] if kind == "size" else value
                 _set_input(node, i, op.constant(np.array(numbers, np.int64)))
@@ -177,7 +174,7 @@ def _grid_sample(node: ir.Node, op: Builder) -> None:
 @_rule(13, "Softmax", "LogSoftmax", "Hardmax")
 def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     """Before opset 13 all axes from `axis` on are one: a matrix's columns."""
-    x = _read(node)
+    x = _first_input(node)
     axis, size = _pop_attribute(node, "axis", 1), rank(x)
     if axis == -1 or (size is not None and axis == size - 1):
         node.attributes["axis"] = ir.AttrInt64("axis", -1)
@@ -197,7 +194,7 @@ def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
     """Before opset 12 onnxruntime fills an inference's mask with zeros, later with ones."""
     if len(node.outputs) < 2:
         return
-    x, mask = _read(node), node.outputs[1]
+    x, mask = _first_input(node), node.outputs[1]
     if mask.uses() or mask.is_graph_output():
         shape = op.Shape(x)
         kind = ir.DataType.BOOL if typed else x.dtype
@@ -222,7 +219,7 @@ def _batch_norm_spatial(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None
     if len(node.outputs) > 1 or len(node.inputs) < 5:
         raise ModelError(f"node '{node.name}': BatchNormalization with spatial=0 cannot train")
     x, scale, bias, mean, variance = node.inputs
-    epsilon = _like(op, node.attributes.get_float("epsilon", 1e-5), _read(node))
+    epsilon = _scalar_like(op, node.attributes.get_float("epsilon", 1e-5), _first_input(node))
     rows = op.Div(op.Sub(x, mean), op.Sqrt(op.Add(variance, epsilon)))
     return [op.Add(op.Mul(rows, scale), bias)]
 
@@ -243,11 +240,11 @@ def _batch_norm_training(node: ir.Node, op: Builder) -> None:
 @_rule(19, "AveragePool")
 def _average_with_pads(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     """Before opset 19 what counts pads divides by the whole kernel, even of a smaller image."""
-    factor = counted_part(node, _read(node), op)
+    factor = counted_part(node, _first_input(node), op)
     if factor is None:
         return None
     attributes = {key: a.value for key, a in node.attributes.items()}
-    return [op.Mul(op.node("AveragePool", [_read(node)], attributes=attributes), factor)]
+    return [op.Mul(op.node("AveragePool", [_first_input(node)], attributes=attributes), factor)]
 
 
 def counted_part(node: ir.Node, x: ir.Value, op: Builder) -> ir.Value | None:
@@ -274,7 +271,7 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
 
     The statistics of float64 are then of float32 where nothing says otherwise.
     """
-    if _read(node).dtype == ir.DataType.DOUBLE:
+    if _first_input(node).dtype == ir.DataType.DOUBLE:
         kind = ir.AttrInt64("stash_type", int(ir.DataType.DOUBLE))
         node.attributes.setdefault(kind.name, kind)
     groups = node.attributes.get_int("num_groups", 1)
@@ -282,7 +279,7 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
         raise ModelError(
             f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
         )
-    each = op.Div(op.Shape(_read(node), start=1, end=2), op.constant([groups]))
+    each = op.Div(op.Shape(_first_input(node), start=1, end=2), op.constant([groups]))
     each = op.Concat(op.constant([groups]), op.Max(each, op.constant([1])), axis=0)
     for i in (1, 2):  # or one for all groups
         wide = op.Expand(op.Unsqueeze(given(node, i), op.constant([1])), each)
@@ -297,13 +294,17 @@ def _upsample_attribute(node: ir.Node, op: Builder) -> None:
 @_rule(10, "Upsample")
 def _upsample(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     mode = node.attributes.get_string("mode", "nearest")
-    return [_resized(op, _read(node), given(node, 1), mode, "floor")]
+    return [_resized(op, _first_input(node), given(node, 1), mode, "floor")]
 
 
 @_rule(11, "Resize")
 def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     """Opset 10: x_original = x / scale; the nearest is the next below, above where it shrinks."""
-    x, scales, mode = _read(node), given(node, 1), node.attributes.get_string("mode", "nearest")
+    x, scales, mode = (
+        _first_input(node),
+        given(node, 1),
+        node.attributes.get_string("mode", "nearest"),
+    )
     factors = const_array(scales)
     if mode != "nearest" or (factors is not None and (factors >= 1).all()):
         return [_resized(op, x, scales, mode, "floor")]
@@ -389,7 +390,7 @@ def _norm_of_two_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
     axes = op.constant(np.arange(_pop_attribute(node, "axis", -1) % max(size, 1), size))
     wide = ir.DataType(_pop_attribute(node, "stash_type", int(ir.DataType.FLOAT)))
     rows = op.Cast(x, to=int(wide))
-    epsilon = _like(op, _pop_attribute(node, "epsilon", 1e-5), rows)
+    epsilon = _scalar_like(op, _pop_attribute(node, "epsilon", 1e-5), rows)
     mean = op.ReduceMean(rows, axes, keepdims=1)
     variance = op.Sub(op.ReduceMean(op.Mul(rows, rows), axes, keepdims=1), op.Mul(mean, mean))
     deviation = op.Sqrt(op.Add(variance, epsilon))

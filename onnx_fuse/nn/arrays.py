@@ -133,7 +133,6 @@ def _numpy(data: Any) -> bool:
 
 
 def _from_dlpack(data: Any) -> Array:
-    """The memory of another library's tensor, shared."""
     if not hasattr(data, "__dlpack_device__") or int(data.__dlpack_device__()[0]) == 2:
         return adopt(data)
     if str(getattr(data, "dtype", "")).endswith("bfloat16"):

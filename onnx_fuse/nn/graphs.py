@@ -73,7 +73,7 @@ class Captured:
         inputs.clear()
         inputs.extend([*first, *others])
         fixed = {id(t): i for i, (t, _) in enumerate(recorder.inputs, len(arguments))}
-        stands = {id(t): _like(t, v) for t, v in recorder.inputs}
+        stands = {id(t): _still_fits(t, v) for t, v in recorder.inputs}
         state = {
             i: fixed[id(t)]
             for i, t in enumerate(states, len(results))
@@ -260,8 +260,7 @@ HOLDERS = 4
 one that counts them."""
 
 
-def _like(tensor: Tensor, value: ir.Value) -> bool:
-    """Whether a tensor still has the shape and type of a graph's input."""
+def _still_fits(tensor: Tensor, value: ir.Value) -> bool:
     data = tensor._data
     return data.shape == tuple(value.shape or ()) and (
         ir.DataType.from_numpy(data.dtype) == value.dtype

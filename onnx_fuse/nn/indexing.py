@@ -23,7 +23,7 @@ def indexed(x: Any, key: Any) -> Any:
     if sum(1 for p in parts if p is Ellipsis) > 1:
         raise IndexError("an index may have one ellipsis")
     parts = [_tensor(p) for p in parts]
-    used = sum(_axes(p) for p in parts)
+    used = sum(_axis_count(p) for p in parts)
     if used > x.ndim:
         raise IndexError(f"too many indices for a Tensor of {x.ndim} axes")
     rest = [slice(None)] * (x.ndim - used)
@@ -31,7 +31,7 @@ def indexed(x: Any, key: Any) -> Any:
     parts = [*parts[:at], *rest, *parts[at + 1 :]]
     axis = 0
     for part in parts:
-        count = _axes(part)
+        count = _axis_count(part)
         if _is_mask(part) and _data(part).shape != x._data.shape[axis : axis + count]:
             sizes = [*x._data.shape[axis : axis + count]]
             raise IndexError(f"a mask of {[*_data(part).shape]} for axes of {sizes}")
@@ -53,8 +53,7 @@ def _tensor(part: Any) -> Any:
     return part
 
 
-def _axes(part: Any) -> int:
-    """The number of axes that a part of an index takes."""
+def _axis_count(part: Any) -> int:
     if part is None or part is Ellipsis:
         return 0
     return _data(part).ndim if _is_mask(part) else 1
@@ -87,7 +86,7 @@ def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
             continue
         if _is_index(part):
             later.append((target, part))
-            count = _axes(part)
+            count = _axis_count(part)
             source, target = source + count, target + count
             continue
         if isinstance(part, slice):

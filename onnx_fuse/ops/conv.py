@@ -46,7 +46,6 @@ class _Window(NamedTuple):
 
 
 def _window(node: ir.Node, weight: ir.Value | None, n: int) -> _Window:
-    """The window of a convolution with `weight`, or of a pool, over `n` spatial axes."""
     kernel = _kernel(node, weight, n)
     strides = ints_attribute(node, "strides", [1] * n) or []
     dilations = ints_attribute(node, "dilations", [1] * n) or []

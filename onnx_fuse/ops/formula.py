@@ -100,26 +100,23 @@ def _tree(node: ast.expr) -> _Tree:
 
 def _call(op_type: str, attributes: str, nodes: Sequence[ast.expr]) -> _Tree:
     operands = tuple(map(_tree, nodes))
-    number = _number(op_type, operands)
+    number = _folded_number(op_type, operands)
     return _Call(op_type, attributes, operands) if number is None else number
 
 
-def _number(op_type: str, operands: Sequence[Any]) -> float | None:
-    """The number that numbers make."""
+def _folded_number(op_type: str, operands: Sequence[Any]) -> float | None:
     if op_type not in _OF_NUMBERS or not all(isinstance(v, float) for v in operands):
         return None
     return _OF_NUMBERS[op_type](*operands)
 
 
 def _first_name(tree: _Tree) -> str:
-    """The first name of a formula; "" where there is none."""
     if isinstance(tree, _Call):
         return next(filter(None, map(_first_name, tree.operands)), "")
     return tree if isinstance(tree, str) and tree[0] != "@" else ""
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number, or an attribute in a text."""
+def _is_number_or_attribute(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, str) and value[0] == "@")
 
 
@@ -132,15 +129,17 @@ def _write(tree: _Tree, target: _Text | _Nodes, outputs: int = 1) -> Any:
     values = [_write(operand, target) for operand in tree.operands]
     if not tree.op_type:
         return values
-    if any(map(_is_number, values)):
-        number = _number(tree.op_type, values)
+    if any(map(_is_number_or_attribute, values)):
+        number = _folded_number(tree.op_type, values)
         if number is not None:
             return number
         if tree.op_type == "Mul" and 1.0 in [v for v in values if isinstance(v, float)]:
             return next(v for v in values if not isinstance(v, float))
         beside = values[1:] if tree.op_type == "Where" else values
-        like = [v for v in beside if not _is_number(v)] or [target.named(_first_name(tree))]
-        values = [target.number(v, like) if _is_number(v) else v for v in values]
+        like = [v for v in beside if not _is_number_or_attribute(v)] or [
+            target.named(_first_name(tree))
+        ]
+        values = [target.number(v, like) if _is_number_or_attribute(v) else v for v in values]
     return target.node(tree.op_type, tree.attributes, values, outputs)
 
 
@@ -242,7 +241,7 @@ class _Nodes:
         assert self._node is not None
         attribute = self._node.attributes.get(name[1:])
         if attribute is None:
-            return _default(self._node.op_type, self._node.domain, name[1:])
+            return _standard_default(self._node.op_type, self._node.domain, name[1:])
         return attribute.value
 
     def number(self, number: float, like: Sequence[Any]) -> Any:
@@ -284,7 +283,6 @@ def _attributes(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 @lru_cache(256)
-def _default(op_type: str, domain: str, name: str) -> Any:
-    """The default of an attribute in the ONNX standard."""
+def _standard_default(op_type: str, domain: str, name: str) -> Any:
     schema = onnx.defs.get_schema(op_type, domain)
     return onnx.helper.get_attribute_value(schema.attributes[name].default_value)

@@ -174,7 +174,7 @@ class _Pattern:
         self._exact = numbers is None
         self._numbers = [v for v in function.inputs if v.name in (numbers or ())]
         self._polynomials: dict[object, Polynomial] = {}
-        self.call = self.root if self._call(self.root) else self._atoms(self.root)[0]
+        self.call = self.root if self._is_operator_call(self.root) else self._atoms(self.root)[0]
         """The result of the operator from which on a graph is looked at."""
 
     def inputs(self, bound: Bound) -> list[ir.Value | None]:
@@ -214,7 +214,7 @@ class _Pattern:
                 yield from self._all(pairs, {**bound, formal: actual})
         elif pattern.op_type == "Constant":
             yield from self._constant(pattern, actual, bound)
-        elif not self._call(formal):
+        elif not self._is_operator_call(formal):
             yield from self._polynomial(formal, actual, bound)
         elif (
             node is not None
@@ -236,13 +236,12 @@ class _Pattern:
         if not pairs:
             yield bound
 
-    def _call(self, formal: ir.Value) -> bool:
-        """Whether a value of the pattern is one operator's, and not arithmetic."""
-        return formal.producer() is not None and (self._exact or not _arithmetic(formal))
+    def _is_operator_call(self, formal: ir.Value) -> bool:
+        return formal.producer() is not None and (self._exact or not _arithmetic_node(formal))
 
     def _atoms(self, formal: ir.Value) -> list[ir.Value]:
         """What the arithmetic of a value combines: results of operators first, then inputs."""
-        values = [v for v in _combined(formal) if not _arithmetic(v)]
+        values = [v for v in _combined(formal) if not _arithmetic_node(v)]
         return sorted(values, key=lambda v: v.producer() is None)
 
     def _constant(self, node: ir.Node, actual: ir.Value, bound: Bound) -> Iterator[Bound]:
@@ -291,7 +290,7 @@ class _Pattern:
         function must too.
         """
         x, dtype = self.function.inputs[0], top.dtype
-        if self._call(self.root) or dtype is None:
+        if self._is_operator_call(self.root) or dtype is None:
             return True
         with np.errstate(all="ignore"):
             probes = _probes(dtype)
@@ -386,8 +385,7 @@ Polynomial = dict[tuple[int, ...], float]
 _DEGREE = 8
 
 
-def _arithmetic(value: ir.Value) -> ir.Node | None:
-    """The node that computes a value, if it is one of arithmetic."""
+def _arithmetic_node(value: ir.Value) -> ir.Node | None:
     node = producer(value, *_ARITHMETIC)
     divides = node is not None and node.op_type in ("Div", "Pow")
     return None if divides and node is not None and not _is_number(node.inputs[1]) else node
@@ -402,7 +400,7 @@ def _combined(value: ir.Value) -> list[ir.Value]:
     """A value, and what arithmetic makes it of, but for constants: the nearest first."""
     values = [value]
     for each in values:
-        node = _arithmetic(each) if len(values) < 24 else None
+        node = _arithmetic_node(each) if len(values) < 24 else None
         read = [v for v in node.inputs if v is not None and not _is_number(v)] if node else []
         values += dict.fromkeys(v for v in read if v not in values)
     return values
@@ -464,7 +462,7 @@ class _Polynomials:
         return self._of.get(value)
 
     def _worked_out(self, value: ir.Value, depth: int) -> Polynomial | None:
-        held, node = scalar(value), _arithmetic(value)
+        held, node = scalar(value), _arithmetic_node(value)
         if held is not None:
             axes = rank(value) or 0
             return {(): _stored(held, self._like)} if axes <= (self._size or 0) else None

@@ -54,7 +54,7 @@ def view(drawn: Sequence[Drawn]) -> View:
     data[-1]["group"] = [
         base_name(n) if isinstance(n, ir.Node) and n.domain == FUSE else "" for n in last.nodes
     ]
-    bodies = {n.op_type: _body(n) for n in last.own if n.domain == FUSE}
+    bodies = {n.op_type: _body_text(n) for n in last.own if n.domain == FUSE}
     counts = [f"{d.title}, {len(g.own)} nodes" for d, g in zip(drawn, graphs, strict=True)]
     return View("graph", f"Graph: {' and '.join(counts)}", {"graphs": data, "bodies": bodies})
 
@@ -178,8 +178,7 @@ def _attribute(attribute: ir.Attr) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
-def _body(node: ir.Node) -> str:
-    """The body of a fused operator as ONNX text."""
+def _body_text(node: ir.Node) -> str:
     body = body_of(node.op_type)
     if body is None:
         return ""

@@ -161,7 +161,6 @@ class Printer:
         self.console.print(table)
 
     def _paragraphs(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Rows that are too wide for a table."""
         for row in rows:
             for i, (name, cell) in enumerate(zip(header, row, strict=False)):
                 self._lines([cell] if i == 0 else [f"  {name}: {cell}"] if cell else [])

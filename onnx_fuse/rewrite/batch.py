@@ -76,7 +76,6 @@ def _open_parts(graph: ir.Graph, node: ir.Node, depends: set[ir.Value]) -> None:
 
 
 def _computed_from(roots: Iterable[ir.Value]) -> set[ir.Value]:
-    """The values that depend on any of `roots`, these included."""
     dependent = set(roots)
     todo = list(dependent)
     while todo:

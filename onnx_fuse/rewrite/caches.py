@@ -111,7 +111,6 @@ class _Update:
 
 
 def _updates(attention: ir.Node) -> tuple[_Update, _Update] | None:
-    """Of the keys and of the values."""
     _, k, v = attention.inputs[:3]
     keys, values = _update(k, attention), _update(v, attention)
     if keys is None or values is None or keys.present is values.present:

@@ -171,8 +171,7 @@ MISFITS = (ArithmeticError, IndexError, ValueError)
 """What a rewrite raises where ranks or sizes do not fit the operator; all else is its own fault."""
 
 
-def _keeps_axes(node: ir.Node) -> bool:
-    """Whether it is a Transpose that leaves all axes where they are."""
+def _is_identity_transpose(node: ir.Node) -> bool:
     perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
     return perm is not None and (perm.is_ref() or list(perm.value) == sorted(perm.value))
 
@@ -189,7 +188,7 @@ def _may_do_nothing(node: ir.Node) -> bool:
     to = node.attributes.get("to") if node.op_type == "Cast" else None
     if to is not None and node.inputs and node.inputs[0] is not None:
         return to.is_ref() or node.inputs[0].dtype == to.value
-    return node.op_type == "Expand" or _keeps_axes(node) or _repeats(node, "Unsqueeze")
+    return node.op_type == "Expand" or _is_identity_transpose(node) or _repeats(node, "Unsqueeze")
 
 
 def _apply(model: ir.Model, names: Sequence[str], may: Callable[[ir.Node], bool]) -> int:
@@ -316,6 +315,8 @@ def _lift_constants(model: ir.Model) -> None:
 def tidy_layout(model: ir.Model) -> bool:
     """Merge Transposes, and Reshapes, that stand back to back (level 2); return whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
-    count = _apply(model, pairs, lambda n: _repeats(n, "Transpose", "Reshape") or _keeps_axes(n))
+    count = _apply(
+        model, pairs, lambda n: _repeats(n, "Transpose", "Reshape") or _is_identity_transpose(n)
+    )
     _lift_constants(model)
     return count > 0

@@ -92,8 +92,8 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
     a, b = values[plan.left], values[plan.right]
     assert a is not None
     assert b is not None
-    a = _ordered(op, a, plan.left, plan.lead + plan.inner)
-    b = _ordered(op, b, plan.right, plan.batch + plan.inner + plan.columns)
+    a = _transposed_to(op, a, plan.left, plan.lead + plan.inner)
+    b = _transposed_to(op, b, plan.right, plan.batch + plan.inner + plan.columns)
     apart = [sizes[c] or 0 for c in plan.columns]
     inner, several = 0, len(apart) > 1  # a 0 copies an axis
     if len(plan.inner) > 1:
@@ -109,7 +109,7 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
             last, c = biased
             y = typed(op.Add(y, op.Reshape(c, [prod(apart)])), a)
         y = typed(op.Reshape(y, [0] * len(plan.lead) + apart), a)
-    y = _ordered(op, y, "".join(plan.made), plan.out)
+    y = _transposed_to(op, y, "".join(plan.made), plan.out)
     return rw.replace(last, op, last.outputs, [y])
 
 
@@ -145,22 +145,20 @@ def _fits(
         return False
     for c in plan.inner:
         # Einsum repeats an operand's 1 along the other's axis, MatMul does not.
-        pair = [_size(values[t], t.index(c)) for t in (plan.left, plan.right)]
+        pair = [_size_or_name(values[t], t.index(c)) for t in (plan.left, plan.right)]
         if None in pair or pair[0] != pair[1]:
             return False
     return True
 
 
-def _size(value: ir.Value | None, axis: int) -> int | str | None:
-    """The size of an axis, or its name."""
+def _size_or_name(value: ir.Value | None, axis: int) -> int | str | None:
     if value is None or value.shape is None or axis >= len(value.shape):
         return None
     size = value.shape[axis]
     return size.value if isinstance(size, ir.SymbolicDim) else size
 
 
-def _ordered(op: Builder, x: ir.Value, letters: str, order: _Letters) -> ir.Value:
-    """`x` with its axes in another order."""
+def _transposed_to(op: Builder, x: ir.Value, letters: str, order: _Letters) -> ir.Value:
     if list(letters) == order:
         return x
     perm = [letters.index(c) for c in order]

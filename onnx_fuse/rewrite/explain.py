@@ -155,22 +155,20 @@ def _kind(node: ir.Node) -> str:
     return "a sum" if op in ("Add", "Sum") else "other arithmetic"
 
 
-def _fused(node: ir.Node) -> FusedName:
-    """The parts of a fused operator's name; all empty for another operator."""
+def _fused_parts(node: ir.Node) -> FusedName:
     return FusedName.of(node.op_type if node.domain == FUSE else "")
 
 
 def _is_product(node: ir.Node | None) -> bool:
     return node is not None and (
         (node.op_type in _PRODUCTS and not node.domain)
-        or _fused(node).family in ("Gemm", "Conv", "ConvAdd")
+        or _fused_parts(node).family in ("Gemm", "Conv", "ConvAdd")
     )
 
 
-def _takes_norm(node: ir.Node) -> bool:
-    """Whether it is a matrix product without a norm before it."""
+def _is_product_without_norm(node: ir.Node) -> bool:
     plain = node.op_type in ("MatMul", "Gemm") and not node.domain
-    return plain or (_fused(node).family == "Gemm" and not _fused(node).norm)
+    return plain or (_fused_parts(node).family == "Gemm" and not _fused_parts(node).norm)
 
 
 # ---- a reason by class -----------------------------------------------------------------------
@@ -187,9 +185,9 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     readers = _readers(node.outputs[0])
     if not readers:
         return "its result is an output of the model, and no product reads it"
-    products = [n for n in readers if _takes_norm(n)]
+    products = [n for n in readers if _is_product_without_norm(n)]
     if not products:
-        with_norm = [n for n in readers if _is_product(n) and _fused(n).norm]
+        with_norm = [n for n in readers if _is_product(n) and _fused_parts(n).norm]
         more = " (one of them is a product with another norm)" if with_norm else ""
         read_by = f"{_kinds(readers)}{more}"
         return f"a norm fuses only with a product with a weight, but it is read by {read_by}"
@@ -263,7 +261,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "it is not one of the activations that fuse with a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
-    if _gates(node, source):
+    if _is_gated_half(node, source):
         gate = (
             "the gate of a gated unit: a GPU computes it and the product of the halves in one pass"
         )
@@ -284,8 +282,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     return f"it follows {_names([source])}, with which it does not fuse"
 
 
-def _gates(node: ir.Node, source: ir.Node) -> bool:
-    """Whether it is one half of a gated unit."""
+def _is_gated_half(node: ir.Node, source: ir.Node) -> bool:
     readers = [n for n in consumers(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
     return any(_source(other_operand(n, node.outputs[0])) is source for n in readers)
 
@@ -293,7 +290,7 @@ def _gates(node: ir.Node, source: ir.Node) -> bool:
 def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
     readers = _readers(node.outputs[0])
-    if any(_fused(n).norm for n in readers):
+    if any(_fused_parts(n).norm for n in readers):
         return "the norm after it was fused into a product, and other nodes read the sum, too"
     after = f"its readers are {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
@@ -342,11 +339,11 @@ def _reason_of(node: ir.Node) -> _Why | None:
         return None
     if op in ("Softmax", "LogSoftmax"):
         return _softmax
-    if op in ("Sqrt", "Pow") and _is_variance(node):
+    if op in ("Sqrt", "Pow") and _is_root_of_mean(node):
         return _written_norm
     if op in _ACTIVATIONS:
         return _activation
-    if op == "Add" and _is_residual(node):
+    if op == "Add" and _is_residual_add(node):
         return _residual
     if op == "Mul" and (scaled := scale_of(node)) is not None:
         source = _source(scaled[0])
@@ -354,16 +351,14 @@ def _reason_of(node: ir.Node) -> _Why | None:
     return _layout if op in _LAYOUT else None
 
 
-def _is_variance(node: ir.Node) -> bool:
-    """Whether it is the root of a mean and an epsilon."""
+def _is_root_of_mean(node: ir.Node) -> bool:
     if node.op_type == "Pow" and scalar(node.inputs[1]) not in (0.5, -0.5):
         return False
     add = producer(node.inputs[0], "Add")
     return add is not None and any(producer(v, "ReduceMean") is not None for v in add.inputs)
 
 
-def _is_residual(node: ir.Node) -> bool:
-    """Whether it adds two computed tensors of one shape."""
+def _is_residual_add(node: ir.Node) -> bool:
     a, b = node.inputs[0], node.inputs[1]
     if a is None or b is None or is_constant(a) or is_constant(b):
         return False

@@ -90,7 +90,7 @@ def _simplify(node: ir.Node) -> bool:
             simpler = op.node("Cast", [x], attributes={"to": like.dtype.value, **rest})
         case "Concat":
             axis = attribute(node, "axis", 0)
-            parts = [v for v in node.inputs if not _empty(v, axis)] or [x]
+            parts = [v for v in node.inputs if not _is_empty_part(v, axis)] or [x]
             if len(parts) == len(node.inputs) > 1:
                 return False
             simpler = op.Concat(*parts, axis=axis) if len(parts) > 1 else op.Identity(*parts)
@@ -105,8 +105,7 @@ def _simplify(node: ir.Node) -> bool:
     return True
 
 
-def _empty(value: ir.Value | None, axis: object) -> bool:
-    """Whether a part of a Concat along `axis` has no elements there."""
+def _is_empty_part(value: ir.Value | None, axis: object) -> bool:
     shape = None if value is None else value.shape
     if shape is None or not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
         return False
@@ -120,7 +119,12 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
     plain: set[ir.Value] = set()  # what no weight entered
     filled: set[ir.Value] = set()  # what one number over and over entered
     for node in all_nodes(model.graph):
-        if node.domain or node.op_type not in _EVALUATED or not _settled(node) or not wanted(node):
+        if (
+            node.domain
+            or node.op_type not in _EVALUATED
+            or not _is_replaceable(node)
+            or not wanted(node)
+        ):
             continue
         constant = all(v is None or v in inside or is_constant(v) for v in node.inputs)
         if not constant or not _small(node, inside) or not node.inputs:
@@ -169,8 +173,7 @@ def _uniform(array: np.ndarray) -> bool:
     return array.tobytes() == array.reshape(-1)[:1].tobytes() * array.size
 
 
-def _settled(node: ir.Node) -> bool:
-    """Whether the node's outputs may be replaced by constants."""
+def _is_replaceable(node: ir.Node) -> bool:
     return not any(v.is_graph_output() for v in node.outputs) and not any(
         a.is_ref() for a in node.attributes.values()
     )

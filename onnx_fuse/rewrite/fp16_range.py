@@ -106,7 +106,7 @@ def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
     for node in graph:
         for i in masks_of(node):
             mask = node.inputs[i] if i < len(node.inputs) else None
-            if mask in reach and not (training and _weighs(mask)):
+            if mask in reach and not (training and _depends_on_weights(mask)):
                 far.masks.append((node, i, reach[mask]))
     far.values |= {v: None for v in graph.inputs if v in reach}  # a Cast would make them infinite
     return far
@@ -181,8 +181,7 @@ def _mask_inputs(graph: ir.Graph) -> list[ir.Value]:
     return [v for v in graph.inputs if v in seen]
 
 
-def _weighs(value: ir.Value | None) -> bool:
-    """Whether a value depends on an initializer of more than one number."""
+def _depends_on_weights(value: ir.Value | None) -> bool:
     todo, seen = [value], set()
     while todo:
         at = todo.pop()

@@ -58,10 +58,12 @@ def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.
     size, dt = dim(x, 0), rows.inputs[0]
     if x.dtype != ir.DataType.FLOAT or (size is not None and size < MIN_ROWS) or dt is None:
         return None
-    if not _plain(rows) or attribute(rows, "transA", 0):
+    if not _only_multiplies(rows) or attribute(rows, "transA", 0):
         return None
     readers, operands = consumers(dt), {norm.outputs[0], dt}
-    product = next((n for n in readers if _plain(n) and set(n.inputs[:2]) == operands), None)
+    product = next(
+        (n for n in readers if _only_multiplies(n) and set(n.inputs[:2]) == operands), None
+    )
     if product is None or not attribute(product, "transA", 0) or attribute(product, "transB", 0):
         return None
     return rows, product, next((n for n in readers if _sums_rows(n)), None)
@@ -83,8 +85,7 @@ def _emit(
     return list(op.emit(name, [dt, xh, w, gamma, beta], [*like, beta][:4]))
 
 
-def _plain(node: ir.Node) -> bool:
-    """A Gemm that only multiplies."""
+def _only_multiplies(node: ir.Node) -> bool:
     alone = len(node.inputs) < 3 or node.inputs[2] is None
     return node.op_type == "Gemm" and alone and attribute(node, "alpha", 1.0) == 1.0
 

@@ -30,7 +30,6 @@ def patches_as_products(model: ir.Model) -> int:
 
 
 def _as_product(graph: ir.Graph, node: ir.Node) -> bool:
-    """Write one Conv as a product, if it meets the conditions of `patches_as_products`."""
     x, w, bias = node.inputs[0], node.inputs[1], given(node, 2)
     if x is None or w is None or not x.is_graph_input() or not w.is_initializer():
         return False

@@ -110,7 +110,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             graph.insert_after(maker, here.nodes)
     arrays = [value.const_value.numpy() for value in weights if value.const_value is not None]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NumPy lets other threads run
-        converted = pool.map(_clipped if masters else _cast, arrays, [dtype] * len(arrays))
+        converted = pool.map(_clipped_to_range if masters else _cast, arrays, [dtype] * len(arrays))
         for value, array, new in zip(weights, arrays, converted, strict=True):
             if not masters:
                 value.const_value = ir.tensor(new, name=value.name)
@@ -222,11 +222,10 @@ def _node(node: ir.Node, dtype: ir.DataType, wide_values: Collection[ir.Value]) 
 
 
 def _cast(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    return _clipped(array, dtype).astype(dtype.numpy())
+    return _clipped_to_range(array, dtype).astype(dtype.numpy())
 
 
-def _clipped(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    """`array`, its finite numbers within the range of `dtype`."""
+def _clipped_to_range(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     low, high = float(dtype.min), float(dtype.max)
     if not array.size or (low <= array.min() and array.max() <= high):
         return array

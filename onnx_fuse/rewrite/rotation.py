@@ -42,10 +42,10 @@ def rotation_of(total: ir.Node | None) -> Rotation | None:
     if total is None or total.op_type != "Add" or total.domain:
         return None
     for product, straight in (total.inputs, total.inputs[::-1]):
-        for joined, sin in _factors(product):
+        for joined, sin in _factor_pairs(product):
             if (x := _turned(joined)) is None:
                 continue
-            cos = next((other for one, other in _factors(straight) if one is x), None)
+            cos = next((other for one, other in _factor_pairs(straight) if one is x), None)
             if cos is not None and sin is not None and _are_tables(x, cos, sin):
                 assert product is not None
                 assert straight is not None
@@ -57,8 +57,7 @@ def rotation_of(total: ir.Node | None) -> Rotation | None:
     return None
 
 
-def _factors(product: ir.Value | None) -> Sequence[Sequence[ir.Value]]:
-    """The two factors of a product, in both orders."""
+def _factor_pairs(product: ir.Value | None) -> Sequence[Sequence[ir.Value]]:
     node = producer(product, "Mul")
     factors = [v for v in node.inputs if v is not None] if node is not None else []
     return (factors, factors[::-1]) if len(factors) == 2 else ()

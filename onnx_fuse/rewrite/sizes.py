@@ -60,10 +60,10 @@ def _name_plainly(graph: ir.Graph, facts: Entries) -> None:
     """Put numbers and the inputs' symbols in the place of inference's own names for them."""
     ends = {*graph.inputs, *graph.outputs}
     declared = {str(d) for value in ends for d in value.shape or ()}
-    plain = {name: d for name, s in facts.meaning.items() if (d := _dim(s)) is not None}
+    plain = {name: d for name, s in facts.meaning.items() if (d := _as_dim(s)) is not None}
     first: dict[SymbolicSize, str] = {}  # of the symbols for 4 B, say, one is as good as all
     for name, composed in facts.meaning.items():
-        if _dim(composed) is None:
+        if _as_dim(composed) is None:
             plain[name] = first.setdefault(composed, name)
     plain = {name: d for name, d in plain.items() if name not in declared}
     for node in graph if plain else ():
@@ -305,14 +305,13 @@ def _enter(y: ir.Value, sizes: Sizes, facts: Entries) -> bool:
     for symbol, new in zip(symbols, sizes, strict=True):
         if new is not None and isinstance(symbol, str) and new != size(symbol):
             facts.meaning.setdefault(symbol, new)
-        dims.append(symbol if symbol is not None or new is None else _dim(new))
+        dims.append(symbol if symbol is not None or new is None else _as_dim(new))
     if dims != symbols:
         y.shape = ir.Shape(dims)
     return True
 
 
-def _dim(value: SymbolicSize) -> int | str | None:
-    """The size as an entry of a shape."""
+def _as_dim(value: SymbolicSize) -> int | str | None:
     if isinstance(value.number, int):
         return value.number
     [(factors, times), *more] = value.terms.items()

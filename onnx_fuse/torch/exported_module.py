@@ -68,13 +68,12 @@ class ExportedModule(nn.Module):
 
 
 def _again(kind: Any) -> Any:
-    cls = _class(kind)
+    cls = _fused_class(kind)
     return cls.__new__(cls)
 
 
 @cache
-def _class(kind: Any) -> Any:
-    """The class of modules of a class that are fused whole."""
+def _fused_class(kind: Any) -> Any:
     return type(kind.__name__, (ExportedModule, kind), {"__module__": kind.__module__})
 
 
@@ -89,7 +88,7 @@ def make_whole(module: nn.Module) -> None:
         if name and any(getattr(each, hook, None) for hook in hooks):
             raise UsageError(f"'{name}' has hooks, which a graph does not call")
     kind: Any = type(module)
-    module.__class__ = _class(kind)
+    module.__class__ = _fused_class(kind)
     module._programs = Programs(module)  # type: ignore[assignment]
 
 
@@ -143,7 +142,6 @@ class Programs:
         return self._made(module, args, named, key)(tensors)
 
     def _forget(self, program: Program) -> None:
-        """Drop a program that serves no more."""
         with self._lock:
             self._known = {key: each for key, each in self._known.items() if each is not program}
             for kind in self._kinds.values():
@@ -317,11 +315,10 @@ class Program:
             draws = [torch.empty((), dtype=torch.int64, device=tensors[0].device).random_()]
         results = call_graph(self._graph, self._given(tensors, draws))
         if self._updated or self._counted:
-            self._update(results[self._outputs :])
+            self._update_statistics(results[self._outputs :])
         return self._results(results[: self._outputs])
 
-    def _update(self, statistics: Sequence[Tensor]) -> None:
-        """Give the running statistics their new contents."""
+    def _update_statistics(self, statistics: Sequence[Tensor]) -> None:
         with torch.no_grad():
             if self._counted:
                 torch._foreach_add_([table[name] for (table, name) in self._counted], 1)

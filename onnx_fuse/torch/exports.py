@@ -167,7 +167,7 @@ def export(
             raise UsageError(f"torch cannot export it: {one_line(error)}") from error
     assert onnx_program is not None
     model: ir.Model = onnx_program.model
-    exported = Exported(model, results, _sizes(program, tensors))
+    exported = Exported(model, results, _served_shapes(program, tensors))
     for value in model.graph.inputs:
         value.shape = ir.Shape([*map(_known_size, value.shape or ())])
     _batch_norms(program, exported)
@@ -184,8 +184,7 @@ def _known_size(size: Any) -> Any:
     return int(name) if name is not None and name.isdigit() else size
 
 
-def _sizes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
-    """The shapes that a program of torch.export holds for."""
+def _served_shapes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
     names = program.graph_signature.user_inputs
     nodes = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
     values = [nodes[name] for name in names]

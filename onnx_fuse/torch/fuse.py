@@ -212,13 +212,11 @@ class _Scope:
         return by and self.kinds.is_linear(self.modules[str(node.target)])
 
 
-def _axes(norm: Any) -> tuple[int, ...]:
-    """The sizes of the axes that a norm is over."""
+def _normalized_sizes(norm: Any) -> tuple[int, ...]:
     return tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
 
 
-def _width(linear: Any) -> int:
-    """The number of features that a linear layer reads."""
+def _input_features(linear: Any) -> int:
     return int(linear.in_features if isinstance(linear, nn.Linear) else linear.weight.shape[0])
 
 
@@ -238,7 +236,7 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
         if others:
             reader = others[0].target if others[0].op != "output" else "the forward's result"
             reason = f"'{name}' is read by {reader} too"
-        elif any(_axes(norm) != (_width(layer),) for layer in layers):
+        elif any(_normalized_sizes(norm) != (_input_features(layer),) for layer in layers):
             reason = f"'{name}' normalizes other axes than the last"
         elif any(getattr(layer, "before", ()) for layer in layers):
             reason = "the linear layer is fused with a norm already"

@@ -158,7 +158,7 @@ class GpuRunner:
         """
         device.start(self.device_id)
         handle = current_stream(self.device_id)
-        sizes = (self._math(graph), *map(KIND, tensors))
+        sizes = (self._float32_math(graph), *map(KIND, tensors))
         turn = self._turns.get((handle, sizes))
         if turn is None:
             with self._lock:
@@ -168,8 +168,7 @@ class GpuRunner:
         return turn
 
     @staticmethod
-    def _math(graph: Any) -> str:
-        """What products of float32 are computed in."""
+    def _float32_math(graph: Any) -> str:
         return "tf32" if graph.has_float32 and precision() != "highest" else "ieee"
 
     def _made(
@@ -200,7 +199,7 @@ class GpuRunner:
                 "a CUDA graph is being captured, and these shapes have not run before: run once "
                 "before the capture"
             )
-        executable = self._executable(self._math(graph))
+        executable = self._executable(self._float32_math(graph))
         names = [end.name for end in graph.inputs]
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
@@ -216,7 +215,10 @@ class GpuRunner:
         """Run a graph that needs the host between its kernels."""
         if capturing():
             raise UsageError("this graph has operators without kernels: it cannot be captured")
-        executable, handle = self._executable(self._math(graph)), current_stream(self.device_id)
+        executable, handle = (
+            self._executable(self._float32_math(graph)),
+            current_stream(self.device_id),
+        )
         binding = executable.io_binding()
         for end, t in zip(graph.inputs, tensors, strict=True):
             kind, shape = dtype_of(_NAMES[t.dtype]), tuple(t.shape)

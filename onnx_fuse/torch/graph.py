@@ -109,7 +109,7 @@ class Graph:
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the outputs on the device of the tensors, which must be one."""
         if tensors[0].get_device() >= 0:
-            results: list[torch.Tensor] = self._on(tensors[0].device).run(self, tensors)
+            results: list[torch.Tensor] = self._runner_on(tensors[0].device).run(self, tensors)
             return results
         tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         symbols = self.symbols(tensors)
@@ -118,10 +118,9 @@ class Graph:
 
     def turn(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What launches it for GPU tensors like these (`gpu.GpuRunner.turn`)."""
-        return self._on(tensors[0].device).turn(self, tensors)
+        return self._runner_on(tensors[0].device).turn(self, tensors)
 
-    def _on(self, where: torch.device) -> Any:
-        """What runs it on a GPU."""
+    def _runner_on(self, where: torch.device) -> Any:
         runner = self.gpu.get(where.index)
         if runner is not None:
             return runner

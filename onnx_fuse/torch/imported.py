@@ -73,7 +73,9 @@ class OnnxModule(nn.Module):
         }
         self.input_names = [str(v.name) for v in graph.graph.inputs]
         self.output_names = [str(v.name) for v in graph.graph.outputs]
-        arrays = {name: _content(source, graph, name) for v in weights for name in model_names(v)}
+        arrays = {
+            name: _own_content(source, graph, name) for v in weights for name in model_names(v)
+        }
         self._graph, self._names = opened(graph, weights)
         self._places: list[tuple[dict[str, Any], str]] = []
         """The dict of a submodule that has each weight, and its name there: quicker than getattr"""
@@ -223,8 +225,7 @@ def _attribute(holder: nn.Module, name: str, kind: type | None = None) -> str:
     return name
 
 
-def _content(source: ir.Model, graph: ir.Model, name: str) -> np.ndarray[Any, Any]:
-    """A weight's own content, which nobody else writes to."""
+def _own_content(source: ir.Model, graph: ir.Model, name: str) -> np.ndarray[Any, Any]:
     value = source.graph.initializers.get(name)
     if value is None or value.const_value is None:
         nodes = (n for n in source.graph for v in n.outputs if v.name == name)

@@ -144,7 +144,7 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
     """
     model = load(model)
     graph = model.graph
-    names_of = {v: (str(v.name), _module(v)) for v in graph.initializers.values()}
+    names_of = {v: (str(v.name), _module_name(v)) for v in graph.initializers.values()}
     chosen: dict[onnx_ir.Value, None] = {}
     for glob in lora.weights:
         matched = [v for v, names in names_of.items() if any(fnmatchcase(n, glob) for n in names)]
@@ -199,8 +199,7 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
     return products
 
 
-def _module(weight: onnx_ir.Value) -> str:
-    """The name of the PyTorch module whose weight this is, or ""."""
+def _module_name(weight: onnx_ir.Value) -> str:
     try:
         return peft.module_of(str(weight.name), _products(weight)[0][0])
     except ModelError:

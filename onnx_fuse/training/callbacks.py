@@ -260,8 +260,7 @@ class BestWeights(_Monitor):
 # ---- logs --------------------------------------------------------------------------------------
 
 
-def _row(history: History, i: int) -> dict[str, float | None]:
-    """The numbers of step i, from 0."""
+def _step_numbers(history: History, i: int) -> dict[str, float | None]:
     speed = history.examples_per_second
     return {
         "step": i + 1,
@@ -297,13 +296,13 @@ class CsvLog(Callback):
         self._table.writeheader()
         evaluations = {int(record["step"]): record for record in history.metrics}
         for i in range(len(history.losses)):
-            self._table.writerow(_row(history, i))
+            self._table.writerow(_step_numbers(history, i))
             if i + 1 in evaluations:
                 self._table.writerow(evaluations[i + 1])
 
     def on_step(self, fit: Fit) -> None:
         """Write a row for the last step of `fit`."""
-        self._table.writerow(_row(fit.history, len(fit.history.losses) - 1))
+        self._table.writerow(_step_numbers(fit.history, len(fit.history.losses) - 1))
 
     def on_evaluation(self, fit: Fit) -> None:
         """Write a row for the last evaluation of `fit`, and let readers see the file so far."""
@@ -339,7 +338,7 @@ class TensorBoard(Callback):
 
     def on_step(self, fit: Fit) -> None:
         """Add the last step of `fit`."""
-        numbers = _row(fit.history, len(fit.history.losses) - 1)
+        numbers = _step_numbers(fit.history, len(fit.history.losses) - 1)
         self._add("train", {k: v for k, v in numbers.items() if v is not None})
 
     def on_evaluation(self, fit: Fit) -> None:

@@ -66,7 +66,7 @@ def distilled(
         b, like = both[name], ours[name]
         if like.shape is None:
             raise UsageError(f"the rank of the output '{name}' is not known")
-        if b.shape is not None and not _same_sizes(b.shape, like.shape):
+        if b.shape is not None and not _may_be_equal(b.shape, like.shape):
             raise UsageError(
                 f"the output '{name}' has the shape {b.shape} in the teacher and {like.shape} in "
                 "the model: they must be equal"
@@ -86,8 +86,7 @@ def distilled(
     return Term(part)
 
 
-def _same_sizes(a: ir.Shape, b: ir.Shape) -> bool:
-    """Whether two shapes can be equal where their dynamic dimensions are."""
+def _may_be_equal(a: ir.Shape, b: ir.Shape) -> bool:
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(
         x == y or not (isinstance(x, int) and isinstance(y, int)) for x, y in pairs

@@ -63,7 +63,7 @@ def in_float8(
             if not reached.isdisjoint(node.inputs):
                 reached.update(node.outputs)
         parts = _parts(node) if active.issuperset(node.outputs) else None
-        if parts is None or parts.w in fed or not _fits(node, parts):
+        if parts is None or parts.w in fed or not _has_right_sizes(node, parts):
             continue
         op, stem = TensorBuilder(), str(node.name or node.outputs[0].name)
         x, w, c, y = _normed(op, node, parts), parts.w, parts.c, node.outputs[0]
@@ -71,7 +71,7 @@ def in_float8(
         master = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None
         if master is not None and master.dtype == ir.DataType.FLOAT:
             w = master  # rounded once
-        if _turned(node):
+        if _is_transposed(node):
             w = typed(op.Transpose(w, perm=[1, 0]), w, [dim(w, 1), dim(w, 0)])
         flat = x if rank(x) == 2 else typed(op.Reshape(x, op.constant([-1, dim(w, 0)])), x)
         flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
@@ -107,8 +107,7 @@ def in_float8(
 _OF_NORMS = ("epsilon", "stash_type")
 
 
-def _turned(node: ir.Node) -> bool:
-    """Whether the weight of a product is stored as [N, K]."""
+def _is_transposed(node: ir.Node) -> bool:
     return bool(attribute(node, "transB", 0))
 
 
@@ -122,10 +121,9 @@ def _parts(node: ir.Node) -> Parts | None:
     return Parts("", "", (x,), w, c) if plain and x is not None and w is not None else None
 
 
-def _fits(node: ir.Node, parts: Parts) -> bool:
-    """Whether the product is of rows and a weight whose sizes are right."""
+def _has_right_sizes(node: ir.Node, parts: Parts) -> bool:
     x, sizes, c = parts.head[0], [dim(parts.w, i) for i in range(2)], parts.c
-    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not _turned(node)])
+    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not _is_transposed(node)])
     return row and (
         x.dtype == ir.DataType.BFLOAT16
         and (rank(x) or 0) >= 2

@@ -98,13 +98,13 @@ def _stage(
     """The nodes of one level as a model of its own, and the collectives behind them."""
     nodes = list(model.graph)
     waits = [node for node in nodes if _is_collective(node)]
-    in_stage = [not _is_collective(n) and (levels[n] == level or _constant(n)) for n in nodes]
+    in_stage = [not _is_collective(n) and (levels[n] == level or _is_constant(n)) for n in nodes]
     later = {v for node in nodes if levels[node] > level for v in reads(node)}
     later |= {v for node in waits if levels[node] == level for v in reads(node)}
     later |= set(model.graph.outputs)
     mine = [node for node, inside in zip(nodes, in_stage, strict=True) if inside]
     results = {v for node in mine for v in node.outputs}
-    outputs = sorted(str(v.name) for v in results & later if not _constant(v.producer()))
+    outputs = sorted(str(v.name) for v in results & later if not _is_constant(v.producer()))
     part = model.clone()
     graph = part.graph
     part_nodes = [node for node, inside in zip(list(graph), in_stage, strict=True) if inside]
@@ -134,6 +134,5 @@ def _stage(
     )
 
 
-def _constant(node: onnx_ir.Node | None) -> bool:
-    """Whether a node reads nothing, so that every stage may have its own."""
+def _is_constant(node: onnx_ir.Node | None) -> bool:
     return node is not None and node.op_type == "Constant" and not node.domain

@@ -257,7 +257,6 @@ class Reduction:
 
 
 def _nbytes(value: onnx_ir.Value) -> int:
-    """The bytes of a value of known type and shape."""
     assert value.dtype is not None
     assert value.shape is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)

@@ -281,7 +281,7 @@ def as_feeds(batch: Any, inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
     if not isinstance(batch, Mapping):
         if not isinstance(batch, tuple | list):
             batch = (batch,)
-        flat = list(_flat(batch))
+        flat = list(_flattened(batch))
         if len(flat) != len(names):
             raise DataError(
                 f"a batch of {len(flat)} arrays: the model reads {', '.join(map(repr, names))}"
@@ -296,11 +296,10 @@ def as_feeds(batch: Any, inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
     }
 
 
-def _flat(batch: Iterable[Any]) -> Iterator[Any]:
-    """The arrays of tuples in tuples, such as ((x1, x2), labels)."""
+def _flattened(batch: Iterable[Any]) -> Iterator[Any]:
     for each in batch:
         if isinstance(each, tuple | list) and not all(isinstance(x, int | float) for x in each):
-            yield from _flat(each)
+            yield from _flattened(each)
         else:
             yield each
 

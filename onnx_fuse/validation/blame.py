@@ -69,8 +69,8 @@ def find_culprits(
     """
     values_of = partial(values.values_of, as_written=as_written)
     reference, suspect = read(original), read(fused)
-    expected = values_of(reference, feeds, _computed(reference))
-    common = [name for name in _computed(suspect) if name in expected]
+    expected = values_of(reference, feeds, _computed_names(reference))
+    common = [name for name in _computed_names(suspect) if name in expected]
     seen = values_of(suspect, feeds, common)
     # A value that kept its name but changed its layout cannot be compared with the original's.
     common = [n for n in common if alike(expected[n], seen[n])]
@@ -102,8 +102,7 @@ def find_culprits(
     )
 
 
-def _computed(model: onnx_ir.Model) -> list[str]:
-    """Names of the tensors that nodes of the main graph compute."""
+def _computed_names(model: onnx_ir.Model) -> list[str]:
     return [
         v.name
         for node in model.graph

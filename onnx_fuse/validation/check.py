@@ -321,7 +321,9 @@ def _unsteady(
     session = ort.session(runnable(original), options, as_written=True)
     for i, answers in answered.items():
         for factor in (-3, 0.5):
-            ort.run(session, {name: _scaled(array, factor) for name, array in feeds[i].items()})
+            ort.run(
+                session, {name: _scaled_floats(array, factor) for name, array in feeds[i].items()}
+            )
             ys = ort.run(session, feeds[i])
             pairs = zip(names, answers, ys, strict=True)
             if not all(difference(name, a, b, tolerance).ok for name, a, b in pairs):
@@ -329,8 +331,7 @@ def _unsteady(
     return unsteady
 
 
-def _scaled(array: Any, factor: float) -> Any:
-    """The array with other numbers, if it is of a float type."""
+def _scaled_floats(array: Any, factor: float) -> Any:
     floats = isinstance(array, np.ndarray) and array.dtype.kind == "f"
     return (array * factor).astype(array.dtype) if floats else array
 

@@ -442,7 +442,7 @@ class _Comparison:
         largest = (float(np.abs(g[np.isfinite(g)]).max(initial=0.0)) for g in double.values())
         floor = _ZERO * max(largest, default=0.0)
 
-        limits = _coarsest(forward)
+        limits = _coarsest_limits(forward)
         readers = {w: node for node, w in _by_reader(forward, parameters)}
         expected = {w: double[f"{w}{_GRAD}"] for w in readers}
         finite = {w: np.isfinite(g) for w, g in expected.items()} if hostile else {}
@@ -527,13 +527,12 @@ def _hostile(model: onnx_ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> boo
     them alone is wrong.
     """
     added = {v.name for v in model.graph.inputs if is_added(v)}
-    endless = [name for name, array in inputs.items() if not _finite(array)]
+    endless = [name for name, array in inputs.items() if not _is_finite(array)]
     plain = any(name not in added for name in endless)
-    return plain or (bool(endless) and not all(_finite(y) for y in outputs))
+    return plain or (bool(endless) and not all(_is_finite(y) for y in outputs))
 
 
-def _finite(array: Any) -> bool:
-    """Whether an array holds finite numbers alone, or no floats."""
+def _is_finite(array: Any) -> bool:
     if not isinstance(array, np.ndarray):
         return True
     floats = DataType.from_numpy(array.dtype).is_floating_point()
@@ -572,8 +571,7 @@ def _own_limit(precision: str, limits: _Limits) -> float:
     return max(_NARROWER.get(kind, _SINGLE).own, limits.own)
 
 
-def _coarsest(model: onnx_ir.Model) -> _Limits:
-    """The limits for the narrowest type of any value."""
+def _coarsest_limits(model: onnx_ir.Model) -> _Limits:
     nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
     values = [*model.graph.inputs, *(v for node in nodes for v in (*node.inputs, *node.outputs))]
     dtypes = {v.dtype for v in values if v is not None and v.dtype is not None}

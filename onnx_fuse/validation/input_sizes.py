@@ -233,14 +233,13 @@ def assignment(
         if meant is not None:
             system.require("equal", size(symbol), meant, soft=True)
     free = [s for s in symbols if system.resolve(size(s)) == size(s)]
-    first = {_symbol(system, shape[0]) for shape in shapes.values() if shape}
-    inner = {_symbol(system, d) for shape in shapes.values() for d in shape[1:]}
+    first = {_free_symbol(system, shape[0]) for shape in shapes.values() if shape}
+    inner = {_free_symbol(system, d) for shape in shapes.values() for d in shape[1:]}
     leading = {s for s in first - inner if s is not None}
     return _Assignment(system, shapes, symbols, free, leading, branches, lengths)
 
 
-def _symbol(system: System, dim: SymbolicSize) -> str | None:
-    """The free symbol that an axis is, if it is one by itself."""
+def _free_symbol(system: System, dim: SymbolicSize) -> str | None:
     terms = system.resolve(dim).terms
     [monomial] = terms if len(terms) == 1 else [()]
     alone = len(monomial) == 1 and terms[monomial] == 1

@@ -128,10 +128,10 @@ def generate(
             feed = draw(roles, choice, rng, top)
             try:
                 outputs = run(feed)
-                if _is_nan(outputs):  # a mask whose true hides leaves the first row nothing
+                if _any_nan(outputs):  # a mask whose true hides leaves the first row nothing
                     other = {k: inverted_mask(roles[k], a) for k, a in feed.items()}
                     outputs_of_other = run(other)
-                    if not _is_nan(outputs_of_other):
+                    if not _any_nan(outputs_of_other):
                         feed, outputs = other, outputs_of_other
             except Exception as error:
                 if isinstance(error, ModelError):
@@ -196,8 +196,7 @@ def cotangents_of(names: Sequence[str], outputs: Sequence[Any], rng: np.random.G
     }
 
 
-def _is_nan(outputs: Sequence[Any]) -> bool:
-    """Whether an output of floats holds a NaN."""
+def _any_nan(outputs: Sequence[Any]) -> bool:
     return any(
         isinstance(y, np.ndarray) and y.dtype.kind == "f" and bool(np.isnan(y).any())
         for y in outputs

@@ -115,7 +115,7 @@ class System:
             self._solve(a - b)
 
     def _solve(self, zero: SymbolicSize) -> None:
-        common = _common(list(zero.terms))
+        common = _common_symbols(list(zero.terms))
         zero = SymbolicSize({without(m, common) or (): c for m, c in zero.terms.items()})
         candidates: list[tuple[int, int, Symbol, SymbolicSize]] = []
         for m, c in zero.terms.items():
@@ -171,8 +171,7 @@ class System:
         return {d for d in divisors if d > 1}
 
 
-def _common(monomials: Sequence[Monomial]) -> Monomial:
-    """The symbols that all monomials share."""
+def _common_symbols(monomials: Sequence[Monomial]) -> Monomial:
     if not monomials:
         return ()
     shared: list[Symbol] = []

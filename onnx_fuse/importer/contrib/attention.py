@@ -220,7 +220,7 @@ def multi_head_attention(
     form = (rank(query), rank(key), rank(value))
     total = dim(bias, 0)
     parts: list[ir.Value | None] = [None, None, None]
-    sizes = [_width(query, heads), _width(key, heads), _width(value, heads)]
+    sizes = [_hidden_size(query, heads), _hidden_size(key, heads), _hidden_size(value, heads)]
     if form[0] == 5:
         sizes = [sizes[0]] * 3
     elif form[1] == 5:
@@ -251,7 +251,7 @@ def multi_head_attention(
         else:
             raise Unwritable("the rank of query, key or value is not known")
     q, k, v = split
-    new = None if _as_long(query, key) else op.Shape(k, start=2, end=3)
+    new = None if _keys_match_queries(query, key) else op.Shape(k, start=2, end=3)
     seen = None
     if past_key is not None and past_value is not None and before is not None:
         k, v, seen = _in_buffer(op, (past_key, past_value), before, k, v)
@@ -292,15 +292,13 @@ def _seen_rows(op: Body, v: ir.Value, seen: ir.Value) -> ir.Value:
     return op.Where(rows, v, op.number(0.0, v))
 
 
-def _as_long(query: ir.Value, key: ir.Value | None) -> bool:
-    """Whether there are as many new keys as queries, whatever the sizes turn out to be."""
+def _keys_match_queries(query: ir.Value, key: ir.Value | None) -> bool:
     if key is None or key is query:
         return True
     return rank(query) == rank(key) == 3 and same_size(query, 1, key, 1)
 
 
-def _width(x: ir.Value | None, heads: int) -> int | None:
-    """The hidden size N·h of an operand, from any of the shapes that the operator allows."""
+def _hidden_size(x: ir.Value | None, heads: int) -> int | None:
     size, head = rank(x), dim(x, -1)
     return head if head is None or size == 3 else heads * head
 

@@ -44,8 +44,7 @@ def _swiglu(op: Body, gate: ir.Value, up: ir.Value) -> ir.Value:
     )
 
 
-def _hidden(op: Body, x: ir.Value) -> ir.Value:
-    """The activation of the first product."""
+def _first_activation(op: Body, x: ir.Value) -> ir.Value:
     first = _projected(op, x, op.needed(2), op.given(3))
     other, kind = op.given(6), op.attr("activation_type", "relu")
     if kind != "swiglu":
@@ -86,7 +85,7 @@ def moe(op: Body, x: ir.Value, routed: ir.Value) -> Results:
     if not isinstance(size, int):
         raise Unwritable("the size of its weights is not known")
     tokens = op.Reshape(x, [1, -1, size])
-    y = _projected(op, _hidden(op, tokens), op.needed(4), op.given(5))
+    y = _projected(op, _first_activation(op, tokens), op.needed(4), op.given(5))
     total = op.formula(
         """weighed = y * Unsqueeze(Transpose <perm = [1, 0]> (weights), [2])
         counts = Unsqueeze(Transpose <perm = [1, 0]> (chosen), [2])

@@ -100,7 +100,6 @@ def _with_channels_first(
 
 
 def _pool_rank(op: Body) -> int:
-    """The rank of what a pool takes. Raises Unwritable."""
     window = op.attr("kernel_shape")
     if not window:
         raise Unwritable("its attribute 'kernel_shape' is missing")

@@ -63,8 +63,7 @@ register(
 # ---- recognition -----------------------------------------------------------------------------
 
 
-def _activation(z: ir.Value) -> Tail | None:
-    """The activation among the readers of `z`, which may have others, or of views of it."""
+def _activation_behind(z: ir.Value) -> Tail | None:
     prelu = next((n for n in consumers(z) if n.op_type == "PRelu" and not n.domain), None)
     if prelu is None:
         return tail_of(z)
@@ -133,7 +132,7 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
         return False
     sum_of = _residual(conv, z)
     total = sum_of[0].outputs[0] if sum_of is not None else z
-    act = _activation(total)
+    act = _activation_behind(total)
     if act is not None and act.activation is _PRELU and sum_of is not None:
         act = None
     if act is None and sum_of is None:

@@ -106,7 +106,6 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
-    """The operator and its gradient."""
     name, attributes, saves = NAME, [""], SAVED
     text = f"{_LINEAR}y = product + c"
     reads = "dy, xt, wq, xscale, wscale, dz_history"

@@ -81,8 +81,7 @@ class _Unit:
     nodes: tuple[ir.Node, ...]
 
 
-def _gate_of(value: ir.Value | None) -> Tail | None:
-    """The activation that `value` is the result of, by itself or of a fused product."""
+def _gate_activation(value: ir.Value | None) -> Tail | None:
     node = value.producer() if value is not None else None
     z = node.inputs[0] if node is not None and node.inputs else None
     if node is None or z is None:
@@ -104,7 +103,7 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
     if rw.training or node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
         return False
     for factor, let in (node.inputs, reversed(node.inputs)):
-        gate = _gate_of(factor)
+        gate = _gate_activation(factor)
         if gate is None or let is None or factor is let:
             continue
         unit_of = _of_halves if product_parts(gate.node) is None else _of_two_products

@@ -62,7 +62,7 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
 def _elementwise(node: ir.Node, axis: int, size: int) -> _Axes | None:
     """The axes of operands that are broadcast: those of one row along `axis` are read whole."""
     axes: _Axes = []
-    rows = _extent(node.outputs[0], axis)
+    rows = _size_or_symbol(node.outputs[0], axis)
     for x in node.inputs:
         axis_count = rank(x)
         if x is None or axis_count is None:
@@ -70,15 +70,14 @@ def _elementwise(node: ir.Node, axis: int, size: int) -> _Axes | None:
         at = axis - (size - axis_count)
         if at < 0 or dim(x, at) == 1:
             axes.append(None)
-        elif rows is not None and _extent(x, at) == rows:
+        elif rows is not None and _size_or_symbol(x, at) == rows:
             axes.append(at)
         else:
             return None
     return axes
 
 
-def _extent(value: ir.Value, axis: int) -> int | str | None:
-    """The size of an axis, or the name of its symbol; None where nothing is known."""
+def _size_or_symbol(value: ir.Value, axis: int) -> int | str | None:
     extent = value.shape[axis] if value.shape is not None else None
     return extent if extent is None or isinstance(extent, int) else extent.value
 
@@ -101,7 +100,11 @@ class _Region:
             grown = False
             for value, axis in list(self.wanted.items()):
                 node = value.producer()
-                if node is None or node in self.nodes or not self._reads_all(value, axis):
+                if (
+                    node is None
+                    or node in self.nodes
+                    or not self._read_by_region_alone(value, axis)
+                ):
                     continue
                 axes = _row_axes(node, axis)
                 if axes is None or node.graph is not self.pick.graph:
@@ -117,8 +120,7 @@ class _Region:
                 self.wanted.update(pairs)
                 grown = True
 
-    def _reads_all(self, value: ir.Value, axis: int) -> bool:
-        """Whether nothing else reads the value, and no other output of its node is read."""
+    def _read_by_region_alone(self, value: ir.Value, axis: int) -> bool:
         node = value.producer()
         assert node is not None
         if value.is_graph_output():
@@ -136,8 +138,7 @@ class _Region:
         return True
 
 
-def _count(pick: ir.Node) -> int | None:
-    """The number of rows that a Gather or a Slice along one axis takes."""
+def _picked_row_count(pick: ir.Node) -> int | None:
     if pick.op_type == "Gather":
         levels = rank(pick.inputs[1])
         return 1 if levels == 0 else dim(pick.inputs[1], 0) if levels == 1 else None
@@ -148,8 +149,7 @@ def _count(pick: ir.Node) -> int | None:
     return None if size is None else dim(pick.outputs[0], axes[0])
 
 
-def _along(pick: ir.Node) -> int | None:
-    """The axis that a Gather or a Slice takes rows along."""
+def _picked_axis(pick: ir.Node) -> int | None:
     size = rank(pick.inputs[0])
     if not size:
         return None
@@ -176,7 +176,7 @@ def _picked(op: Builder, pick: ir.Node, x: ir.Value, axis: int, count: int) -> i
 
 def _apply(rw: Rewriter, pick: ir.Node) -> bool:
     """A Gather or Slice of few rows that products made, each from a row of its own."""
-    axis, count = _along(pick), _count(pick)
+    axis, count = _picked_axis(pick), _picked_row_count(pick)
     if pick.domain or axis is None or count is None or pick.inputs[0] is None:
         return False
     held = dim(pick.inputs[0], axis)

@@ -181,7 +181,7 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     site = replace(site, views=tuple(views))
-    if any(v.op_type == "Pad" for v in views) and not _keeps_zeros(rw, norm):
+    if any(v.op_type == "Pad" for v in views) and not _norm_keeps_zero_rows(rw, norm):
         return _before_pad(rw, site, norm)
     return replace(site, norm=norm)
 
@@ -202,8 +202,7 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
     return replace(site, tail=None, nodes=nodes, norm=norm, moved=True, fill=fill)
 
 
-def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
-    """Whether the norm of a row of zeros is zeros, now and after training."""
+def _norm_keeps_zero_rows(rw: Rewriter, norm: Norm) -> bool:
     scale, *bias = (const_array(v) for v in norm.affine)
     epsilon = norm.attributes["epsilon"]
     # also where the smallest numbers count as zero

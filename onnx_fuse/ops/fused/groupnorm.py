@@ -158,7 +158,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
         "epsilon": attribute(node, "epsilon", 1e-5),
         "stash_type": int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT),
     }
-    return _build(rw, Builder(), "", x, (scale[1], bias[1]), bias[0], attributes)
+    return _fuse_with_activation(rw, Builder(), "", x, (scale[1], bias[1]), bias[0], attributes)
 
 
 def _native(rw: Rewriter, node: ir.Node) -> bool:
@@ -184,10 +184,10 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     op = Builder()
     column = op.constant([channels] + [1] * ((rank(x) or 2) - 2))
     affine = op.Reshape(scale, column), op.Reshape(bias, column)
-    return _build(rw, op, "newer", x, affine, node.outputs[0], attributes)
+    return _fuse_with_activation(rw, op, "newer", x, affine, node.outputs[0], attributes)
 
 
-def _build(
+def _fuse_with_activation(
     rw: Rewriter,
     op: Builder,
     overload: str,
@@ -196,7 +196,6 @@ def _build(
     z: ir.Value,
     attributes: dict[str, object],
 ) -> bool:
-    """The op in the place of `z`, or of the activation that alone reads it."""
     reader = sole_consumer(z)
     activation = activation_of(reader) if reader is not None else None
     at = reader if activation is not None and reader is not None else z.producer()

@@ -140,7 +140,7 @@ def _product(node: ir.Node | None) -> _Product | None:
             product = _product(producer(x, "MatMul"))
             if product is not None and x is not None and sole_reader(x):
                 bias = other_operand(node, x)
-                return product._replace(bias=bias) if _fits(bias, product) else None
+                return product._replace(bias=bias) if _bias_fits(bias, product) else None
         return None
     fused = node.domain == FUSE and name.family == "Gemm" and not name.activation
     fused = fused and not (name.place or name.exposed or name.grad)
@@ -158,11 +158,10 @@ def _product(node: ir.Node | None) -> _Product | None:
     if view is not None and view.inputs[0] is not None:  # a table that is tied to the head
         w, turned = view.inputs[0], not turned
     site = _Product(node, x, w, turned, rest[0] if rest else None, affine)
-    return site if _fits(site.bias, site) else None
+    return site if _bias_fits(site.bias, site) else None
 
 
-def _fits(bias: ir.Value | None, site: _Product) -> bool:
-    """Whether a bias is one number, or one a class."""
+def _bias_fits(bias: ir.Value | None, site: _Product) -> bool:
     classes = dim(site.w, 1 if site.turned else 0)
     return bias is None or (rank(bias) or 0) == 0 or (rank(bias), dim(bias, 0)) == (1, classes)
 

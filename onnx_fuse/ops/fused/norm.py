@@ -181,17 +181,20 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
     return changed
 
 
-def _over_rows(values: dict[str, ir.Value]) -> bool:
-    """Whether a reduction is one over the last axis."""
+def _reduces_last_axis(values: dict[str, ir.Value]) -> bool:
     axes, size = constant_ints(values["axes"]), rank(values["x"])
     return axes in ([-1], [size - 1] if size is not None else None)
 
 
-def _put_back(values: dict[str, ir.Value]) -> bool:
-    """Whether a view of a reduction over the last axis has that axis again, of size 1."""
+def _keeps_axis(values: dict[str, ir.Value]) -> bool:
     x, y = values["x"].shape, values["y"].shape
     sizes = [getattr(size, "value", size) for size in x[:-1]] if x is not None else [None]
-    return _over_rows(values) and None not in sizes and y is not None and tuple(y) == (*sizes, 1)
+    return (
+        _reduces_last_axis(values)
+        and None not in sizes
+        and y is not None
+        and tuple(y) == (*sizes, 1)
+    )
 
 
 def _by_width(values: dict[str, ir.Value]) -> bool:
@@ -201,9 +204,9 @@ def _by_width(values: dict[str, ir.Value]) -> bool:
 _REDUCED = "<keepdims: int = {}, noop_with_empty_axes: int = @noop> (x, axes)"
 _TABLE: dict[str, dict[str, Condition | None]] = {
     f"Row{kind}": {
-        f"Reduce{kind} {_REDUCED.format(1)}": _over_rows,
-        f"Reshape <allowzero: int = @zero> (Reduce{kind} {_REDUCED.format(0)}, to)": _put_back,
-        f"Unsqueeze (Reduce{kind} {_REDUCED.format(0)}, to)": _put_back,
+        f"Reduce{kind} {_REDUCED.format(1)}": _reduces_last_axis,
+        f"Reshape <allowzero: int = @zero> (Reduce{kind} {_REDUCED.format(0)}, to)": _keeps_axis,
+        f"Unsqueeze (Reduce{kind} {_REDUCED.format(0)}, to)": _keeps_axis,
     }
     for kind in ("Mean", "Sum")
 }

@@ -49,7 +49,7 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     others = [n for v in between for n in consumers(v) if n not in (*views, *shapes, *products)]
     if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
         return "others read the norm, or what is between, so that it would not save a pass"
-    if not all(_width(n, x) for n in products):
+    if not all(_product_columns(n, x) for n in products):
         return "others than products read the padded rows"
     axes = _axes(x, views)
     ratio = 1.0
@@ -67,7 +67,10 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
             if target is None or target[axis] == 0:
                 return "the shapes between are not known beforehand"
     # counted by weight: a product that is fused already is dead, but still there
-    columns, width = sum({n.inputs[1]: _width(n, x) for n in products}.values()), dim(x, -1) or 0
+    columns, width = (
+        sum({n.inputs[1]: _product_columns(n, x) for n in products}.values()),
+        dim(x, -1) or 0,
+    )
     if columns >= width * (1 + ratio):
         return (
             f"the product could come first, with its bias as the added rows, but moving {columns} "
@@ -104,7 +107,7 @@ def replay_padded_views(
                 shape[axes.get(before, axis)] = width
             typed(after, y, shape)
             if view.op_type == "Pad" and fill is not None:
-                there = op.constant(_is_there(view))
+                there = op.constant(_unpadded_rows(view))
                 after = typed(op.Where(there, after, op.constant(fill)), y, shape)
             moved[before] = after
             _replace_shape_nodes(op, before, after, axes.get(before, axis))
@@ -126,8 +129,7 @@ def _replace_shape_nodes(op: Builder, old: ir.Value | None, new: ir.Value, axis:
         )
 
 
-def _width(node: ir.Node, x: ir.Value) -> int:
-    """Columns of a product of `x` with a weight; 0 for any other node."""
+def _product_columns(node: ir.Node, x: ir.Value) -> int:
     name = FusedName.of(node.op_type)
     before = name.norm or name.place or name.grad
     fused = node.domain == FUSE and name.family == "Gemm" and not before
@@ -168,8 +170,7 @@ def _sizes(pad: ir.Node, after: Sequence[int]) -> list[int]:
     return [d - pads[i] - pads[i + len(after)] for i, d in enumerate(after)]
 
 
-def _is_there(pad: ir.Node) -> np.ndarray:
-    """Which of the padded rows are rows of x."""
+def _unpadded_rows(pad: ir.Node) -> np.ndarray:
     after, pads = _padded_shape(pad) or [], constant_ints(pad.inputs[1]) or []
     there = np.zeros(after, np.bool_)
     there[tuple(slice(pads[i], d - pads[i + len(after)]) for i, d in enumerate(after))] = True

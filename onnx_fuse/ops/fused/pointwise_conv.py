@@ -63,8 +63,7 @@ def _pointwise(node: ir.Node | None) -> _Pointwise | None:
     return _Pointwise(node, x, w, filters, channels)
 
 
-def _channels_first(size: int) -> list[int]:
-    """The perm of a Transpose that makes the last axis the second."""
+def _perm_to_channels_first(size: int) -> list[int]:
     return [0, size - 1, *range(1, size - 1)]
 
 
@@ -103,7 +102,7 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     perm = attribute(turn, "perm", [])
     below, _ = through_row_views(rows)
     norm = canonical_norm(below.producer() if below is not None else None)
-    if list(perm) != _channels_first(rank(conv.x) or 0) or norm is None:
+    if list(perm) != _perm_to_channels_first(rank(conv.x) or 0) or norm is None:
         return False
     if sole_consumer(conv.x) is not node or sole_consumer(rows) is not turn:
         return rw.refuse(NAME, [norm.node, node], "others read the norm or its Transpose")

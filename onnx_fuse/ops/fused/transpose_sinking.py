@@ -35,8 +35,7 @@ _LONGEST = 8
 """Views of a chain at most."""
 
 
-def _sizes(value: ir.Value | None) -> list[int] | None:
-    """The sizes of a value where all are known numbers and none is 0."""
+def _static_nonzero_sizes(value: ir.Value | None) -> list[int] | None:
     if value is None or value.shape is None:
         return None
     sizes = [d for d in value.shape if isinstance(d, int) and d > 0]
@@ -47,8 +46,7 @@ def _perm(turn: ir.Node) -> list[int]:
     return [*attribute(turn, "perm", range(rank(turn.inputs[0]) or 0)[::-1])]
 
 
-def _biased(value: ir.Value) -> ir.Node | None:
-    """The Add of a vector, if it is the only reader of the value."""
+def _sole_bias_add(value: ir.Value) -> ir.Node | None:
     reader = combined_with(value, "Add")
     return reader[0] if reader is not None and rank(reader[1]) == 1 else None
 
@@ -62,7 +60,7 @@ def _sink(rw: Rewriter, node: ir.Node) -> bool:
     perm, source = _perm(turn), turn.inputs[0]
     if source is None or len(perm) < 3 or perm[-1] != len(perm) - 1 or source.shape is None:
         return False
-    add = _biased(node.outputs[0])
+    add = _sole_bias_add(node.outputs[0])
     last = node if add is None else add
     readers = consumers(last.outputs[0])
     width = w.shape[1] if w is not None and w.shape is not None else None
@@ -93,8 +91,8 @@ def _turn_ahead(rw: Rewriter, node: ir.Node) -> bool:
     turn = producer(merged.inputs[0], "Transpose") if merged is not None else None
     if merged is None or turn is None or sole_consumer(merged.outputs[0]) is not gemm:
         return False
-    rows, outer = _sizes(turn.outputs[0]), _sizes(split.outputs[0])
-    flat = _sizes(merged.outputs[0])
+    rows, outer = _static_nonzero_sizes(turn.outputs[0]), _static_nonzero_sizes(split.outputs[0])
+    flat = _static_nonzero_sizes(merged.outputs[0])
     if rows is None or outer is None or flat is None or rows[:2] != outer[:2]:
         return False
     if flat != [prod(rows[:2]), prod(rows[2:])] or sole_consumer(turn.outputs[0]) is not merged:
@@ -165,12 +163,12 @@ def _regroup(rw: Rewriter, node: ir.Node) -> bool:
     if len({id(n) for n in chain}) < 3 or not any(n.op_type == "Transpose" for n in chain):
         return False
     x = chain[-1].inputs[0]
-    input_sizes = _sizes(x)
+    input_sizes = _static_nonzero_sizes(x)
     if x is None or input_sizes is None:
         return False
     axes = _Axes(input_sizes)
     for view in reversed(chain):
-        shape = _sizes(view.outputs[0])
+        shape = _static_nonzero_sizes(view.outputs[0])
         if shape is None:
             return False
         if view.op_type == "Transpose":

@@ -58,7 +58,7 @@ def _grouped(w: Walk, node: Node) -> list[Fact]:
             w.system.require("equal", batch, size(1))
     heads, groups = (node.attributes.get_int(a, 1) for a in ("num_heads", "kv_num_heads"))
     head = width / heads if k is not None else width / (heads + 2 * groups)
-    length = p[2] if p is not None and _shares_buffer(node) else total
+    length = p[2] if p is not None and _caches_keep_size(node) else total
     present = Fact((batch, size(groups), length, head))
     return [Fact((batch, tokens, head * heads)), present, present]
 
@@ -67,7 +67,7 @@ def _total(w: Walk, node: Node, tokens: SymbolicSize, past: SymbolicSize | None)
     """How many tokens there are after the call, as the graph computes it or as it must be."""
     numbers = w.numbers(given(node, 6))
     computed = numbers[0] if numbers is not None and len(numbers) == 1 else None
-    if past is not None and _shares_buffer(node):
+    if past is not None and _caches_keep_size(node):
         total = past if computed is None else computed
         w.system.require("least", past, total)
         w.system.require("least", total, tokens)
@@ -78,8 +78,7 @@ def _total(w: Walk, node: Node, tokens: SymbolicSize, past: SymbolicSize | None)
     return w.system.resolve(after)
 
 
-def _shares_buffer(node: Node) -> bool:
-    """Whether the caches keep their size from before the call to after it."""
+def _caches_keep_size(node: Node) -> bool:
     past, present = given(node, 3), node.outputs[1] if len(node.outputs) > 1 else None
     if past is None or present is None or past.shape is None or present.shape is None:
         return False

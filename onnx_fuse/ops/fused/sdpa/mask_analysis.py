@@ -153,8 +153,7 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
     return _FORMS[node.op_type](node, depth) if node.op_type in _FORMS else None
 
 
-def _below(node: ir.Node, depth: int) -> list[_Form | None]:
-    """What the elements of the operands are."""
+def _operand_forms(node: ir.Node, depth: int) -> list[_Form | None]:
     return [_form(value, depth - 1) for value in node.inputs]
 
 
@@ -283,7 +282,7 @@ def _continued(node: ir.Node, depth: int) -> _Form | None:
         return None
     if len(node.inputs) != 2 or node.inputs[0] is None or dim(node.inputs[0], -1) != 1:
         return None
-    first, rest = _below(node, depth)
+    first, rest = _operand_forms(node, depth)
     if first is None or rest is None or not rest.is_position:
         return None
     if len(rest.factors) != 1 or rest.factors[0][0] != -1:
@@ -420,7 +419,7 @@ def _joined(forms: list[_Form]) -> dict[int, object] | None:
 def _pointwise(node: ir.Node, depth: int) -> _Form | None:
     """Sums and differences of positions, their comparison, and arithmetic on numbers."""
     work = _POINTWISE[node.op_type]
-    forms = [form for form in _below(node, depth) if form is not None]
+    forms = [form for form in _operand_forms(node, depth) if form is not None]
     sizes = _joined(forms)
     if len(forms) != len(node.inputs) or sizes is None:
         return None
@@ -548,7 +547,7 @@ def _both(node: ir.Node, depth: int) -> _Form | None:
 
 def _where(node: ir.Node, depth: int) -> _Form | None:
     """One of two numbers, or of a number and a choice, by a choice or by what always holds."""
-    condition, yes, no = _below(node, depth)
+    condition, yes, no = _operand_forms(node, depth)
     if condition is None or yes is None or no is None:
         return None
     sizes = _joined([condition, yes, no])

@@ -59,7 +59,6 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
 def _fused(
     rw: Rewriter, op: Builder, softmax: ir.Node, ending: ProductTail, z: ir.Value | None
 ) -> bool:
-    """The fusion of a softmax of `z`, by nodes of `op`."""
     z = whole_rows(op, z)
     scores = trace_scores(z)
     if scores is None:
@@ -80,7 +79,7 @@ def _fused(
     if not scores.viewed:
         scores.steps = [step for step in scores.steps if not is_idle(step, product)]
     scores.steps = combine_steps(op, scores.steps)
-    reason = _mismatch(rw, scores, ending, z)
+    reason = _why_not_fused(rw, scores, ending, z)
     if reason:
         return rw.refuse("Sdpa", nodes, reason)
     left, right = scores.product.inputs[0], scores.product.inputs[1]
@@ -112,8 +111,7 @@ def _fused(
     return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
 
 
-def _mismatch(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None) -> str:
-    """Why the parts do not make one operator, if so."""
+def _why_not_fused(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None) -> str:
     product = scores.product.outputs[0]
     kinds = [tuple("Where" if s.fill is not None else "Mask" for s in scores.steps)]
     if kinds[0] not in STEPS:

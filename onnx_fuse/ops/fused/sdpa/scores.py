@@ -291,7 +291,7 @@ def combine_steps(op: Builder, steps: list[MaskStep]) -> list[MaskStep]:
             total = op.Add(last.value, step.value)
             total.dtype = step.value.dtype
             if last.value.shape is not None and step.value.shape is not None:
-                total.shape = ir.Shape(_broadcast(last.value.shape, step.value.shape))
+                total.shape = ir.Shape(_broadcast_sizes(last.value.shape, step.value.shape))
             combined[-1] = replace(step, value=total)
         else:
             combined.append(step)
@@ -306,34 +306,33 @@ def _joins(first: MaskStep, second: MaskStep) -> bool:
         added
         and plain
         and same
-        and (_hides_or_keeps(first.value) or (first.value is second.value and _small(first.value)))
+        and (
+            _is_zero_or_minus_infinity(first.value)
+            or (first.value is second.value and _is_small_float32(first.value))
+        )
     )
 
 
-def _small(value: ir.Value) -> bool:
-    """Whether all elements are known float32 numbers of no more than `SMALL`."""
-    held = const_array(_viewed(value))
+def _is_small_float32(value: ir.Value) -> bool:
+    held = const_array(_view_source(value))
     return held is not None and held.dtype == np.float32 and bool((np.abs(held) <= SMALL).all())
 
 
-def _viewed(value: ir.Value | None) -> ir.Value | None:
-    """What a value is a view of."""
+def _view_source(value: ir.Value | None) -> ir.Value | None:
     while (view := producer(value, *_VIEWS)) is not None:
         value = view.inputs[0]
     return value
 
 
-def _hides_or_keeps(value: ir.Value | None) -> bool:
-    """Whether all elements are known to be 0 or -inf."""
-    value = _viewed(value)
+def _is_zero_or_minus_infinity(value: ir.Value | None) -> bool:
+    value = _view_source(value)
     chosen = producer(value, "Where")
     sources = chosen.inputs[1:] if chosen is not None else [value]
     arrays = [const_array(v) for v in sources]
     return all(a is not None and ((a == 0) | np.isneginf(a)).all() for a in arrays)
 
 
-def _broadcast(a: ir.Shape, b: ir.Shape) -> list[int | str | ir.SymbolicDim | None]:
-    """The sizes of a sum; unknown where two differ and none is 1."""
+def _broadcast_sizes(a: ir.Shape, b: ir.Shape) -> list[int | str | ir.SymbolicDim | None]:
     size = max(len(a), len(b))
     pairs = zip([1] * (size - len(a)) + [*a], [1] * (size - len(b)) + [*b], strict=True)
     return [y if x == 1 else x if y in (1, x) else None for x, y in pairs]
