@@ -107,6 +107,13 @@ def test_checkpointing_runs_the_forward_again() -> None:
     torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
 
 
+def test_a_file_with_trained_weights_has_tangents() -> None:
+    plain, x = nn.Sequential(nn.Linear(6, 5), nn.GELU()), torch.randn(4, 6)
+    imported = oft.from_onnx(of.optimize(plain, x))
+    ours, theirs = (torch.func.jvp(each, (x,), (x,))[1] for each in (imported, plain))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 class OwnNorm(nn.Module):
     """An RMSNorm as libraries of transformers write it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.torch.graph import BUILDERS, DTYPES, Graph, built
-from onnx_fuse.torch.library import Operator
+from onnx_fuse.torch.library import Fused
 
 ACTIVATIONS = tuple(BY_KEY)
 """The names that `activation` may have."""
@@ -57,14 +58,14 @@ class _Sketch:
         zero: ir.Value = self.op.constant(np.full(1, -0.0, self.dtype.numpy()))
         return zero
 
-    def graph(self, key: str, y: ir.Value, *shape: int | str) -> Graph:
-        """The finished graph, with `y` as its only output."""
+    def graph(self, key: str, y: ir.Value, *shape: int | str, rows: bool = False) -> Graph:
+        """The finished graph, with `y` as its only output; `rows` is the Graph's."""
         y.name, y.shape = "y", ir.Shape(shape)
         self._graph.extend(self.op.nodes)
         self._graph.outputs.append(y)
         model = session.load(self._model)
         rewrite.optimize(model, training=True)
-        return Graph(key, model)
+        return Graph(key, model, rows=rows)
 
 
 @cache
@@ -82,7 +83,7 @@ def _attention_graph(
         sizes = {"1": 1, "H": int(heads)}
         shape = [sizes.get(a, a) for a in axes]
         inputs.append(sketch.input("mask", *shape, dtype=ir.DataType[kind]))
-    factor = float(scale) if scale else 1 / math.sqrt(int(width))
+    factor = float.fromhex(scale) if scale else 1 / math.sqrt(int(width))
     y = sketch.op.Attention(*inputs, is_causal=int(causal), scale=factor)
     key = built("attention", dtype, heads, groups, width, causal, scale, mask)
     return sketch.graph(key, y, "B", int(heads), "S", "E")
@@ -104,7 +105,7 @@ def _linear_cross_entropy_graph(
         logits = op.Cast(logits, to=int(ir.DataType.FLOAT))
     options = {
         "ignore_index": int(ignore_index),
-        "label_smoothing": float(smoothing),
+        "label_smoothing": float.fromhex(smoothing),
         "reduction": reduction,
     }
     loss = LOSSES["cross_entropy"].build(op, logits, labels, options)
@@ -120,19 +121,23 @@ BUILDERS.update(attention=_attention_graph, linear_cross_entropy=_linear_cross_e
 # ---- operators -------------------------------------------------------------------------------
 
 
-@cache
 def _dtype(kind: torch.dtype) -> str:
     if not kind.is_floating_point or kind not in _ONNX:
         raise UsageError(f"there is no fused function of {kind}")
     return _ONNX[kind].name
 
 
+def _exact(number: float) -> str:
+    """A number in a key; torch.compile makes a constant of it by this method alone."""
+    return float(number).hex()
+
+
 def _flag(value: object) -> str:
     return "0" if value is None or value is False else "1"
 
 
-def _product(name: str, norm: str, *affine: str) -> Operator:
-    """The operator of act(linear(norm(x))), whose norm has these parameters."""
+def _product(name: str, norm: str, *affine: str) -> Fused:
+    """act(linear(norm(x))), whose norm has these parameters."""
 
     @cache
     def graph(dtype: str, *options: str) -> Graph:
@@ -142,70 +147,50 @@ def _product(name: str, norm: str, *affine: str) -> Operator:
         w, c = sketch.weight(transposed), sketch.bias(bias == "1")
         scales = [sketch.input(each, "K") for each in affine]
         act = BY_KEY[activation].name if activation else ""
-        attributes: dict[str, Any] = {"epsilon": float(epsilon[0])} if epsilon else {}
+        attributes: dict[str, Any] = {"epsilon": float.fromhex(epsilon[0])} if epsilon else {}
         if norm == "RMSNorm" and dtype == "DOUBLE":
             attributes["stash_type"] = int(ir.DataType.DOUBLE)
         y = sketch.op.node(
             str(FusedName.make("Gemm", act, norm=norm)), [x, *scales, w, c], domain=FUSE,
             attributes=attributes,
         )  # fmt: skip
-        return sketch.graph(built(name, dtype, *options), y, "M", "N")
+        return sketch.graph(built(name, dtype, *options), y, "M", "N", rows=True)
 
-    def graph_of(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Graph:
+    def parts(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> tuple[str, ...]:
         *epsilon, activation, transposed = more[len(affine) :]
-        return graph(
-            _dtype(x.dtype), *map(repr, epsilon), activation, _flag(bias), _flag(transposed)
-        )
+        return _dtype(x.dtype), *map(_exact, epsilon), activation, _flag(bias), _flag(transposed)
 
     BUILDERS[name] = graph
-    return Operator(
-        name,
-        ("x", "weight", "bias?", *affine),
-        (*(["float eps"] if norm else ()), "str activation", "bool transposed"),
-        saves=1 + len(affine),
-        graph=graph_of,
-        flat=2,
-        rows=True,
-    ).define()
+    return Fused(name, 3 + len(affine), 2, parts, flat=2, rows=True)
 
 
 _LAYERNORM_LINEAR = _product("layernorm_linear", "LayerNorm", "ln_weight", "ln_bias")
 _RMS_NORM_LINEAR = _product("rms_norm_linear", "RMSNorm", "norm_weight")
 _LINEAR_ACTIVATION = _product("linear_activation", "")
-_LINEAR_CROSS_ENTROPY = Operator(
-    "linear_cross_entropy",
-    ("x", "weight", "bias?", "target"),
-    ("int ignore_index", "float label_smoothing", "str reduction", "bool wide"),
-    saves=6,
-    graph=lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
-        _linear_cross_entropy_graph(
-            _dtype(x.dtype), _flag(wide), str(ignore_index), repr(smoothing), reduction, _flag(bias)
-        )
+_LINEAR_CROSS_ENTROPY = Fused(
+    "linear_cross_entropy", 4, 2,
+    lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
+        _dtype(x.dtype), _flag(wide), str(index(ignore_index)), _exact(smoothing), reduction,
+        _flag(bias),
     ),
     flat=2,
-).define()
+)  # fmt: skip
 
 
-def _attention_of(
+def _attention_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> Graph:
+) -> tuple[str, ...]:
     mask_kind = ""
     if mask is not None:
         kind = ir.DataType.BOOL if mask.dtype == torch.bool else _ONNX[mask.dtype]
         axes = zip(mask.shape, "BHST", strict=True)
         mask_kind = f"{kind.name} {''.join('1' if size == 1 else axis for size, axis in axes)}"
-    heads, groups, width = (str(int(n)) for n in (q.shape[1], k.shape[1], q.shape[-1]))
-    factor = "" if scale is None else repr(float(scale))
-    return _attention_graph(_dtype(q.dtype), heads, groups, width, _flag(causal), factor, mask_kind)
+    heads, groups, width = (str(index(n)) for n in (q.shape[1], k.shape[1], q.shape[-1]))
+    factor = "" if scale is None else _exact(scale)
+    return _dtype(q.dtype), heads, groups, width, _flag(causal), factor, mask_kind
 
 
-_ATTENTION = Operator(
-    "attention",
-    ("q", "k", "v", "mask?"),
-    ("bool causal", "float? scale"),
-    saves=2,
-    graph=_attention_of,
-).define()
+_ATTENTION = Fused("attention", 4, 3, _attention_parts)
 
 
 # ---- functions -------------------------------------------------------------------------------

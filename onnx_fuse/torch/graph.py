@@ -59,13 +59,21 @@ class Graph:
 
     `key` names it within this process. The graphs derived of it are kept as long as it is.
     `fused` allows operators of ours in its backward that its forward does not have. The outputs
-    `fixed` have no gradient, whatever their type.
+    `fixed` have no gradient, whatever their type. With `rows` each row of the first input makes one
+    of every output that has several axes.
     """
 
     def __init__(
-        self, key: str, model: ir.Model, *, fused: bool = False, fixed: Sequence[str] = ()
+        self,
+        key: str,
+        model: ir.Model,
+        *,
+        fused: bool = False,
+        fixed: Sequence[str] = (),
+        rows: bool = False,
     ) -> None:
         self.key, self.model, self.fused, self._fixed = key, model, fused, fixed
+        self.rows = rows
         self.inputs = [End(v) for v in model.graph.inputs]
         self.outputs = [End(v) for v in model.graph.outputs]
         for end in self.outputs:
@@ -157,7 +165,10 @@ class Graph:
                     models = {"forward": halves.forward, "backward": halves.backward}
                 for name, model in models.items():
                     key = f"{name}:{mask}"
-                    self._made[key] = Graph(f"{self.key}/{key}", model, fused=self.fused)
+                    self._made[key] = Graph(
+                        f"{self.key}/{key}", model, fused=self.fused,
+                        rows=self.rows and name == "forward",
+                    )  # fmt: skip
             return self._made[part]
 
     @cached_property
