@@ -15,7 +15,7 @@ import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 
 # isort: split
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import autodiff, progress, rewrite
 from onnx_fuse import profile as profiling
@@ -89,7 +89,7 @@ _BLOCK = 2e-3  # seconds of runs at a stretch, so that a small model finds its c
 
 def compare(
     path: Path,
-    graph: onnx_ir.Model,
+    graph: ir.Model,
     request: Request,
     *,
     repeat: int = 50,
@@ -162,7 +162,7 @@ def compare(
     )
 
 
-def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model], Feeds]:
+def _backwards(graph: ir.Model, feeds: Feeds) -> tuple[list[ir.Model], Feeds]:
     """The model and its fusion with their gradients, and feeds with those of the outputs."""
     graphs = []
     for level in (0, 2):
@@ -187,7 +187,7 @@ def _rounds(clocks: Sequence[Clock], count: int) -> Array:
     return times
 
 
-def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
+def _clock(model: Path | ir.Model, feeds: Feeds, threads: int) -> Clock:
     """A clock over a new session of onnxruntime."""
     run = partial(ort.run, _session(model, threads), feeds)
     return partial(_mean, run, time.process_time if threads == 1 else time.perf_counter)
@@ -225,7 +225,7 @@ class _GpuClock:
         return _mean(self._whole, time.perf_counter, runs)
 
 
-def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str, mode: str) -> Clock:
+def _gpu_clock(graph: ir.Model, feeds: Feeds, level: int, precision: str, mode: str) -> Clock:
     """A clock over a new session on the GPU."""
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
@@ -235,7 +235,7 @@ def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str, m
 
 
 def _step_clock(
-    graph: onnx_ir.Model,
+    graph: ir.Model,
     feeds: Feeds,
     loss: str,
     level: int | None,
@@ -261,7 +261,7 @@ def _step_clock(
     return partial(_mean, step, time.perf_counter)
 
 
-def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
+def _session(model: Path | ir.Model, threads: int) -> Any:
     """A session whose threads sleep between runs: they would take the other model's cores."""
     options = ort.quiet_options(threads=threads)
     options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -292,7 +292,7 @@ class RunResult:
 
 
 def run_once(
-    graph: onnx_ir.Model,
+    graph: ir.Model,
     feeds: Feeds | None = None,
     *,
     device: str = "cpu",
@@ -322,7 +322,7 @@ def run_once(
 
 
 def _run_on(
-    gpus: int, model: onnx_ir.Model | Path, feeds: Feeds | None, device: str, precision: str
+    gpus: int, model: ir.Model | Path, feeds: Feeds | None, device: str, precision: str
 ) -> RunResult:
     """A batch over several devices; the first run makes each one's program."""
     if not feeds:
@@ -345,7 +345,7 @@ def _timed(session: InferenceSession | Replicas, feeds: Feeds) -> RunResult:
 
 
 def program(
-    graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None, precision: str = "fp32"
+    graph: ir.Model, hw: Hardware, feeds: Feeds | None = None, precision: str = "fp32"
 ) -> Program:
     """The program that a GPU would run for `graph`, without one; missing feeds are generated.
 
@@ -378,7 +378,7 @@ def program(
     return first
 
 
-def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:
+def _lowered(graph: ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:
     """The program for feeds of these shapes."""
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):

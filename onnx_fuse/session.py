@@ -24,7 +24,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 
 if TYPE_CHECKING:
-    import onnx_ir
+    import onnx_ir as ir
 
     from onnx_fuse import cache
     from onnx_fuse.ir.constants import Model
@@ -45,7 +45,7 @@ class InferenceSession:
     ...) is onnxruntime's own, on the same graph.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model, or the path of a file that
+        model: A path, bytes, ModelProto or ir.Model, or the path of a file that
             `onnx-fuse compile` has written. Such a file runs on "cuda" in the shapes and the
             precision it was compiled for, without NVRTC and without any ONNX library.
         sess_options: onnxruntime.SessionOptions of the CPU session; ignored on "cuda".
@@ -148,7 +148,7 @@ class InferenceSession:
         return load(self._source)
 
     @cached_property
-    def model(self) -> onnx_ir.Model:
+    def model(self) -> ir.Model:
         """The graph that runs; of a compiled file, the one that its programs were made of."""
         if self._cached is not None:
             return self._cached.model
@@ -375,7 +375,7 @@ class _Interface:
     defaults: dict[str, np.ndarray[Any, Any]]
 
     @classmethod
-    def of_graph(cls, model: onnx_ir.Model) -> _Interface:
+    def of_graph(cls, model: ir.Model) -> _Interface:
         from onnx_fuse.ir.build import defaults, required
 
         arrays = defaults(model)
@@ -451,7 +451,7 @@ def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
     return in_threads(work, [()])[0]
 
 
-def argument(value: onnx_ir.Value) -> Argument:
+def argument(value: ir.Value) -> Argument:
     """An input or output of a graph as onnxruntime describes it."""
     name = value.dtype.name.lower() if value.dtype is not None else ""
     shape = [
@@ -535,7 +535,7 @@ def _begin(gpu: int) -> None:
     device.begin(gpu)
 
 
-def _executable(model: onnx_ir.Model, precision: str, gpu: int) -> Executable:
+def _executable(model: ir.Model, precision: str, gpu: int) -> Executable:
     from onnx_fuse.rewrite.precision import in_precision
     from onnx_fuse.runtime.executable import Executable
 
@@ -650,7 +650,7 @@ def _invalid(text: str) -> Exception:
     return InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
 
 
-def load(model: Model) -> onnx_ir.Model:
+def load(model: Model) -> ir.Model:
     """Read, check and bring to the canonical opset a model: `onnx.load.load`, imported late."""
     from onnx_fuse.autodiff.load import load as load_model
 

@@ -20,7 +20,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.low_rank import Costs, LowRank
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
-from onnx_fuse.training.adapters import Lora, attach, factors, merge
+from onnx_fuse.training.adapters import Lora, attach, merge
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
@@ -185,7 +185,7 @@ def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> 
     rng, form = np.random.default_rng(3), "three" if "batch, 2" in text else ""
     states = {}
     results = []
-    within = Merging(factors(attached, found), lambda *_: by_rows)
+    within = Merging.of(attached, found, lambda *_: by_rows)
     for source, given in ((attached, None), (plain, within)):
         graph, spec = training_model(
             source,

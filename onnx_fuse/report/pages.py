@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.report import graph
 from onnx_fuse.report.page import Lines, Part, Section, Table, View
@@ -22,8 +22,8 @@ _NAMED = 40  # nodes named for each reason
 
 
 def optimized(
-    before: onnx_ir.Model,
-    after: onnx_ir.Model,
+    before: ir.Model,
+    after: ir.Model,
     sizes: Sequence[Summary],
     report: Report,
     checked: Check | None,
@@ -87,7 +87,7 @@ def optimized(
 
 
 def validated(
-    original: onnx_ir.Model, model: onnx_ir.Model, checked: Check, gradients: GradientCheck | None
+    original: ir.Model, model: ir.Model, checked: Check, gradients: GradientCheck | None
 ) -> list[Section]:
     """What `validate` found: the check, its gradients, and the graphs side by side."""
     sections = check_sections(checked)
@@ -107,7 +107,7 @@ def validated(
     return [*sections, Section("Graph", [graph.view(drawn)])]
 
 
-def inspected(models: Mapping[str, onnx_ir.Model]) -> list[Section]:
+def inspected(models: Mapping[str, ir.Model]) -> list[Section]:
     """The graphs of models by their names: two side by side, more one after another."""
     drawn = [graph.Drawn(name, model) for name, model in models.items()]
     parts = [graph.view(drawn)] if len(drawn) == 2 else [graph.view([d]) for d in drawn]
@@ -216,12 +216,7 @@ def _distribution(spread: Distribution) -> Iterable[Part]:
     )
     if spread.worst:
         entries = [
-            [
-                str(list(e.index)),
-                f"{e.expected:.8g}",
-                f"{e.got:.8g}",
-                f"{e.got - e.expected:.3g}",
-            ]
+            [str(list(e.index)), f"{e.expected:.8g}", f"{e.got:.8g}", f"{e.got - e.expected:.3g}"]
             for e in spread.worst
         ]
         head = ["index", "original", "checked", "difference"]
@@ -229,10 +224,7 @@ def _distribution(spread: Distribution) -> Iterable[Part]:
 
 
 def _checked_graph(
-    title: str,
-    model: onnx_ir.Model,
-    checked: Check | None,
-    facts: Mapping[str, Mapping[str, str]],
+    title: str, model: ir.Model, checked: Check | None, facts: Mapping[str, Mapping[str, str]]
 ) -> graph.Drawn:
     """A graph whose nodes carry their errors, where these are known."""
     facts_of = {node: dict(row) for node, row in facts.items()}

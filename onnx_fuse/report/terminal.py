@@ -16,7 +16,7 @@ from onnx_fuse.progress import quiet
 from onnx_fuse.report.page import Lines, Part, Table
 
 if TYPE_CHECKING:
-    import onnx_ir
+    import onnx_ir as ir
     from rich.console import Console
 
     from onnx_fuse.validation.check import Check
@@ -44,15 +44,15 @@ class Summary:
         return sum(self.ops.values())
 
 
-def summary(model: onnx_ir.Model, name: str, path: str | os.PathLike[str] | None = None) -> Summary:
+def summary(model: ir.Model, name: str, path: str | os.PathLike[str] | None = None) -> Summary:
     """The Summary of a model; its bytes are those of its files where it has a `path`."""
-    import onnx_ir
+    import onnx_ir as ir
 
     from onnx_fuse.importer.save import weight_bytes
 
     graph = model.graph
     ops: Counter[str] = Counter()
-    for node in onnx_ir.traversal.RecursiveGraphIterator(graph):
+    for node in ir.traversal.RecursiveGraphIterator(graph):
         if node.op_type != "Constant":  # data, not an operation
             ops[f"{node.domain}.{node.op_type}" if node.domain else node.op_type] += 1
     tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
@@ -75,7 +75,7 @@ def file_bytes(path: str | os.PathLike[str]) -> int:
     return sum(f.stat().st_size for f in files if f.is_file())
 
 
-def _type(value: onnx_ir.Value) -> str:
+def _type(value: ir.Value) -> str:
     kind = value.dtype.name.lower() if value.dtype is not None else str(value.type)
     if value.shape is None:
         return kind

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.report import graph, memory
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onnx_fuse.program.problem import Hardware
 
 
-def ran(result: RunResult, model: onnx_ir.Model) -> list[Section]:
+def ran(result: RunResult, model: ir.Model) -> list[Section]:
     """What took the time of a run of the fused `model` and what held its memory, where profiled."""
     sections: list[Section] = []
     profile = result.profile
@@ -36,7 +36,7 @@ def ran(result: RunResult, model: onnx_ir.Model) -> list[Section]:
     return sections
 
 
-def compared(result: Comparison, run: RunResult | None, model: onnx_ir.Model) -> list[Section]:
+def compared(result: Comparison, run: RunResult | None, model: ir.Model) -> list[Section]:
     """Two models timed in turns, and the profile of the fused one."""
     rows = [[name, t.median * 1e-3, f"{t.low:.4g} … {t.high:.4g} ms"]
             for name, t in (("original", result.original), ("fused", result.fused))]  # fmt: skip
@@ -139,7 +139,7 @@ def _in_use(profile: Profile) -> View:
     )  # fmt: skip
 
 
-def _timed(model: onnx_ir.Model, profile: Profile, hw: Hardware | None) -> graph.Drawn:
+def _timed(model: ir.Model, profile: Profile, hw: Hardware | None) -> graph.Drawn:
     """The graph with the time of each node, and its kernel."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, str]] = {}

@@ -1,7 +1,7 @@
 """The operators that torch knows: `onnx_fuse::graph`, and one for each function of ours.
 
-All run a graph by its key. They have a fake kernel, which gives shapes without computing, a gradient
-and a rule for vmap: eager mode, torch.compile, torch.export and torch.func need no more.
+All run a graph by its key. They have a fake kernel, which gives shapes without computing, a
+gradient and a rule for vmap: eager mode, torch.compile, torch.export and torch.func need no more.
 """
 
 from __future__ import annotations

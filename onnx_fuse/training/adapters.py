@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import autodiff, files
 from onnx_fuse.autodiff.emit import expand
@@ -39,7 +39,6 @@ from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 from onnx_fuse.rewrite.constants import set_parameter
 from onnx_fuse.training import peft
-from onnx_fuse.training.merged import Factors
 
 if TYPE_CHECKING:
     from onnx_fuse.lower.low_rank import LowRank
@@ -98,23 +97,7 @@ class Adapter:
         return np.ascontiguousarray(wide.astype(w.dtype))
 
 
-def factors(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> dict[str, Factors]:
-    """What `training.merged` adds to the weights, by their names, of the model from `attach`."""
-
-    def first(name: str) -> Array:
-        tensor = attached.graph.initializers[name].const_value
-        assert tensor is not None
-        return tensor.numpy()
-
-    return {
-        each.weight: Factors(
-            each.a, each.b, each.scale, each.transposed, (first(each.a), first(each.b))
-        )
-        for each in adapters
-    }
-
-
-def sizes(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowRank]:
+def sizes(attached: ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowRank]:
     """The sizes of the low-rank products in the model from `attach`, one a weight."""
     from onnx_fuse.lower.low_rank import LowRank
 
@@ -135,7 +118,7 @@ def sizes(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowR
         yield LowRank(k, n, rank, tuple(rows), normed)
 
 
-def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, list[Adapter]]:
+def attach(model: ir.Model, lora: Lora, seed: int) -> tuple[ir.Model, list[Adapter]]:
     """The model with adapters beside the weights that `lora` names.
 
     Fused operators that read such a weight are written out; the passes fuse them again. A is drawn
@@ -145,7 +128,7 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
     model = load(model)
     graph = model.graph
     names_of = {v: (str(v.name), _module_name(v)) for v in graph.initializers.values()}
-    chosen: dict[onnx_ir.Value, None] = {}
+    chosen: dict[ir.Value, None] = {}
     for glob in lora.weights:
         matched = [v for v, names in names_of.items() if any(fnmatchcase(n, glob) for n in names)]
         if not matched:
@@ -171,12 +154,12 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
     return model, adapters
 
 
-def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
+def _products(weight: ir.Value) -> list[tuple[ir.Node, bool]]:
     """The products that read a weight, each with whether it reads the transpose.
 
     Raises ModelError for another reader.
     """
-    products: list[tuple[onnx_ir.Node, bool]] = []
+    products: list[tuple[ir.Node, bool]] = []
     todo = [(weight, False)]
     while todo:
         value, transposed = todo.pop()
@@ -199,22 +182,22 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
     return products
 
 
-def _module_name(weight: onnx_ir.Value) -> str:
+def _module_name(weight: ir.Value) -> str:
     try:
         return peft.module_of(str(weight.name), _products(weight)[0][0])
     except ModelError:
         return ""
 
 
-def _int(node: onnx_ir.Node, name: str) -> int:
+def _int(node: ir.Node, name: str) -> int:
     attribute = node.attributes.get(name)
     return 0 if attribute is None else attribute.as_int()
 
 
 def _adapt(
-    graph: onnx_ir.Graph,
-    weight: onnx_ir.Value,
-    products: list[tuple[onnx_ir.Node, bool]],
+    graph: ir.Graph,
+    weight: ir.Value,
+    products: list[tuple[ir.Node, bool]],
     lora: Lora,
     seed: int,
     module: str,
@@ -223,7 +206,7 @@ def _adapt(
     assert weight.shape is not None
     assert weight.dtype is not None
     k, n = weight.shape.numpy()[:: -1 if transposed else 1]
-    wide = weight.dtype.numpy() if weight.dtype == onnx_ir.DataType.DOUBLE else np.float32
+    wide = weight.dtype.numpy() if weight.dtype == ir.DataType.DOUBLE else np.float32
     rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
     bound = 1 / math.sqrt(max(k, 1))
     first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
@@ -257,7 +240,7 @@ def _adapt(
     return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
 
-def _biased_output(y: onnx_ir.Value) -> onnx_ir.Value:
+def _biased_output(y: ir.Value) -> ir.Value:
     """`y`, or its sum with the bias and the residual that nothing but they are added to."""
     uses = list(y.uses())
     if len(uses) != 1 or y.is_graph_output() or y.shape is None:
@@ -279,7 +262,7 @@ def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Array],
     adapters: Sequence[Adapter],
-    graph: onnx_ir.Graph,
+    graph: ir.Graph,
 ) -> None:
     """Write trained tensors of a graph with what their adapters are.
 

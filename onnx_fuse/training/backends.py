@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.names import FusedName
@@ -34,13 +34,13 @@ class Compiling:
     in_flight = 0
 
     def __init__(self) -> None:
-        self._models: dict[str, onnx_ir.Model] = {}
+        self._models: dict[str, ir.Model] = {}
 
-    def add(self, key: str, model: onnx_ir.Model) -> None:
+    def add(self, key: str, model: ir.Model) -> None:
         """Keep the graph of a mode."""
         self._models[key] = model
 
-    def graph(self, key: str, spec: Spec) -> tuple[onnx_ir.Model, dict[str, str]]:
+    def graph(self, key: str, spec: Spec) -> tuple[ir.Model, dict[str, str]]:
         """The graph of a mode as a GPU runs it, and the outputs that replace states."""
         from onnx_fuse.runtime.states import guarded
 
@@ -74,7 +74,7 @@ class Portable:
         self._options = onnxruntime.RunOptions()
         self._options.log_severity_level = ort.FATAL
 
-    def add(self, key: str, model: onnx_ir.Model) -> None:
+    def add(self, key: str, model: ir.Model) -> None:
         """Make a session for the graph of a mode."""
         with ort.faults("training graph"):
             self._sessions[key] = ort.session(model, ort.quiet_options(threads=self._threads))
@@ -150,7 +150,7 @@ class PortableRanks(Portable):
         self._world = world
         self._staged: dict[str, Staged] = {}
 
-    def add(self, key: str, model: onnx_ir.Model) -> None:
+    def add(self, key: str, model: ir.Model) -> None:
         """Make the sessions for the graph of a mode."""
         with ort.faults("training graph"):
             self._staged[key] = Staged(model, self._world, self._threads)
@@ -209,7 +209,7 @@ class CombinedGradients:
         self.in_parts: list[str] = []
         """Each size of a norm and a product that are two operators, with the predicted times."""
 
-    def __call__(self, node: onnx_ir.Node) -> bool:
+    def __call__(self, node: ir.Node) -> bool:
         from onnx_fuse.lower.linear import gradient_costs
 
         costs = gradient_costs(node, self.math, self.hw or calibration.of(self.gpu).hw)
@@ -225,10 +225,7 @@ class CombinedGradients:
 
 
 def merging(
-    attached: onnx_ir.Model,
-    sized: onnx_ir.Model,
-    adapter_list: Sequence[Adapter],
-    options: TrainingOptions,
+    attached: ir.Model, sized: ir.Model, adapter_list: Sequence[Adapter], options: TrainingOptions
 ) -> Merging | None:
     """What adds low-rank products to their weights, or None where they stay beside them.
 
@@ -249,9 +246,8 @@ def merging(
         raise UsageError("precision 'fp8' keeps adapters beside their weights: leave out merged")
     if wanted is False or precision == "fp8" or (wanted is None and device == "cpu"):
         return None
-    factors = adapters.factors(attached, adapter_list)
     if device == "cpu":
-        return Merging(factors)
+        return Merging.of(attached, adapter_list)
     dtype, math = TRAINING_PRECISIONS[precision]
     costs = low_rank.Costs(
         dtype, math, options.hardware or calibration.of(options.device_id or 0).hw
@@ -259,7 +255,7 @@ def merging(
     products = adapters.sizes(sized, adapter_list)
     if not wanted and not costs.merging_pays(products):
         return None
-    return Merging(factors, costs.rows_pay)
+    return Merging.of(attached, adapter_list, costs.rows_pay)
 
 
 def backend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.ops.rules import typed
@@ -14,8 +14,8 @@ STATISTICS = 3 << 20
 
 
 def synchronised(
-    node: onnx_ir.Node, op: Emitter, reduction: Reduction, counts: onnx_ir.Value, index: int
-) -> list[onnx_ir.Value]:
+    node: ir.Node, op: Emitter, reduction: Reduction, counts: ir.Value, index: int
+) -> list[ir.Value]:
     """y and the new running mean and variance of a training BatchNormalization.
 
     Sums over the rows and places of each channel are added over the ranks: first of x, then of the
@@ -25,19 +25,19 @@ def synchronised(
     x, scale, bias, mean, var = arguments(node, 5)
     if x.shape is None:
         raise ValueError("a synchronised BatchNormalization needs to know the rank of its input")
-    wide, axes = onnx_ir.DataType.FLOAT, [0, *range(2, len(x.shape))]
+    wide, axes = ir.DataType.FLOAT, [0, *range(2, len(x.shape))]
     number = op.constant([-1])
     counted = op.Cast(op.Greater(op.Gather(counts, number, axis=0), 0.0), to=wide.value)
     x32 = x if x.dtype == wide else typed(op.Cast(x, to=wide.value), scale, x.shape)
     sizes = op.Gather(op.Shape(x), op.constant(axes), axis=0)
     places = op.Mul(op.Cast(op.ReduceProd(sizes, keepdims=1), to=wide.value), counted)
-    places.dtype, places.shape = wide, onnx_ir.Shape([1])
+    places.dtype, places.shape = wide, ir.Shape([1])
 
-    def total(value: onnx_ir.Value, bucket: int) -> onnx_ir.Value:
+    def total(value: ir.Value, bucket: int) -> ir.Value:
         value.dtype = wide
         return reduction.node("AllReduce", value, STATISTICS + bucket)
 
-    def per_channel(value: onnx_ir.Value) -> onnx_ir.Value:
+    def per_channel(value: ir.Value) -> ir.Value:
         channel_sums = op.Mul(op.ReduceSum(value, op.constant(axes), keepdims=0), counted)
         return typed(channel_sums, None, scale.shape)
 

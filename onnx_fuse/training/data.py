@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.ir.constants import one_line
@@ -137,7 +137,7 @@ def why_not_arrays(error: BaseException) -> str:
     return "it is another kind of file, or has Python objects" if "pickle" in reason else reason
 
 
-def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
+def count(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> int:
     """Check that the arrays fit the inputs, whatever the batch; return the number of examples.
 
     Raises a DataError that names the array, what it is and what it should be.
@@ -153,7 +153,7 @@ def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
 
 
 def fit(
-    arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value], *, batch: bool = True
+    arrays: Mapping[str, Any], inputs: Sequence[ir.Value], *, batch: bool = True
 ) -> dict[str, Array]:
     """The arrays in the types of the inputs, converted only where no value can change.
 
@@ -186,7 +186,7 @@ def fit(
     return fitted
 
 
-def with_labels(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
+def with_labels(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> dict[str, Array]:
     """The arrays, and zeros for those of `inputs` that are not among them, which are labels.
 
     Raises UsageError where the size of a label is that of none of the arrays.
@@ -215,9 +215,7 @@ class Fitting:
     def __init__(self) -> None:
         self._fitted: dict[int, tuple[Any, ...]] = {}  # by the identity of the inputs
 
-    def __call__(
-        self, arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]
-    ) -> dict[str, Array]:
+    def __call__(self, arrays: Mapping[str, Any], inputs: Sequence[ir.Value]) -> dict[str, Array]:
         """The arrays in the types of the inputs. Raises DataError."""
         kinds = _kinds(arrays, inputs)
         if kinds is not None and kinds == self._fitted.get(id(inputs)):
@@ -228,7 +226,7 @@ class Fitting:
         return fitted
 
 
-def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[Any, ...] | None:
+def _kinds(arrays: Mapping[str, Any], inputs: Sequence[ir.Value]) -> tuple[Any, ...] | None:
     """A cheap key of the arrays' layouts; None if `fit` must convert one of them."""
     layouts = []
     for value in inputs:
@@ -245,7 +243,7 @@ def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[
 def _check_shape(
     name: str,
     got: tuple[int, ...],
-    expected: onnx_ir.Shape | None,
+    expected: ir.Shape | None,
     sizes: dict[str, tuple[int, str]],
     first: int,
 ) -> None:
@@ -284,7 +282,7 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
 
 
 def check_freed_batch(
-    model: onnx_ir.Model,
+    model: ir.Model,
     arrays: Mapping[str, Any],
     names: Sequence[str],
     run: Callable[[], Mapping[str, Array]],

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import autodiff
 from onnx_fuse.ir.build import const_array, replace_node
 from onnx_fuse.ir.constants import FUSE
 
 
-def draw_masks(
-    graph: onnx_ir.Graph, op: autodiff.Emitter, rng: Callable[[], onnx_ir.Value] | None
-) -> None:
+def draw_masks(graph: ir.Graph, op: autodiff.Emitter, rng: Callable[[], ir.Value] | None) -> None:
     """Let the Dropouts of training hash their masks from an int64 scalar, in place.
 
     `rng` makes that scalar, or gives the one it made before; None leaves the Dropouts out.
@@ -29,7 +27,7 @@ def draw_masks(
             ratio = op.constant(0.5) if ratio is None else ratio
             inputs = [op.Shape(x), ratio, rng()]
             scale = op.node("DropoutScale", inputs, domain=FUSE, stream=index)
-            scale.dtype, scale.shape = onnx_ir.DataType.FLOAT, old.shape
+            scale.dtype, scale.shape = ir.DataType.FLOAT, old.shape
             y = op.Mul(x, op.CastLike(scale, x))
         if old.is_graph_output():
             y = op.Identity(y)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ops.rules import is_float
@@ -21,7 +21,7 @@ def fault_of(
     feeds: Iterable[str],
     arrays: Mapping[str, Array],
     outputs: Mapping[str, Array],
-    build: Callable[[], tuple[onnx_ir.Model, Spec]],
+    build: Callable[[], tuple[ir.Model, Spec]],
 ) -> str:
     """A sentence about a step whose loss or gradient norm is not finite.
 
@@ -42,7 +42,7 @@ def fault_of(
         return f"{head}; {error}"
 
 
-def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
+def _first_not_finite(model: ir.Model, feeds: Mapping[str, Array]) -> str:
     """Names the node that first makes a value that is not finite out of finite ones.
 
     Nodes that make NaN or +inf come before those that make -inf, which masks do on purpose.

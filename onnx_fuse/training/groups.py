@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.load import read
@@ -95,7 +95,7 @@ def layer_decay(model: Model, decay: float) -> tuple[Group, ...]:
     the layers has the full rate, and what comes before them one factor less than the first layer.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model.
+        model: A path, bytes, ModelProto or ir.Model.
         decay: The factor, above 0 and at most 1.
 
     Raises:
@@ -124,7 +124,7 @@ def layer_decay(model: Model, decay: float) -> tuple[Group, ...]:
     return tuple(Group(tuple(names), scale=decay**k) for k, names in sorted(members.items()))
 
 
-def _layer(value: onnx_ir.Value) -> tuple[str, int] | None:
+def _layer(value: ir.Value) -> tuple[str, int] | None:
     """(what comes before it, number) of the layer in the name of a weight, or of its reader."""
     names = [value.name, *(node.name for node, _ in value.uses())]
     for name in names:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import autodiff
 from onnx_fuse.autodiff.load import load
@@ -25,7 +25,7 @@ from onnx_fuse.ops.rules import cast_to, is_float, typed
 Array = np.ndarray[Any, Any]
 Given: TypeAlias = Any
 """A loss: its name; the name of a scalar output; or a path, bytes, ModelProto, FunctionProto,
-onnx_ir.Model or onnxscript function that computes it."""
+ir.Model or onnxscript function that computes it."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ def terms(
 
 
 def attach(
-    model: onnx_ir.Model,
+    model: ir.Model,
     summands: Sequence[Term],
-    shares: Sequence[onnx_ir.Value | None] = (),
+    shares: Sequence[ir.Value | None] = (),
     fused: bool = False,
-) -> tuple[onnx_ir.Value, list[onnx_ir.Value], list[Target]]:
+) -> tuple[ir.Value, list[ir.Value], list[Target]]:
     """Append the weighted sum of losses to a model, in place.
 
     `shares` are scalars that multiply the losses, where a batch is one of several ranks' parts.
@@ -152,20 +152,20 @@ def attach(
     for i, share in enumerate(shares):
         if share is not None:
             product = op.Mul(values[i], cast_to(op, share, values[i]))
-            values[i] = typed(product, values[i], onnx_ir.Shape([]))
+            values[i] = typed(product, values[i], ir.Shape([]))
     total = values[0]
     if len(values) > 1 or summands[0].weight != 1:
         parts = [
-            typed(op.Mul(cast_to(op, value, total), term.weight), total, onnx_ir.Shape([]))
+            typed(op.Mul(cast_to(op, value, total), term.weight), total, ir.Shape([]))
             for value, term in zip(values, summands, strict=True)
         ]
         total = op.node("Sum", parts, outputs=[op.fresh("loss")])
-        typed(total, values[0], onnx_ir.Shape([]))
+        typed(total, values[0], ir.Shape([]))
     model.graph.extend(op.nodes)
     return total, [v for v in model.graph.inputs if v not in before], targets
 
 
-def _shared(model: onnx_ir.Model, label: onnx_ir.Value, name: str) -> onnx_ir.Value:
+def _shared(model: ir.Model, label: ir.Value, name: str) -> ir.Value:
     """The input of labels under its name, which may be that of an input that is there already."""
     if not name or label.name == name:
         return label
@@ -174,14 +174,14 @@ def _shared(model: onnx_ir.Model, label: onnx_ir.Value, name: str) -> onnx_ir.Va
         if value is not label and value.name == name:
             if value.dtype != label.dtype:
                 raise UsageError(f"'{name}' is {value.dtype}, but a loss reads {label.dtype} there")
-            onnx_ir.convenience.replace_all_uses_with(label, value)
+            ir.convenience.replace_all_uses_with(label, value)
             graph.inputs.remove(label)
             return value
     label.name = name
     return label
 
 
-def _target(term: Term, logits: onnx_ir.Value, label: onnx_ir.Value) -> Target:
+def _target(term: Term, logits: ir.Value, label: ir.Value) -> Target:
     classes = axis = 0
     if LOSSES[term.loss].classes and logits.shape is not None:
         axis = class_axis(len(logits.shape), term.options)
@@ -194,7 +194,7 @@ def _target(term: Term, logits: onnx_ir.Value, label: onnx_ir.Value) -> Target:
 # ---- losses as ONNX ----------------------------------------------------------------------------
 
 
-def _proto(loss: Given, outputs: Mapping[str, onnx_ir.Value], first: str) -> Any:
+def _proto(loss: Given, outputs: Mapping[str, ir.Value], first: str) -> Any:
     """The loss as `load` takes it. Inputs of functions that have no type take that of an output."""
     if isinstance(loss, onnx.FunctionProto):
         proto = onnx.helper.make_model(
@@ -209,7 +209,7 @@ def _proto(loss: Given, outputs: Mapping[str, onnx_ir.Value], first: str) -> Any
         )
     elif hasattr(loss, "to_model_proto"):
         proto = loss.to_model_proto()
-    elif isinstance(loss, str | os.PathLike | bytes | onnx.ModelProto | onnx_ir.Model):
+    elif isinstance(loss, str | os.PathLike | bytes | onnx.ModelProto | ir.Model):
         return loss
     else:
         raise UsageError(
@@ -226,9 +226,9 @@ def _proto(loss: Given, outputs: Mapping[str, onnx_ir.Value], first: str) -> Any
     return proto
 
 
-def _typed(name: str, like: onnx_ir.Value | None) -> onnx.ValueInfoProto:
+def _typed(name: str, like: ir.Value | None) -> onnx.ValueInfoProto:
     """A new input of the type and shape of an output of the model."""
-    dtype = onnx_ir.DataType.FLOAT if like is None or like.dtype is None else like.dtype
+    dtype = ir.DataType.FLOAT if like is None or like.dtype is None else like.dtype
     shape = None
     if like is not None and like.shape is not None:
         shape = [d if isinstance(d, int) else d.value for d in like.shape]
@@ -236,12 +236,12 @@ def _typed(name: str, like: onnx_ir.Value | None) -> onnx.ValueInfoProto:
 
 
 def _attach_model(
-    model: onnx_ir.Model,
+    model: ir.Model,
     term: Term,
-    outputs: Sequence[onnx_ir.Value],
-    first: onnx_ir.Value,
-    inputs: Collection[onnx_ir.Value],
-) -> onnx_ir.Value:
+    outputs: Sequence[ir.Value],
+    first: ir.Value,
+    inputs: Collection[ir.Value],
+) -> ir.Value:
     """Append the graph of a loss to the model, whose own `inputs` it may read, and return its first
     output.
     """
@@ -275,7 +275,7 @@ def _attach_model(
     )
     for value in fed:
         name = op.fresh(term.labels if term.labels and len(fed) == 1 else str(value.name))
-        fed_input = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
+        fed_input = ir.Value(name=name, type=value.type, shape=value.shape)
         graph.inputs.append(fed_input)
         copier.values[value] = fed_input
     for old in part.graph.initializers.values():

@@ -18,32 +18,17 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, dim
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights
+from onnx_fuse.training.adapters import Adapter
 
 Array = np.ndarray[Any, Any]
 ByRows: TypeAlias = Callable[[int | None, int, int, int], bool]
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The low-rank product that is added to one weight."""
-
-    a: str
-    """The name of A."""
-    b: str
-    """The name of B."""
-    scale: float
-    """A·B is multiplied by it."""
-    transposed: bool
-    """Whether the weight is stored as [N, K]."""
-    first: tuple[Array, Array]
-    """The first values of A [K, rank] and B [rank, N]."""
 
 
 def _fewer_operations(rows: int | None, k: int, n: int, rank: int) -> bool:
@@ -56,24 +41,36 @@ def _fewer_operations(rows: int | None, k: int, n: int, rank: int) -> bool:
 class Merging:
     """Low-rank products that are added to weights, and how their gradients are made."""
 
-    factors: Mapping[str, Factors]
+    adapters: Mapping[str, Adapter]
     """By the names of the weights in the model as it was given."""
+    first: Mapping[str, Array]
+    """The first values of each A [K, rank] and B [rank, N]."""
     by_rows: ByRows = _fewer_operations
     """For (rows or None, K, N, rank): whether the products of rows cost less than those of dW."""
+
+    @staticmethod
+    def of(
+        attached: ir.Model, adapters: Sequence[Adapter], by_rows: ByRows = _fewer_operations
+    ) -> Merging:
+        """Those of the model from `adapters.attach`."""
+        names = [name for each in adapters for name in (each.a, each.b)]
+        tensors = {name: attached.graph.initializers[name].const_value for name in names}
+        first = {name: t.numpy() for name, t in tensors.items() if t is not None}
+        return Merging({each.weight: each for each in adapters}, first, by_rows)
 
 
 @dataclass(frozen=True)
 class _Product:
     """scale · A·B, or with `turned` its transpose, as a part of a packed weight."""
 
-    a: onnx_ir.Value
-    b: onnx_ir.Value
-    low: tuple[onnx_ir.Value, onnx_ir.Value]
+    a: ir.Value
+    b: ir.Value
+    low: tuple[ir.Value, ir.Value]
     """A and B in the type of the sum's gradient."""
     scale: float
     turned: bool
 
-    def added_to(self, op: Builder, w: onnx_ir.Value) -> onnx_ir.Value:
+    def added_to(self, op: Builder, w: ir.Value) -> ir.Value:
         """Its sum with a weight of its shape, worked out in the type of A."""
         kind, shape = w.dtype, w.shape
         w, (a, b) = cast_to(op, w, self.a), self.low
@@ -85,11 +82,11 @@ class _Product:
             total = typed(op.Add(w, cast_to(op, change, w)), w, shape)
         if kind is None or kind == total.dtype:
             return total
-        narrow: onnx_ir.Value = op.Cast(total, to=kind.value)
+        narrow: ir.Value = op.Cast(total, to=kind.value)
         narrow.dtype, narrow.shape = kind, shape
         return narrow
 
-    def gradients(self, op: Builder, dw: onnx_ir.Value) -> list[onnx_ir.Value]:
+    def gradients(self, op: Builder, dw: ir.Value) -> list[ir.Value]:
         """Those of A and B from that of the sum."""
         (a, b), turned = self.low, {"transA": 1} if self.turned else {}
         da = op.Gemm(dw, b, alpha=self.scale, transB=1, **turned)
@@ -97,9 +94,7 @@ class _Product:
         db = op.Gemm(a, dw, alpha=self.scale, transA=1, **turned)
         return self._typed(op, dw, da, db)
 
-    def gradients_of_rows(
-        self, op: Builder, x: onnx_ir.Value, dy: onnx_ir.Value
-    ) -> list[onnx_ir.Value]:
+    def gradients_of_rows(self, op: Builder, x: ir.Value, dy: ir.Value) -> list[ir.Value]:
         """The same from the rows x and dy of the product with the sum."""
         if self.turned:
             x, dy = dy, x
@@ -110,9 +105,7 @@ class _Product:
         db = op.Gemm(u, dy, alpha=self.scale, transA=1)
         return self._typed(op, dy, da, db)
 
-    def _typed(
-        self, op: Builder, like: onnx_ir.Value, *grads: onnx_ir.Value
-    ) -> list[onnx_ir.Value]:
+    def _typed(self, op: Builder, like: ir.Value, *grads: ir.Value) -> list[ir.Value]:
         factors = (self.a, self.b)
         return [
             cast_to(op, typed(g, like, v.shape), v) for v, g in zip(factors, grads, strict=True)
@@ -124,22 +117,22 @@ class Sums:
 
     def __init__(self, by_rows: ByRows = _fewer_operations) -> None:
         self._by_rows = by_rows
-        self._products: dict[onnx_ir.Value, list[tuple[_Product | None, int]]] = {}
-        self._axes: dict[onnx_ir.Value, int | None] = {}
+        self._products: dict[ir.Value, list[tuple[_Product | None, int]]] = {}
+        self._axes: dict[ir.Value, int | None] = {}
 
     def add(
-        self, total: onnx_ir.Value, axis: int | None, products: list[tuple[_Product | None, int]]
+        self, total: ir.Value, axis: int | None, products: list[tuple[_Product | None, int]]
     ) -> None:
         """Keep of a sum the products in its parts along `axis`, and the parts' sizes."""
         self._products[total], self._axes[total] = products, axis
 
     @property
-    def factors(self) -> set[onnx_ir.Value]:
+    def factors(self) -> set[ir.Value]:
         """All A and B."""
         products = [p for each in self._products.values() for p, _ in each if p is not None]
         return {v for p in products for v in (p.a, p.b)}
 
-    def of(self, weights: Collection[onnx_ir.Value]) -> list[onnx_ir.Value]:
+    def of(self, weights: Collection[ir.Value]) -> list[ir.Value]:
         """The sums that the gradients of some of `weights` are made of."""
         return [
             total
@@ -148,10 +141,10 @@ class Sums:
         ]
 
     def gradients(
-        self, graph: onnx_ir.Graph, of_sums: Mapping[onnx_ir.Value, onnx_ir.Value]
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        self, graph: ir.Graph, of_sums: Mapping[ir.Value, ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
         """The gradients of A and B from those of the sums, with their nodes behind the latter's."""
-        grads: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        grads: dict[ir.Value, ir.Value] = {}
         for total, dw in of_sums.items():
             op, after = Builder(), dw.producer()
             assert after is not None
@@ -162,8 +155,8 @@ class Sums:
         return grads
 
     def _each(
-        self, op: Builder, total: onnx_ir.Value, dw: onnx_ir.Value
-    ) -> Iterator[tuple[_Product, Sequence[onnx_ir.Value]]]:
+        self, op: Builder, total: ir.Value, dw: ir.Value
+    ) -> Iterator[tuple[_Product, Sequence[ir.Value]]]:
         """Each product in a sum, with the gradients of its A and B."""
         products, axis = self._products[total], self._axes[total]
         assert total.shape is not None
@@ -188,9 +181,9 @@ class Sums:
 class _Operands:
     """What a dW is the product of: rows x, or those of a norm of them, and rows dy."""
 
-    x: onnx_ir.Value
-    dy: onnx_ir.Value
-    norm: tuple[onnx_ir.Value, ...] = ()
+    x: ir.Value
+    dy: ir.Value
+    norm: tuple[ir.Value, ...] = ()
     """The norm's scale, and the bias of a LayerNormalization."""
     attributes: Mapping[str, int | float] = field(default_factory=dict)
     """The norm's."""
@@ -202,7 +195,7 @@ class _Operands:
         static = [size for size in sizes or () if isinstance(size, int)]
         return prod(static) if sizes is not None and len(static) == len(sizes) else None
 
-    def matrices(self, op: Builder, k: int, n: int) -> tuple[onnx_ir.Value, onnx_ir.Value]:
+    def matrices(self, op: Builder, k: int, n: int) -> tuple[ir.Value, ir.Value]:
         """x [rows, k], normalized where it is, and dy [rows, n]."""
         x = self.x
         if len(self.norm) == 2:
@@ -213,13 +206,13 @@ class _Operands:
         return _matrix(op, x, k), _matrix(op, self.dy, n)
 
 
-def _matrix(op: Builder, v: onnx_ir.Value, columns: int) -> onnx_ir.Value:
+def _matrix(op: Builder, v: ir.Value, columns: int) -> ir.Value:
     if v.shape is not None and len(v.shape) == 2:
         return v
     return typed(op.Reshape(v, op.constant([-1, columns])), v, [None, columns])
 
 
-def _operands(dw: onnx_ir.Value) -> _Operands | None:
+def _operands(dw: ir.Value) -> _Operands | None:
     """The operands of the product that is `dw`; None where one of them is in no memory."""
     node = dw.producer()
     if node is None or None in node.inputs:
@@ -250,7 +243,7 @@ def _operands(dw: onnx_ir.Value) -> _Operands | None:
 _NORM = ("epsilon", "stash_type")
 
 
-def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
+def add_to_weights(model: ir.Model, merging: Merging) -> Sums:
     """Put W + scale · A·B in the place of each weight W, in place.
 
     Args:
@@ -260,7 +253,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     Returns:
         The sums. A and B have become initializers of the graph.
     """
-    graph, op, merged, factors = model.graph, Builder(), Sums(merging.by_rows), merging.factors
+    graph, op, merged, adapters = model.graph, Builder(), Sums(merging.by_rows), merging.adapters
     casts = Builder()  # in front of all sums, so that one call makes them
     for weight in list(graph.initializers.values()):
         axis, parts = packed_weights.parts(weight)
@@ -269,9 +262,9 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
         # the gradient is that of what the step computes with: of the sum in 16 bits, where it is
         cast = next(iter(ends)) if len(ends) == 1 else None
         low = weight if cast is None or cast.op_type != "Cast" or cast.domain else cast.outputs[0]
-        if not uses or not any(part.name in factors for part in parts):
+        if not uses or not any(part.name in adapters for part in parts):
             continue
-        pieces: Sequence[onnx_ir.Value] = [weight]
+        pieces: Sequence[ir.Value] = [weight]
         if axis is not None:
             sizes = op.constant([part.packed_shape[axis] for part in parts])
             pieces = op.Split(weight, sizes, axis=axis, outputs=len(parts))
@@ -280,12 +273,9 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
         for part, piece in zip(parts, pieces, strict=True):
             piece = typed(piece, weight, part.packed_shape)
             product = None
-            if part.name in factors:
-                each = factors[part.name]
-                a, b = (
-                    _initializer(graph, name, first)
-                    for name, first in zip((each.a, each.b), each.first, strict=True)
-                )
+            if part.name in adapters:
+                each = adapters[part.name]
+                a, b = (_initializer(graph, n, merging.first[n]) for n in (each.a, each.b))
                 turned = each.transposed != (part.perm == (1, 0))
                 narrow = (cast_to(casts, a, low), cast_to(casts, b, low))
                 product = _Product(a, b, narrow, each.scale, turned)
@@ -305,7 +295,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     return merged
 
 
-def _initializer(graph: onnx_ir.Graph, name: str, content: Array) -> onnx_ir.Value:
+def _initializer(graph: ir.Graph, name: str, content: Array) -> ir.Value:
     if name not in graph.initializers:  # else of a weight that stands in two packed ones
         add_initializer(graph, name, content)
     return graph.initializers[name]

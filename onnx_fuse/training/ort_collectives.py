@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
@@ -44,7 +44,7 @@ class Staged:
     `threads` are those of an operator, as in `ort.quiet_options`.
     """
 
-    def __init__(self, model: onnx_ir.Model, world: World, threads: int = 0) -> None:
+    def __init__(self, model: ir.Model, world: World, threads: int = 0) -> None:
         self._world = world
         infer_shapes(model)
         levels = _levels(model)
@@ -76,14 +76,14 @@ class Staged:
         return reduced
 
 
-def _is_collective(node: onnx_ir.Node) -> bool:
+def _is_collective(node: ir.Node) -> bool:
     return node.domain == FUSE and node.op_type in COLLECTIVES
 
 
-def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
+def _levels(model: ir.Model) -> dict[ir.Node, int]:
     """The length of the longest chain of collectives that each node waits for."""
-    of: dict[onnx_ir.Value, int] = {}
-    levels: dict[onnx_ir.Node, int] = {}
+    of: dict[ir.Value, int] = {}
+    levels: dict[ir.Node, int] = {}
     for node in model.graph:
         level = max((of.get(v, 0) for v in reads(node) if v is not None), default=0)
         levels[node] = level
@@ -92,9 +92,7 @@ def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
     return levels
 
 
-def _stage(
-    model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int, threads: int
-) -> _Stage:
+def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: int) -> _Stage:
     """The nodes of one level as a model of its own, and the collectives behind them."""
     nodes = list(model.graph)
     waits = [node for node in nodes if _is_collective(node)]
@@ -113,8 +111,8 @@ def _stage(
     crossing = {v for node in part_nodes for v in reads(node) if v and v in values.values()} - inner
     graph.outputs.clear()
     for value in sorted(crossing, key=lambda v: str(v.name)):
-        graph_input = onnx_ir.Value(name=value.name, type=value.type, shape=value.shape)
-        onnx_ir.convenience.replace_all_uses_with(value, graph_input)
+        graph_input = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        ir.convenience.replace_all_uses_with(value, graph_input)
         graph.inputs.append(graph_input)
     graph.remove([node for node in list(graph) if node not in set(part_nodes)])
     graph.outputs.extend(values[name] for name in outputs)
@@ -134,5 +132,5 @@ def _stage(
     )
 
 
-def _is_constant(node: onnx_ir.Node | None) -> bool:
+def _is_constant(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == "Constant" and not node.domain

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
@@ -40,7 +40,7 @@ class Peft:
     """The weights that were trained as a whole, by their names in the PyTorch model."""
 
 
-def module_of(weight: str, node: onnx_ir.Node) -> str:
+def module_of(weight: str, node: ir.Node) -> str:
     """The name of the module whose weight a product reads, or "" where no exporter wrote it.
 
     Exporters keep a parameter's name ("head.weight") unless they store its transpose. Then the

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 COUNTS, LOSS, GRADIENTS = 0, 1, 2
 """The buckets: what the ranks count, the loss with statistics, and gradients from 2 on."""
-REDUCED = {"fp32": None, "bf16": onnx_ir.DataType.BFLOAT16}
+REDUCED = {"fp32": None, "bf16": ir.DataType.BFLOAT16}
 """What gradients are added in, by name."""
 SHARDS = ("", "optimizer", "all")
 
@@ -184,32 +184,32 @@ class Reduction:
     def __init__(self, ranks: Ranks, op: Builder) -> None:
         self.ranks, self.op = ranks, op
 
-    def node(self, kind: str, x: onnx_ir.Value, bucket: int, size: int | None = None) -> Any:
+    def node(self, kind: str, x: ir.Value, bucket: int, size: int | None = None) -> Any:
         """A collective of `x`; `size`: the elements of its result, where that is another."""
         y = self.op.node(kind, [x], domain=FUSE, ranks=self.ranks.size, bucket=bucket)
         return typed(y, x, x.shape if size is None else [size])
 
     def shares(
-        self, counts: onnx_ir.Value, loss_measures: Sequence[Measure]
-    ) -> tuple[list[onnx_ir.Value | None], onnx_ir.Value]:
+        self, counts: ir.Value, loss_measures: Sequence[Measure]
+    ) -> tuple[list[ir.Value | None], ir.Value]:
         """This rank's share of each loss (None for a sum), and of the rows, as float32 scalars."""
         op = self.op
         total = self.node("AllReduce", counts, COUNTS)
-        share = op.Cast(op.Div(counts, total), to=onnx_ir.DataType.FLOAT.value)
+        share = op.Cast(op.Div(counts, total), to=ir.DataType.FLOAT.value)
         scalars = []
         for i in range(len(loss_measures) + 1):
             scalar = op.Gather(share, op.constant(np.array(i)), axis=0)
-            scalar.dtype, scalar.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
+            scalar.dtype, scalar.shape = ir.DataType.FLOAT, ir.Shape([])
             scalars.append(scalar)
         *of_losses, rows = scalars
         return [None if m.sums else s for m, s in zip(loss_measures, of_losses, strict=True)], rows
 
-    def mean(self, x: onnx_ir.Value, share: onnx_ir.Value) -> onnx_ir.Value:
+    def mean(self, x: ir.Value, share: ir.Value) -> ir.Value:
         """The mean over all rows of statistics, each rank's by its rows."""
         weighted = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
         return self.node("AllReduce", weighted, LOSS)
 
-    def part_of(self, w: onnx_ir.Value) -> int:
+    def part_of(self, w: ir.Value) -> int:
         """The elements of a weight that each rank holds; 0 where all hold the whole of it.
 
         A weight whose size the ranks do not divide stays whole, and so does a small one: its
@@ -221,10 +221,10 @@ class Reduction:
 
     def gradients(
         self,
-        grads: Mapping[onnx_ir.Value, onnx_ir.Value],
-        ready: Mapping[onnx_ir.Value, int],
-        parts: Collection[onnx_ir.Value],
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        grads: Mapping[ir.Value, ir.Value],
+        ready: Mapping[ir.Value, int],
+        parts: Collection[ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
         """The sums over the ranks, in the order in which they arrive.
 
         Those of the weights in `parts` are the rank's part, flat. `ready` says in which order the
@@ -236,7 +236,7 @@ class Reduction:
         for w in order:
             low[w] = typed(_narrow(op, grads[w], kind), None, w.shape)
         each = [_nbytes(low[w]) for w in order]
-        sums: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        sums: dict[ir.Value, ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
         for w, bucket in placed.items():
             if w in parts:
@@ -256,15 +256,15 @@ class Reduction:
         return array.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
 
 
-def _nbytes(value: onnx_ir.Value) -> int:
+def _nbytes(value: ir.Value) -> int:
     assert value.dtype is not None
     assert value.shape is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)
 
 
-def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onnx_ir.Value:
+def _narrow(op: Builder, g: ir.Value, kind: ir.DataType | None) -> ir.Value:
     """A float32 gradient in `kind`; the one that it was widened from, where that was of `kind`."""
-    if kind is None or g.dtype != onnx_ir.DataType.FLOAT:
+    if kind is None or g.dtype != ir.DataType.FLOAT:
         return g
     node = g.producer()
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None

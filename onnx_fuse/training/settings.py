@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.training import losses, optim
@@ -77,12 +77,12 @@ def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any
     return differences
 
 
-def fingerprint(model: onnx_ir.Model, trained: Collection[str]) -> str:
+def fingerprint(model: ir.Model, trained: Collection[str]) -> str:
     """A digest that is equal for models that differ at most in the content of `trained` weights."""
     graph = model.graph
     digest = hashlib.sha256(repr(sorted(graph.opset_imports.items())).encode())
     for node in graph:
-        digest.update(onnx_ir.serde.serialize_node(node).SerializeToString(deterministic=True))
+        digest.update(ir.serde.serialize_node(node).SerializeToString(deterministic=True))
     for name, value in sorted(graph.initializers.items()):
         digest.update(f"{name} {value.dtype} {value.shape}".encode())
         if name not in trained and value.const_value is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.distributed import buckets
 from onnx_fuse.ir.build import Builder
@@ -28,9 +28,9 @@ GATHERED = 2 << 20
 class _Read:
     """The readers of a weight, or of its copy in another type, in a step or in half of one."""
 
-    weight: onnx_ir.Value
-    value: onnx_ir.Value
-    uses: list[tuple[onnx_ir.Node, int]]
+    weight: ir.Value
+    value: ir.Value
+    uses: list[tuple[ir.Node, int]]
     first: int
     """The place in the graph of the first of them."""
 
@@ -42,8 +42,8 @@ class _Read:
 
 
 def candidates(
-    graph: onnx_ir.Graph, weights: Sequence[onnx_ir.Value], reduction: Reduction
-) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    graph: ir.Graph, weights: Sequence[ir.Value], reduction: Reduction
+) -> dict[ir.Value, ir.Value]:
     """The weights whose parts the ranks hold, each with a value that stands for this rank's part.
 
     What a body of an If or Loop reads stays whole, and so does what the ranks do not divide.
@@ -52,15 +52,15 @@ def candidates(
     for w in weights:
         part = reduction.part_of(w)
         if part and all(node.graph is graph for node, _ in w.uses()):
-            parts[w] = typed(onnx_ir.Value(name=f"{w.name}.part"), w, [part])
+            parts[w] = typed(ir.Value(name=f"{w.name}.part"), w, [part])
     return parts
 
 
 def gather(
-    graph: onnx_ir.Graph,
-    parts: Mapping[onnx_ir.Value, onnx_ir.Value],
+    graph: ir.Graph,
+    parts: Mapping[ir.Value, ir.Value],
     reduction: Reduction,
-    loss: onnx_ir.Value,
+    loss: ir.Value,
     bucket: int,
 ) -> None:
     """Make each weight an input of this rank's part, and gather the whole for its readers.
@@ -99,18 +99,18 @@ def gather(
     for w, part in parts.items():
         for node, _ in list(w.uses()):
             graph.remove(node, safe=True)  # the casts of the whole, which nothing reads any more
-        onnx_ir.convenience.replace_all_uses_with(part, w)
+        ir.convenience.replace_all_uses_with(part, w)
         w.shape = part.shape
 
 
 def _reads(
-    w: onnx_ir.Value, places: Mapping[onnx_ir.Node, int], forward: set[onnx_ir.Value] | None
+    w: ir.Value, places: Mapping[ir.Node, int], forward: set[ir.Value] | None
 ) -> list[_Read]:
     """The reads of a weight and of its casts; those in the forward apart, where that is known."""
     casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}
     reads = []
     for value in (w, *casts):
-        halves: dict[bool, list[tuple[onnx_ir.Node, int]]] = {True: [], False: []}
+        halves: dict[bool, list[tuple[ir.Node, int]]] = {True: [], False: []}
         for node, index in value.uses():
             if node.outputs[0] not in casts:
                 first = forward is None or any(v in forward for v in node.outputs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
@@ -182,7 +182,7 @@ def source(
 
 
 def _of_examples(
-    data: Any, convert: Callable[[Any], dict[str, Array]], inputs: Sequence[onnx_ir.Value]
+    data: Any, convert: Callable[[Any], dict[str, Array]], inputs: Sequence[ir.Value]
 ) -> bool:
     """Whether the items of `data` are examples, as of PyTorch's Dataset, and not batches."""
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or not len(data):
@@ -265,7 +265,7 @@ def _length(data: Any) -> int | None:
 # ---- batches -----------------------------------------------------------------------------------
 
 
-def as_feeds(batch: Any, inputs: Sequence[onnx_ir.Value]) -> dict[str, Array]:
+def as_feeds(batch: Any, inputs: Sequence[ir.Value]) -> dict[str, Array]:
     """The arrays of a batch by the names of `inputs`.
 
     Args:
@@ -304,7 +304,7 @@ def _flattened(batch: Iterable[Any]) -> Iterator[Any]:
             yield each
 
 
-def _array(name: str, data: Any, dtype: onnx_ir.DataType | None) -> Array:
+def _array(name: str, data: Any, dtype: ir.DataType | None) -> Array:
     if isinstance(data, np.ndarray):
         return data
     if hasattr(data, "detach"):

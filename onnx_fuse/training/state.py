@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ class State:
     (of gradients), "average" (of a parameter), "scaler" (float16's) or "history" (float8's)."""
     initial: Array
     """The value before the first step."""
-    value: onnx_ir.Value
+    value: ir.Value
     """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
     next: str = ""
     """The graph's output that replaces it after the step, or "" if the step leaves it alone."""

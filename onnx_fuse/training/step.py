@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -41,6 +41,8 @@ __all__ = ["Mode", "Spec", "training_model"]
 __dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
+ByWeight: TypeAlias = "dict[ir.Value, ir.Value]"
+"""What belongs to each weight, or to each state: its gradient, its next value, its part."""
 Mode = Literal["update", "accumulate", "evaluate", "average"]
 NORM = 1 << 20
 """The bucket of what follows the gradients: their norm."""
@@ -54,7 +56,7 @@ GROWTH = 2000
 class Spec:
     """The meaning of a training graph's inputs and outputs; "" names one that it does not have."""
 
-    feeds: tuple[onnx_ir.Value, ...]
+    feeds: tuple[ir.Value, ...]
     """The inputs that a caller feeds: the model's own, and the labels."""
     targets: tuple[Target, ...]
     """What the losses compare; none where the model computes its loss itself."""
@@ -111,7 +113,7 @@ class _StepArguments(StepOptions):
 
 
 @takes(_StepArguments)
-def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
+def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
     Weights that train become inputs, and their new values outputs; so do optimizer state and the
@@ -148,7 +150,7 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
         patches_as_products(prepared)
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
-        lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
+        lower_precision(prepared, ir.DataType[dtype.upper()], masters=True)
     sums = Sums() if options.merging is None else add_to_weights(prepared, options.merging)
     named |= {str(v.name) for v in sums.factors}
     step = _Step(prepared, options, named, optimizer, sums)
@@ -187,17 +189,13 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     return step.finish()
 
 
-def _average(w: onnx_ir.Value) -> str:
+def _average(w: ir.Value) -> str:
     return f"{w.name}.ema"
 
 
 def _prepare(
-    source: onnx_ir.Model,
-    choice: TrainableSelection,
-    optimizer: optim.Optimizer,
-    level: int,
-    *skip: str,
-) -> onnx_ir.Model:
+    source: ir.Model, choice: TrainableSelection, optimizer: optim.Optimizer, level: int, *skip: str
+) -> ir.Model:
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
@@ -216,7 +214,7 @@ class _Step:
 
     def __init__(
         self,
-        model: onnx_ir.Model,
+        model: ir.Model,
         options: _StepArguments,
         named: set[str],
         optimizer: optim.Optimizer,
@@ -229,40 +227,38 @@ class _Step:
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
         self.feeds = list(self.graph.inputs)
-        self.states: list[tuple[onnx_ir.Value, str, Array]] = []
-        self.next: dict[onnx_ir.Value, onnx_ir.Value] = {}
-        self.scalars: dict[str, onnx_ir.Value] = {}
-        self.norm: onnx_ir.Value | None = None
-        self.loss_scale: onnx_ir.Value | None = None
-        self.total: onnx_ir.Value | None = None  # Σ g², and whether a scaled step counts
-        self.finite: onnx_ir.Value | None = None
-        self.averages: dict[onnx_ir.Value, onnx_ir.Value] = {}
-        self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
+        self.states: list[tuple[ir.Value, str, Array]] = []
+        self.next: ByWeight = {}
+        self.scalars: dict[str, ir.Value] = {}
+        self.norm: ir.Value | None = None
+        self.loss_scale: ir.Value | None = None
+        self.total: ir.Value | None = None  # Σ g², and whether a scaled step counts
+        self.finite: ir.Value | None = None
+        self.averages: ByWeight = {}
+        self.shared: dict[tuple[str, float], ir.Value] = {}
         self.ranks = None if self.evaluates else options.ranks
-        self.counts: onnx_ir.Value | None = None
+        self.counts: ir.Value | None = None
         if self.ranks is not None:
-            self.counts = self.input("ranks.counts", onnx_ir.DataType.DOUBLE, [None])
+            self.counts = self.input("ranks.counts", ir.DataType.DOUBLE, [None])
         self.measures: tuple[Measure, ...] = ()
-        self.rows: onnx_ir.Value | None = None  # the rank's share of all rows
-        self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
-        self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
-        self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
-        self.histories: dict[onnx_ir.Value, onnx_ir.Value | None] = {}  # float8's, and what follows
+        self.rows: ir.Value | None = None  # the rank's share of all rows
+        self.ready: dict[ir.Value, int] = {}  # when the backward makes a weight's gradient
+        self.wholes: dict[ir.Value, tuple[int, ...]] = {}  # of states that are sharded
+        self.parts: ByWeight = {}  # of weights that are gathered to read
+        self.histories: dict[ir.Value, ir.Value | None] = {}  # float8's, and what follows
 
-    def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
-        value = onnx_ir.Value(
-            name=self.op.fresh(name), type=onnx_ir.TensorType(dtype), shape=onnx_ir.Shape(shape)
-        )
+    def input(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
+        value = ir.Value(name=self.op.fresh(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
         self.graph.inputs.append(value)
         return value
 
-    def scalar(self, name: str, dtype: onnx_ir.DataType) -> onnx_ir.Value:
+    def scalar(self, name: str, dtype: ir.DataType) -> ir.Value:
         """The scalar input `name`, made at its first use."""
         if name not in self.scalars:
             self.scalars[name] = self.input(name, dtype, [])
         return self.scalars[name]
 
-    def state(self, value: onnx_ir.Value, kind: str) -> None:
+    def state(self, value: ir.Value, kind: str) -> None:
         """Turn an initializer into a state."""
         assert value.name is not None
         assert value.const_value is not None
@@ -271,7 +267,7 @@ class _Step:
         value.const_value = None
         self.graph.inputs.append(value)
 
-    def slot(self, w: onnx_ir.Value, name: str, kind: str, initial: float) -> onnx_ir.Value:
+    def slot(self, w: ir.Value, name: str, kind: str, initial: float) -> ir.Value:
         """A new state in the shape of parameter `w`, or of the part that this rank updates."""
         assert w.dtype is not None
         assert w.shape is not None
@@ -283,9 +279,9 @@ class _Step:
             self.wholes[state] = tuple(w.shape.numpy())
         return state
 
-    def add_state(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
+    def add_state(self, name: str, kind: str, initial: Array) -> ir.Value:
         """Add a state, and return the input that reads it."""
-        dtype = onnx_ir.DataType.from_numpy(initial.dtype)
+        dtype = ir.DataType.from_numpy(initial.dtype)
         value = self.input(name, dtype, initial.shape)
         self.states.append((value, kind, initial))
         return value
@@ -295,13 +291,13 @@ class _Step:
         self.graph.extend(self.op.nodes)
         self.op.nodes = []
 
-    def batch_norms(self, choice: TrainableSelection) -> set[onnx_ir.Value]:
+    def batch_norms(self, choice: TrainableSelection) -> set[ir.Value]:
         """Set the mode of each BatchNormalization; returns the statistics of all of them.
 
         One whose running mean is selected trains by the statistics of the batch and updates its
         running ones; a frozen one stays as in inference.
         """
-        statistics: set[onnx_ir.Value] = set()
+        statistics: set[ir.Value] = set()
         for node in list(self.graph):
             if node.op_type != "BatchNormalization" or node.domain:
                 continue
@@ -318,11 +314,11 @@ class _Step:
                 for value, now in zip(node.outputs[1:3], running, strict=False):
                     if value.is_graph_output():
                         self.graph.outputs.remove(value)
-                    onnx_ir.convenience.replace_all_uses_with(value, now)
+                    ir.convenience.replace_all_uses_with(value, now)
                 node.resize_outputs(1)
             elif len(node.outputs) < 3:
                 node.resize_outputs(3)
-            node.attributes["training_mode"] = onnx_ir.AttrInt64("training_mode", int(learns))
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", int(learns))
             if learns and self.ranks is not None and self.ranks.sync_batchnorm:
                 self.synchronise(node, running)
             elif learns:
@@ -332,7 +328,7 @@ class _Step:
                     self.next[value] = new
         return statistics
 
-    def synchronise(self, node: onnx_ir.Node, running: Sequence[onnx_ir.Value]) -> None:
+    def synchronise(self, node: ir.Node, running: Sequence[ir.Value]) -> None:
         """Put the statistics of all ranks in the place of those of this rank's rows."""
         assert self.counts is not None
         y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
@@ -343,18 +339,18 @@ class _Step:
 
     def dropouts(self) -> None:
         """Draw the masks of training Dropout from `rng`, so that a resumed run draws the same."""
-        rng = None if self.evaluates else lambda: self.scalar("rng", onnx_ir.DataType.INT64)
+        rng = None if self.evaluates else lambda: self.scalar("rng", ir.DataType.INT64)
         draw_masks(self.graph, self.op, rng)
 
     def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
-        shares: Sequence[onnx_ir.Value | None] = ()
+        shares: Sequence[ir.Value | None] = ()
         if self.ranks is not None:
             # what the terms are means of is known once they are attached
             targets = losses.attach(self.model.clone(), terms)[2]
             self.measures = measures(terms, targets)
             assert self.counts is not None
-            self.counts.shape = onnx_ir.Shape([len(terms) + 1])
+            self.counts.shape = ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
             self.place()
         self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares, fused)
@@ -386,9 +382,7 @@ class _Step:
             self.next[value] = self.reduction.mean(self.next[value], self.rows)
         self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
 
-    def reduce(
-        self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    def reduce(self, gradients: ByWeight) -> ByWeight:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
@@ -396,8 +390,8 @@ class _Step:
         return self.reduction.gradients(gradients, self.ready, self.parts)
 
     def weights(
-        self, statistics: set[onnx_ir.Value], choice: TrainableSelection, scales: set[str]
-    ) -> list[onnx_ir.Value]:
+        self, statistics: set[ir.Value], choice: TrainableSelection, scales: set[str]
+    ) -> list[ir.Value]:
         """The initializers of the model that train."""
         floats = [
             v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
@@ -426,10 +420,10 @@ class _Step:
             raise ModelError("no weight of the model reaches the loss")
         return chosen
 
-    def differentiate(self, weights: Sequence[onnx_ir.Value]) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    def differentiate(self, weights: Sequence[ir.Value]) -> ByWeight:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
-            if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
+            if w.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
                 raise ModelError(f"'{w.name}' is {w.dtype}: only float32 and float64 weights train")
         arrays = {w: w.const_value for w in weights}
         for w in weights:
@@ -441,7 +435,7 @@ class _Step:
         if self.loss_scale is not None:
             scale = self.op.CastLike(self.loss_scale, self.loss)
             dy = scale if dy is None else self.op.Mul(scale, dy)
-            dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
+            dy.dtype, dy.shape = self.loss.dtype, ir.Shape([])
         self.place()
         factors, sums = self.sums.factors, self.sums.of(weights)
         wanted = [*(w for w in weights if w not in factors), *sums]
@@ -476,7 +470,7 @@ class _Step:
         if self.loss_scale is None:
             return gradients
         back = self.op.Reciprocal(self.loss_scale)
-        back.dtype, back.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
+        back.dtype, back.shape = ir.DataType.FLOAT, ir.Shape([])
         return {
             w: typed(self.op.Mul(g, cast_to(self.op, back, w)), w, w.shape)
             for w, g in gradients.items()
@@ -491,9 +485,7 @@ class _Step:
         initial = np.array(self.options.loss_scale, np.float32)
         self.loss_scale = self.add_state("loss_scale", "scaler", initial)
 
-    def check(
-        self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    def check(self, gradients: ByWeight) -> ByWeight:
         """Whether all gradients are finite, and what follows for the scale; zeros if not.
 
         So the update waits for the answer: else its moments would be worked out and stored before.
@@ -504,7 +496,7 @@ class _Step:
         good = self.add_state("loss_scale.good_steps", "scaler", np.array(0))
         updates = self.add_state("loss_scale.updates", "scaler", np.array(0))
         one = op.constant(np.array(1))
-        self.scalars["step"] = typed(op.Add(updates, one), updates, onnx_ir.Shape([]))
+        self.scalars["step"] = typed(op.Add(updates, one), updates, ir.Shape([]))
         self.total = total = self.squares(gradients)
         self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # nor is a NaN
         count = op.Add(good, one)
@@ -518,24 +510,22 @@ class _Step:
         none = op.constant(0.0, total.dtype)
         return {w: typed(op.Where(self.finite, g, none), w, g.shape) for w, g in gradients.items()}
 
-    def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
+    def squares(self, gradients: ByWeight) -> ir.Value:
         """Σ g² over the gradients of all weights that train already."""
-        squares: list[onnx_ir.Value] = []
-        parts: list[onnx_ir.Value] = []
+        squares: list[ir.Value] = []
+        parts: list[ir.Value] = []
         for w, g in gradients.items():
             square = self.op.ReduceSumSquare(g, keepdims=0)
             if (began := self.began(w)) is not None:
                 square = self.op.Where(began, square, self.op.constant(0.0, w.dtype))
-            (parts if w in self.parts else squares).append(typed(square, w, onnx_ir.Shape([])))
+            (parts if w in self.parts else squares).append(typed(square, w, ir.Shape([])))
         if parts:
-            of_rank = typed(self.op.Sum(*parts), parts[0], onnx_ir.Shape([]))
+            of_rank = typed(self.op.Sum(*parts), parts[0], ir.Shape([]))
             squares.append(self.reduction.node("AllReduce", of_rank, NORM))
-        total: onnx_ir.Value = self.op.Sum(*squares)
-        return typed(total, next(iter(gradients)), onnx_ir.Shape([]))
+        total: ir.Value = self.op.Sum(*squares)
+        return typed(total, next(iter(gradients)), ir.Shape([]))
 
-    def accumulate(
-        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    def accumulate(self, gradients: ByWeight) -> ByWeight:
         sums = {}
         for w, g in gradients.items():
             total = self.slot(w, "accumulated", "accumulator", 0.0)
@@ -544,14 +534,12 @@ class _Step:
             self.next[total] = sums[w] if self.mode == "accumulate" else self.zeros(total)
         return sums
 
-    def zeros(self, like: onnx_ir.Value) -> onnx_ir.Value:
+    def zeros(self, like: ir.Value) -> ir.Value:
         """Zeros of the shape and dtype of `like`, whatever it holds."""
         no, zero = self.op.constant(np.array(False)), self.op.constant(0.0, like.dtype)
         return typed(self.op.Where(no, like, zero), like, like.shape)
 
-    def clip(
-        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
-    ) -> Mapping[onnx_ir.Value, onnx_ir.Value]:
+    def clip(self, gradients: ByWeight) -> ByWeight:
         """Gradients scaled down so that the norm of all of them together is at most `clip_norm`.
 
         An infinite bound leaves them as they are, and the norm is an output all the same.
@@ -561,50 +549,50 @@ class _Step:
             return gradients
         total = self.squares(gradients) if self.total is None else self.total
         if clip_norm == np.inf:
-            self.norm = typed(self.op.Sqrt(total), total, onnx_ir.Shape([]))
+            self.norm = typed(self.op.Sqrt(total), total, ir.Shape([]))
             return gradients
         self.norm, factor = self.op.node(
             "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
         )
         for value in (self.norm, factor):
-            value.dtype, value.shape = total.dtype, onnx_ir.Shape([])
+            value.dtype, value.shape = total.dtype, ir.Shape([])
         return {w: self.op.Mul(g, factor) for w, g in gradients.items()}
 
-    def setting(self, w: onnx_ir.Value) -> tuple[float, float, int]:
+    def setting(self, w: ir.Value) -> tuple[float, float, int]:
         return self.optimizer.setting(model_names(w)[0])
 
-    def lr_of(self, w: onnx_ir.Value) -> onnx_ir.Value:
+    def lr_of(self, w: ir.Value) -> ir.Value:
         """The learning rate of a weight; weights of equal factors share it."""
-        rate, factor = self.scalar("lr", onnx_ir.DataType.FLOAT), self.setting(w)[0]
+        rate, factor = self.scalar("lr", ir.DataType.FLOAT), self.setting(w)[0]
         if factor == 1:
             return rate
         if ("lr", factor) not in self.shared:
-            lr = typed(self.op.Mul(rate, factor), rate, onnx_ir.Shape([]))
+            lr = typed(self.op.Mul(rate, factor), rate, ir.Shape([]))
             self.shared["lr", factor] = lr
         return self.shared["lr", factor]
 
-    def began(self, w: onnx_ir.Value) -> onnx_ir.Value | None:
+    def began(self, w: ir.Value) -> ir.Value | None:
         """Whether the weight trains already; None if it does from the first update on."""
         start = self.setting(w)[2]
         if not start:
             return None
         if ("began", start) not in self.shared:
-            step = self.scalar("step", onnx_ir.DataType.INT64)
+            step = self.scalar("step", ir.DataType.INT64)
             self.shared["began", start] = self.op.Greater(step, self.op.constant(np.array(start)))
         return self.shared["began", start]
 
-    def step_of(self, w: onnx_ir.Value) -> onnx_ir.Value:
+    def step_of(self, w: ir.Value) -> ir.Value:
         """The number of a weight's update, which is 1 at its first one."""
-        step, start = self.scalar("step", onnx_ir.DataType.INT64), self.setting(w)[2]
+        step, start = self.scalar("step", ir.DataType.INT64), self.setting(w)[2]
         if not start:
             return step
         if ("step", start) not in self.shared:
             number = self.op.Sub(step, self.op.constant(np.array(start)))
             number = self.op.Where(self.began(w), number, self.op.constant(np.array(1)))
-            self.shared["step", start] = typed(number, step, onnx_ir.Shape([]))
+            self.shared["step", start] = typed(number, step, ir.Shape([]))
         return self.shared["step", start]
 
-    def update(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> None:
+    def update(self, gradients: ByWeight) -> None:
         for w, g in gradients.items():
             lr = self.lr_of(w)
             step = self.step_of(w) if self.optimizer.counts else lr
@@ -627,7 +615,7 @@ class _Step:
             self.place()
             self.gather(self.ranks)
 
-    def shard(self, weights: Sequence[onnx_ir.Value], ranks: Ranks) -> None:
+    def shard(self, weights: Sequence[ir.Value], ranks: Ranks) -> None:
         """Let this rank hold its part of the weights, which nothing updates here."""
         self.parts = sharding.candidates(self.graph, weights, Reduction(ranks, self.op))
         self.place()
@@ -643,13 +631,13 @@ class _Step:
             for w, kind, initial in self.states
         ]
 
-    def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
+    def average(self, w: ir.Value) -> ir.Value:
         """A new state that is the running average of a parameter, and begins as what it is."""
         initial = next(array for value, _, array in self.states if value is w)
         self.averages[w] = self.add_state(_average(w), "average", initial)
         return self.averages[w]
 
-    def finish(self) -> tuple[onnx_ir.Model, Spec]:
+    def finish(self) -> tuple[ir.Model, Spec]:
         """The graph with the loss, the norm and the successors of states for outputs."""
         self.place()
         outputs = [v for v in self.outputs if self.evaluates and v is not self.loss]
@@ -663,7 +651,7 @@ class _Step:
         clean(self.model)
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
 
-        def name(values: Mapping[onnx_ir.Value, onnx_ir.Value], v: onnx_ir.Value) -> str:
+        def name(values: ByWeight, v: ir.Value) -> str:
             return str(values[v].name) if v in values else ""
 
         spec = Spec(

@@ -16,7 +16,7 @@ import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 
 # isort: split
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.autodiff import without_gradient
 from onnx_fuse.distributed.world import world
@@ -74,7 +74,7 @@ class Trainer:
         """Read the model, check the options, and make what runs the steps.
 
         Args:
-            model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
+            model: A path, bytes, ModelProto or ir.Model, or a torch.onnx.ONNXProgram or
                 torch.nn.Module. It is not changed.
             args: The arguments of a module's forward, which it is exported with in inference mode.
             {options}
@@ -174,7 +174,7 @@ class Trainer:
 
     # -- graphs --
 
-    def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
+    def _build(self, mode: Mode) -> tuple[ir.Model, Spec]:
         options = self._options.of_step()
         options |= {"trainable": self._trainable, "optimizer": self.optimizer}
         if mode != "update":
@@ -198,7 +198,7 @@ class Trainer:
             self._device.add(mode, graph)
         return self._specs[mode]
 
-    def graphs(self) -> dict[Mode, tuple[onnx_ir.Model, dict[str, str]]]:
+    def graphs(self) -> dict[Mode, tuple[ir.Model, dict[str, str]]]:
         """Of a Trainer with `hardware`, each mode's graph, and which outputs replace which states.
 
         Raises UsageError for another Trainer.
@@ -307,7 +307,7 @@ class Trainer:
         )
         return {name: value for name, value in scalars if name}
 
-    def step_graph(self, feeds: Mapping[str, Any]) -> tuple[onnx_ir.Model, dict[str, Array]]:
+    def step_graph(self, feeds: Mapping[str, Any]) -> tuple[ir.Model, dict[str, Array]]:
         """The graph of a step with its update, and all that it reads for the batch `feeds`.
 
         A profiler runs it; the states are copies, so that the run stays as it is. Raises DataError

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.ir.build import all_nodes, subgraphs
 from onnx_fuse.rewrite import packed_weights
 
 
-def model_names(value: onnx_ir.Value) -> list[str]:
+def model_names(value: ir.Value) -> list[str]:
     """The model's own names of what a (packed) initializer holds."""
     return [part.name for part in packed_weights.parts(value)[1]]
 
 
-def ancestors(value: onnx_ir.Value) -> set[onnx_ir.Value]:
+def ancestors(value: ir.Value) -> set[ir.Value]:
     """All values that `value` is computed from, those that the bodies of an If or Loop read too."""
     seen, todo = {value}, [value]
     while todo:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.importer.load import read
@@ -102,7 +102,7 @@ def find_culprits(
     )
 
 
-def _computed_names(model: onnx_ir.Model) -> list[str]:
+def _computed_names(model: ir.Model) -> list[str]:
     return [
         v.name
         for node in model.graph
@@ -111,21 +111,21 @@ def _computed_names(model: onnx_ir.Model) -> list[str]:
     ]
 
 
-def _cut(model: onnx_ir.Model, arrays: Mapping[str, Array]) -> onnx_ir.Model:
+def _cut(model: ir.Model, arrays: Mapping[str, Array]) -> ir.Model:
     """A copy in which every reader of a named value reads the new input `name/oracle` instead."""
     model = model.clone()
     for name, value in by_name(model, list(arrays)).items():
         kind = DataType.from_numpy(arrays[name].dtype)
-        source = Value(name=name + ORACLE, type=onnx_ir.TensorType(kind))
+        source = Value(name=name + ORACLE, type=ir.TensorType(kind))
         for use in tuple(value.uses()):
             use.node.replace_input_with(use.idx, source)
         model.graph.inputs.append(source)
     return model
 
 
-def _culprit(cut: onnx_ir.Model, d: Difference, confirmed: bool) -> Culprit:
+def _culprit(cut: ir.Model, d: Difference, confirmed: bool) -> Culprit:
     """The piece of the cut model that ends in the wrong value: its fused nodes, or all of it."""
-    piece: list[onnx_ir.Node] = []
+    piece: list[ir.Node] = []
     todo = [by_name(cut, [d.output])[d.output].producer()]
     while todo:
         node = todo.pop()
@@ -147,7 +147,7 @@ def _culprit(cut: onnx_ir.Model, d: Difference, confirmed: bool) -> Culprit:
 
 
 def _bisect(
-    model: onnx_ir.Model,
+    model: ir.Model,
     feeds: Feeds,
     expected: Sequence[tuple[str, Any]],
     tolerance: Tolerance,
@@ -186,7 +186,7 @@ def _bisect(
     ]
 
 
-def _with_bodies(model: onnx_ir.Model, outputs: set[str]) -> onnx_ir.Model:
+def _with_bodies(model: ir.Model, outputs: set[str]) -> ir.Model:
     """A copy in which the fused nodes with these first outputs are replaced by their bodies."""
     from onnx_ir.passes.common import InlinePass
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import DataType
 
 from onnx_fuse import progress
@@ -124,7 +124,7 @@ def validate(arguments: _ValidateArguments) -> Check:
     """Compare every output of `model` with that of its original, under onnxruntime.
 
     Args:
-        model: The model to check: a path, bytes, ModelProto or onnx_ir.Model.
+        model: The model to check: a path, bytes, ModelProto or ir.Model.
         against: The original. Without it, `model` is the original, and its fusion (as `optimize`
             makes it) is checked against it.
         feeds: One mapping from input names to arrays for each run. Without it, inputs are
@@ -271,7 +271,7 @@ def check_outputs(
 
 
 def _with_unequal_sizes(
-    model: onnx_ir.Model, original: Model, feed: Feeds, notes: list[str]
+    model: ir.Model, original: Model, feed: Feeds, notes: list[str]
 ) -> list[tuple[Feeds, list[Any]]]:
     """Feeds that contradict the names of their sizes, where the original answers them."""
     cuts = with_unequal_sizes(model, feed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.autodiff.subgraphs import draws
@@ -58,11 +58,11 @@ COMPUTED = {
 """By the precision that the fused model is computed in, where that is coarser than float."""
 
 
-def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
+def tolerance_of(model: ir.Model, precision: str = "fp32") -> Tolerance:
     """The tolerance for the coarsest float type among the model's values and the `precision`."""
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values()]
-    values += [v for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
+    values += [v for node in ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
     types = {v.dtype for v in values}
     norms = [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]
     stashes = {n.attributes.get_int("stash_type", DataType.FLOAT.value) for n in norms}
@@ -168,7 +168,7 @@ def severity(d: Difference) -> tuple[bool, float]:
     return not d.ok, d.max_abs / (d.limit or 1.0)
 
 
-def random_outputs(model: onnx_ir.Model) -> list[str]:
+def random_outputs(model: ir.Model) -> list[str]:
     """Outputs that depend on a random operator (or a Dropout that drops)."""
     tainted: set[Value] = set()
     for node in model.graph:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.ir.build import reads
 from onnx_fuse.ir.traits import VIEWS
@@ -21,7 +21,7 @@ _SELECTS = ("NonZero", "NonMaxSuppression")
 The length of a Compress depends on its condition."""
 
 
-def roundings(model: onnx_ir.Model) -> list[str]:
+def roundings(model: ir.Model) -> list[str]:
     """The names of the integers that nodes round to.
 
     Where a scale moves, some of many values round to another integer within any step. Nor do all
@@ -36,10 +36,10 @@ def roundings(model: onnx_ir.Model) -> list[str]:
     return [name for name in names if name]
 
 
-def straight_through(model: onnx_ir.Model) -> set[str]:
+def straight_through(model: ir.Model) -> set[str]:
     """The names of what is rounded before a DequantizeLinear: gradients pass that unchanged."""
-    codes: set[onnx_ir.Value | None] = set()
-    rounded: set[onnx_ir.Value | None] = set()
+    codes: set[ir.Value | None] = set()
+    rounded: set[ir.Value | None] = set()
     for node in reversed(model.graph):
         read = node.outputs[0] in codes
         if node.op_type == "DequantizeLinear" or (read and node.op_type in VIEWS):
@@ -49,7 +49,7 @@ def straight_through(model: onnx_ir.Model) -> set[str]:
     return {value.name or "" for value in rounded if value is not None}
 
 
-def selections(model: onnx_ir.Model) -> list[str]:
+def selections(model: ir.Model) -> list[str]:
     """The names of the values that say which elements follow, and so how many.
 
     A score beside a threshold may be chosen in float32 alone: the results in float64 are others.
@@ -64,14 +64,14 @@ def selections(model: onnx_ir.Model) -> list[str]:
     return list(names)
 
 
-def hold(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+def hold(model: ir.Model, names: Sequence[str]) -> ir.Model:
     """The model with the values of these names as inputs; the same model where there are none."""
     if not names:
         return model
     held = model.clone()
     for name, value in by_name(held, names).items():
-        new_input = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
-        onnx_ir.convenience.replace_all_uses_with(value, new_input, replace_graph_outputs=True)
+        new_input = ir.Value(name=name, type=value.type, shape=value.shape)
+        ir.convenience.replace_all_uses_with(value, new_input, replace_graph_outputs=True)
         value.name = f"{name}.computed"
         held.graph.inputs.append(new_input)
     return held

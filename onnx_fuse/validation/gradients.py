@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse import progress
@@ -142,7 +142,7 @@ def check_gradients(arguments: _GradientArguments) -> GradientCheck:
     taken apart until the wrong ones are alone.
 
     Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model.
+        model: A path, bytes, ModelProto or ir.Model.
         feeds: Arrays by input name; without it, inputs are generated that fit the graph.
         {options}
 
@@ -209,7 +209,7 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     return check
 
 
-def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
+def _named_for_what_they_are(backward: ir.Model) -> dict[str, str]:
     """Call gradients by what they are of, and _SEED or _GRAD; returns new names by old ones."""
     from onnx_fuse import autodiff
 
@@ -221,7 +221,7 @@ def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
     return names
 
 
-def _with_slopes(model: onnx_ir.Model, wanted: list[str], notes: list[str]) -> list[str]:
+def _with_slopes(model: ir.Model, wanted: list[str], notes: list[str]) -> list[str]:
     """The gradients that pass no rounding straight through; a note names the others."""
     rounded = straight_through(model)
     others = [name for name in wanted if name.removesuffix(_GRAD) in rounded]
@@ -231,9 +231,7 @@ def _with_slopes(model: onnx_ir.Model, wanted: list[str], notes: list[str]) -> l
     return [name for name in wanted if name not in others]
 
 
-def _chosen(
-    plain: onnx_ir.Model, backward: onnx_ir.Model, inputs: Feeds, notes: list[str]
-) -> Feeds:
+def _chosen(plain: ir.Model, backward: ir.Model, inputs: Feeds, notes: list[str]) -> Feeds:
     """What both graphs select, as the model does in its own type; a note says so."""
     selected = set(selections(backward))
     names = [name for name in selections(plain) if name in selected]
@@ -308,7 +306,7 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
     return check
 
 
-def _with_seeds(backward: onnx_ir.Model, request: Request, notes: list[str]) -> Feeds:
+def _with_seeds(backward: ir.Model, request: Request, notes: list[str]) -> Feeds:
     """Inputs of a gradient graph; a `y.grad` that is not given has the shape of `y` for the others.
 
     The graph says little of that shape: exporters give the sizes of outputs names of their own.
@@ -338,7 +336,7 @@ def _with_seeds(backward: onnx_ir.Model, request: Request, notes: list[str]) -> 
 class _Gradients:
     """The gradients that a backward graph computes from `feeds`."""
 
-    backward: onnx_ir.Model
+    backward: ir.Model
     feeds: Feeds
     single: Feeds
     """The gradients by name, in their own types, as the request's device computes them."""
@@ -351,7 +349,7 @@ class _Gradients:
 
     @classmethod
     def of(
-        cls, backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], request: Request
+        cls, backward: ir.Model, feeds: Feeds, wanted: Sequence[str], request: Request
     ) -> _Gradients:
         """Run the backward as the request says, and in float64."""
         names = roundings(backward)
@@ -397,7 +395,7 @@ class _Gradients:
             value = moved.graph.initializers.get(name.removesuffix(_GRAD))
             array = const_array(value)
             if value is not None and array is not None:
-                value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
+                value.const_value = ir.tensor(_last_bit(array, rng), name=value.name)
         near = {k: a if k.endswith(_SEED) else _last_bit(a, rng) for k, a in self.feeds.items()}
         moved_grads = evaluator_in_double(moved, list(self.double))(in_double(near))
         moves = {name: np.abs(moved_grads[name] - g) for name, g in self.double.items()}
@@ -415,7 +413,7 @@ class _Comparison:
     request: Request
     rng: np.random.Generator
     gradients: _Gradients
-    forward: onnx_ir.Model
+    forward: ir.Model
     inputs: Feeds
     parameters: Feeds
     cotangents: Feeds
@@ -520,7 +518,7 @@ class _Comparison:
             )
 
 
-def _hostile(model: onnx_ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
+def _hostile(model: ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
     """Whether NaN or infinities among the inputs may make right gradients not finite.
 
     A mask's infinities do so only where outputs are not finite either: a rule that makes NaN of
@@ -571,14 +569,14 @@ def _own_limit(precision: str, limits: _Limits) -> float:
     return max(_NARROWER.get(kind, _SINGLE).own, limits.own)
 
 
-def _coarsest_limits(model: onnx_ir.Model) -> _Limits:
-    nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+def _coarsest_limits(model: ir.Model) -> _Limits:
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     values = [*model.graph.inputs, *(v for node in nodes for v in (*node.inputs, *node.outputs))]
     dtypes = {v.dtype for v in values if v is not None and v.dtype is not None}
     return max(_NARROWER.get(dtype, _SINGLE) for dtype in (*dtypes, DataType.FLOAT))
 
 
-def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
+def _softened(model: ir.Model) -> ir.Model | None:
     """A copy in which no finite constant absorbs what it is added to; None where none does.
 
     Where -3.4e38 is added to every score of a row, a Softmax does not see the scores any more, not
@@ -586,7 +584,7 @@ def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
     """
     changed = False
     model = model.clone()
-    nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     constants = [n.outputs[0] for n in nodes if n.op_type == "Constant" and not n.domain]
     for value in (*model.graph.initializers.values(), *constants):
         array = const_array(value)
@@ -596,10 +594,10 @@ def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
         if absorbs.any():
             changed = True
             soft = np.where(absorbs, np.sign(array) * _SOFT, array).astype(array.dtype)
-            value.const_value = onnx_ir.tensor(soft, name=value.name)
+            value.const_value = ir.tensor(soft, name=value.name)
             if (node := value.producer()) is not None:
                 node.attributes.clear()
-                node.attributes["value"] = onnx_ir.AttrTensor("value", value.const_value)
+                node.attributes["value"] = ir.AttrTensor("value", value.const_value)
     return model if changed else None
 
 
@@ -623,7 +621,7 @@ def _elements(value: Value) -> int | None:
     return None if shape is None or not shape.is_static() else math.prod(shape.numpy())
 
 
-def _forward(plain: onnx_ir.Model, names: Sequence[str]) -> tuple[onnx_ir.Model, Feeds]:
+def _forward(plain: ir.Model, names: Sequence[str]) -> tuple[ir.Model, Feeds]:
     """The model with the named initializers as inputs, and their values in float64."""
     model = plain.clone()
     arrays: Feeds = {}
@@ -637,12 +635,10 @@ def _forward(plain: onnx_ir.Model, names: Sequence[str]) -> tuple[onnx_ir.Model,
     return model, in_double(arrays)
 
 
-def _by_reader(
-    model: onnx_ir.Model, names: Mapping[str, Array]
-) -> Iterator[tuple[onnx_ir.Node, str]]:
+def _by_reader(model: ir.Model, names: Mapping[str, Array]) -> Iterator[tuple[ir.Node, str]]:
     """(first reader, tensor) in graph order."""
     seen: set[str] = set()
-    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for value in node.inputs:
             name = (value.name or "") if value is not None else ""
             if name in names and name not in seen:
@@ -650,5 +646,5 @@ def _by_reader(
                 yield node, name
 
 
-def _inputs(model: onnx_ir.Model) -> list[str]:
+def _inputs(model: ir.Model) -> list[str]:
     return [v.name or "" for v in model.graph.inputs]

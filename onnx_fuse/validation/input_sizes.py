@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
@@ -64,13 +64,13 @@ OF_A_LIST = (  # what is said of such an input
 )
 
 
-def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
+def dims_of(model: ir.Model) -> dict[str, list[Dim]]:
     """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
     result: dict[str, list[Dim]] = {}
     for value in required(model):
         name = value.name or ""
-        if not isinstance(value.type, onnx_ir.TensorType):
-            if isinstance(value.type, onnx_ir.SequenceType):
+        if not isinstance(value.type, ir.TensorType):
+            if isinstance(value.type, ir.SequenceType):
                 raise ModelError(f"input '{name}' {OF_A_LIST}")
             raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")
         # An input without a shape is taken for a matrix.
@@ -78,13 +78,13 @@ def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
         result[name] = [
             d
             if isinstance(d, int) and d >= 0
-            else (d.value if isinstance(d, onnx_ir.SymbolicDim) else None) or f"{name}.{axis}"
+            else (d.value if isinstance(d, ir.SymbolicDim) else None) or f"{name}.{axis}"
             for axis, d in enumerate(dims)
         ]
     return result
 
 
-def choices(model: onnx_ir.Model) -> Iterator[InputSizes]:
+def choices(model: ir.Model) -> Iterator[InputSizes]:
     """Ways to run the model, the likeliest first; those that the graph seems to refuse last."""
     dims = dims_of(model)
     plain = model
@@ -113,7 +113,7 @@ def choices(model: onnx_ir.Model) -> Iterator[InputSizes]:
         )
 
 
-def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
+def _branches(model: ir.Model) -> list[dict[str, bool | int]]:
     """Settings of the inputs that an If of the graph turns on (of the first two such inputs)."""
     options: dict[str, list[bool | int]] = {}
     for node in model.graph:
@@ -222,7 +222,7 @@ def _distance(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> floa
 
 
 def assignment(
-    model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
+    model: ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
 ) -> _Assignment:
     symbols = list(dict.fromkeys(d for shape in dims.values() for d in shape if isinstance(d, str)))
     system = System(symbols)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import DataType
 
 from onnx_fuse.errors import DataError, ModelError
@@ -34,7 +34,7 @@ _SHOWN = 4  # of them in a message
 
 
 def read_feeds(
-    path: str | os.PathLike[str], model: onnx_ir.Model, optional: Collection[str] = ()
+    path: str | os.PathLike[str], model: ir.Model, optional: Collection[str] = ()
 ) -> Feeds:
     """The arrays of an .npz file that the model's inputs name, of their types and sizes.
 
@@ -62,10 +62,10 @@ def read_feeds(
     return feeds_of(model, arrays)
 
 
-def _fitting(value: onnx_ir.Value, array: Array, file: str) -> Array:
+def _fitting(value: ir.Value, array: Array, file: str) -> Array:
     """The array of a file for an input. Raises ModelError where it has another type or shape."""
     where = f"{file}: input '{value.name}'"
-    if isinstance(value.type, onnx_ir.SequenceType):
+    if isinstance(value.type, ir.SequenceType):
         raise ModelError(f"{where} {OF_A_LIST}")
     if value.dtype == DataType.BFLOAT16 and (array.dtype == "V2" or array.dtype.kind == "f"):
         kind = DataType.BFLOAT16.numpy()
@@ -93,7 +93,7 @@ def _fitting(value: onnx_ir.Value, array: Array, file: str) -> Array:
 
 
 def generate(
-    model: onnx_ir.Model,
+    model: ir.Model,
     run: Run,
     *,
     seed: int = 0,
@@ -203,7 +203,7 @@ def _any_nan(outputs: Sequence[Any]) -> bool:
     )
 
 
-def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
+def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     """(what it is, feed) of rare values at the sizes of a feed that the graph took.
 
     Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes.
@@ -230,7 +230,7 @@ def holds_numbers(output: Any) -> bool:
     return any(map(holds_numbers, output)) if isinstance(output, list) else bool(np.size(output))
 
 
-def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:
+def with_unequal_sizes(model: ir.Model, feed: Feeds) -> list[Feeds]:
     """Feeds in which one axis is cut to 1, of several that the file calls by one name.
 
     onnxruntime does not ask whether these are equal. Nor does it ask whether labels fit their

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
@@ -95,7 +95,7 @@ def errors_along(
     return along
 
 
-def chunks(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:
+def chunks(model: ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:
     """The names in parts whose values fit into memory together, as far as their sizes are known."""
     model = model.clone()
     shapes = {name: list(a.shape) for name, a in feeds.items() if isinstance(a, np.ndarray)}

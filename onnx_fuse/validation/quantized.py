@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array
@@ -38,11 +38,11 @@ class Steps:
     """The number of steps that an output may move."""
 
     @classmethod
-    def of(cls, model: onnx_ir.Model) -> Steps | None:
+    def of(cls, model: ir.Model) -> Steps | None:
         """The steps of a model, or None where nothing that depends on the inputs is quantized."""
         rounding = [
             node
-            for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+            for node in ir.traversal.RecursiveGraphIterator(model.graph)
             if _rounds(node) and const_array(node.inputs[0]) is None
         ]
         if not rounding:

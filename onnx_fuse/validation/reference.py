@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
 from onnx_ir import DataType
@@ -30,7 +30,7 @@ from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.values import by_name
 
 
-def reference_evaluator(model: onnx_ir.Model) -> Any:
+def reference_evaluator(model: ir.Model) -> Any:
     """ONNX's own evaluator, with operators corrected in which it departs from the standard (1.23).
 
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
@@ -235,7 +235,7 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     return evaluator
 
 
-def write_recurrences(model: onnx_ir.Model) -> None:
+def write_recurrences(model: ir.Model) -> None:
     """Turn LSTM, GRU and RNN into Scans of their steps, in place.
 
     onnxruntime has these operators in float32 alone (1.32), and ONNX's evaluator ignores
@@ -243,14 +243,14 @@ def write_recurrences(model: onnx_ir.Model) -> None:
     """
     nodes = [
         node
-        for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
         if node.op_type in GATES and not node.domain
     ]
     if nodes:
         infer_shapes(model)
         op = Emitter(model)
         for node in nodes:
-            assert isinstance(node.graph, onnx_ir.Graph)
+            assert isinstance(node.graph, ir.Graph)
             expand(node.graph, op, node)
 
 
@@ -329,7 +329,7 @@ def _turned_conv(
 
 
 def evaluator_in_double(
-    model: onnx_ir.Model, names: Sequence[str]
+    model: ir.Model, names: Sequence[str]
 ) -> Callable[[Feeds], dict[str, Array]]:
     """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
     model = to_double(model)
@@ -373,6 +373,6 @@ def in_double(feeds: Mapping[str, Array]) -> Feeds:
 _NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)
 
 
-def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
+def to_double(model: ir.Model) -> ir.Model:
     """A copy that computes in float64."""
     return widened(model, _NARROW, DataType.DOUBLE)

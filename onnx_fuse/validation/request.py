@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import onnx
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
@@ -32,14 +32,14 @@ class Request(CheckOptions):
     along: bool = False
     """Whether the values inside of both graphs are compared, too."""
 
-    def loaded(self, model: Model) -> onnx_ir.Model:
+    def loaded(self, model: Model) -> ir.Model:
         """The model with its inputs at the request's sizes, and the shapes that follow."""
         model = load(model)
         fix_shapes(model, self.shapes or {}, self.dims)
         infer_shapes(model)
         return model
 
-    def tolerance(self, model: onnx_ir.Model) -> Tolerance:
+    def tolerance(self, model: ir.Model) -> Tolerance:
         """What an output may differ by: as given, or as the types and the precision make it."""
         of_types = tolerance_of(model, self.precision)
         if self.rtol is None and self.atol is None:
@@ -48,7 +48,7 @@ class Request(CheckOptions):
         return Tolerance(rtol, of_types.atol if atol is None else atol, "as given")
 
     def pairs(
-        self, model: onnx_ir.Model, run: Run, notes: list[str], *, rare: bool = False
+        self, model: ir.Model, run: Run, notes: list[str], *, rare: bool = False
     ) -> list[tuple[Feeds, list[Any]]]:
         """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
 

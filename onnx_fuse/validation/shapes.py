@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder
@@ -13,12 +13,12 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.request import runnable
 
-_STRING = onnx_ir.DataType.STRING
+_STRING = ir.DataType.STRING
 _RUNS = 2
 """Inputs of other shapes that are run at most: two sizes of each free axis, as they are made."""
 
 
-def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) -> list[str]:
+def wrong_sizes(model: ir.Model, feeds: Sequence[Feeds], notes: list[str]) -> list[str]:
     """A sentence for each node whose inferred sizes are not those of a run on onnxruntime.
 
     All results of the main graph are looked at, by a Shape node each: their numbers take no memory.
@@ -34,7 +34,7 @@ def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) 
         value
         for node in plain.graph
         for value in node.outputs
-        if value.name and value.shape is not None and isinstance(value.type, onnx_ir.TensorType)
+        if value.name and value.shape is not None and isinstance(value.type, ir.TensorType)
     ]
     packed = [v for v in values if v.dtype not in (None, _STRING) and v.dtype.bitwidth < 8]
     if packed:  # onnxruntime (1.32) has no Shape of these types
@@ -43,10 +43,10 @@ def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) 
     op = Builder()
     shapes = [op.Shape(value) for value in values]
     for value, shape in zip(values, shapes, strict=True):
-        shape.name, shape.dtype = f"{value.name} sizes", onnx_ir.DataType.INT64
+        shape.name, shape.dtype = f"{value.name} sizes", ir.DataType.INT64
     plain.graph.extend(op.nodes)
     plain.graph.outputs[:] = shapes
-    sentences: dict[onnx_ir.Node, str] = {}
+    sentences: dict[ir.Node, str] = {}
     try:
         session = ort.session(runnable(plain), as_written=True) if values else None
         for feed in _of_other_shapes(feeds) if values else ():
@@ -78,7 +78,7 @@ def _of_other_shapes(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
             yield feed
 
 
-def _symbols(model: onnx_ir.Model, feed: Feeds) -> dict[str, int | None]:
+def _symbols(model: ir.Model, feed: Feeds) -> dict[str, int | None]:
     """The sizes that inputs give to symbols; None where they give several."""
     sizes: dict[str, int | None] = {}
     for value in model.graph.inputs:
@@ -86,14 +86,14 @@ def _symbols(model: onnx_ir.Model, feed: Feeds) -> dict[str, int | None]:
         if not isinstance(array, np.ndarray) or value.shape is None:
             continue
         for dim, size in zip(value.shape, array.shape, strict=False):
-            if isinstance(dim, onnx_ir.SymbolicDim) and dim.value is not None:
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
                 same = sizes.setdefault(dim.value, size) == size
                 sizes[dim.value] = size if same else None
     return sizes
 
 
 def _contradiction(
-    value: onnx_ir.Value, actual: Sequence[int], sizes: dict[str, int | None]
+    value: ir.Value, actual: Sequence[int], sizes: dict[str, int | None]
 ) -> str | None:
     inferred = value.shape
     assert inferred is not None
@@ -101,7 +101,7 @@ def _contradiction(
         return f"has {len(actual)} axes on onnxruntime, inference says {len(inferred)}"
     for axis, (dim, size) in enumerate(zip(inferred, actual, strict=True)):
         bound = dim if isinstance(dim, int) else None
-        if isinstance(dim, onnx_ir.SymbolicDim) and dim.value is not None:
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
             bound = sizes.setdefault(dim.value, size)
         if bound is not None and bound != size:
             name = "" if isinstance(dim, int) else f" ({dim.value})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Value
 
 from onnx_fuse.program.call import Program, Tensor
@@ -15,7 +15,7 @@ from onnx_fuse.validation.request import Request
 
 
 def values_of(
-    model: onnx_ir.Model,
+    model: ir.Model,
     feeds: Feeds,
     names: Sequence[str],
     request: Request | None = None,
@@ -50,7 +50,7 @@ def writers(program: Program) -> dict[str, str]:
     return kernels
 
 
-def by_name(model: onnx_ir.Model, names: Sequence[str]) -> dict[str, Value]:
+def by_name(model: ir.Model, names: Sequence[str]) -> dict[str, Value]:
     values = {v.name: v for node in model.graph for v in node.outputs}
     values |= {v.name: v for v in (*model.graph.inputs, *model.graph.initializers.values())}
     return {name: values[name] for name in names}

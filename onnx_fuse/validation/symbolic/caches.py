@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.importer.contrib import MICROSOFT
@@ -19,7 +19,7 @@ def is_grouped(node: Node) -> bool:
     return node.op_identifier() == (*_GROUPED, "")
 
 
-def has_caches(model: onnx_ir.Model) -> bool:
+def has_caches(model: ir.Model) -> bool:
     """Whether a GroupQueryAttention of the model has a past, and tokens of an open number."""
 
     def is_open(value: Value | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array, subgraphs
@@ -14,10 +14,7 @@ from onnx_fuse.validation.symbolic.walk import Fact, Lengths, Rule, Shape, Walk,
 
 
 def follow(
-    model: onnx_ir.Model,
-    system: System,
-    shapes: Mapping[str, Shape],
-    branches: Setting | None = None,
+    model: ir.Model, system: System, shapes: Mapping[str, Shape], branches: Setting | None = None
 ) -> Mapping[str, Lengths]:
     """Collect the hard and soft constraints of the graph on its inputs' `shapes` in `system`.
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.entries import LOGIC, Array, Entries, Sizes, arithmetic, comparisons, vector
@@ -54,7 +54,7 @@ class GuessedEntries(Entries):
     def function(self, node: Node) -> Guess | None:
         """What a node makes of the entries at one place, in numbers that never wrap around."""
         if node.op_type == "Cast":
-            return _cast(onnx_ir.DataType(node.attributes.get_int("to", 0)))
+            return _cast(ir.DataType(node.attributes.get_int("to", 0)))
         if node.op_type == "Div" and not is_integer(node.inputs[0]):
             return _RATIO
         return _GUESSED.get(node.op_type)
@@ -74,12 +74,12 @@ def likely_sign(value: SymbolicSize) -> int | None:
     return None if value else 0
 
 
-def _cast(to: onnx_ir.DataType) -> Guess:
+def _cast(to: ir.DataType) -> Guess:
     def cast(x: Any) -> Any:
-        if x is None or (to == onnx_ir.DataType.BOOL and isinstance(x, bool)):
+        if x is None or (to == ir.DataType.BOOL and isinstance(x, bool)):
             return x
         number = size(int(x)) if isinstance(x, bool) else x
-        if to == onnx_ir.DataType.BOOL:
+        if to == ir.DataType.BOOL:
             sign = likely_sign(number)
             return None if sign is None else sign != 0
         return rounded_down(number) if to.is_integer() else number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import onnx_ir
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array
@@ -65,7 +65,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.known = GuessedEntries(self.shape, self.system.resolve)
 
-    def graph(self, graph: onnx_ir.Graph) -> None:
+    def graph(self, graph: ir.Graph) -> None:
         """Follow the nodes in their order."""
         for node in graph:
             if node.op_type == "Constant":  # read where it is used
