@@ -190,17 +190,18 @@ def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch)
 # ---- the programs of the functions -----------------------------------------------------------
 
 SIZES = {"M": 24, "K": 64, "N": 48, "B": 2, "S": 16, "T": 16, "E": 64}
+EPS = (1e-5).hex()
 # builder of a function's graph, what follows the type, the kernels of its forward and its backward
 PROGRAMS = {
-    "layer norm": ("layernorm_linear", "1e-05,gelu,1,0",
+    "layer norm": ("layernorm_linear", f"{EPS},gelu,1,0",
                    "LayerNormGemmGelu_mean_rstd_z", "LayerNormGemmGeluGrad"),
-    "layer norm without a bias": ("layernorm_linear", "1e-05,,0,0",
+    "layer norm without a bias": ("layernorm_linear", f"{EPS},,0,0",
                                   "LayerNormGemm_mean_rstd", "LayerNormGemmGrad"),
-    "rms norm": ("rms_norm_linear", "1e-05,silu,1,0",
+    "rms norm": ("rms_norm_linear", f"{EPS},silu,1,0",
                  "RMSNormGemmSilu_rstd_z", "RMSNormGemmSiluGrad"),
     "linear": ("linear_activation", "gelu_tanh,1,0", "GemmGeluTanh_z", "GemmGeluTanhGrad"),
     "attention": ("attention", "4,2,64,1,,", "GroupedSdpaCausal_lse", "GroupedSdpaCausalGrad"),
-    "loss": ("linear_cross_entropy", "1,-100,0.1,mean,0",
+    "loss": ("linear_cross_entropy", f"1,-100,{0.1.hex()},mean,0",
              "SoftmaxCrossEntropyLoss", "ScatterElements"),
 }  # fmt: skip
 
@@ -253,7 +254,7 @@ def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str
 @pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16"])
 def test_no_weight_of_a_large_product_is_copied(dtype: str) -> None:
     """It lies as [N, K], and so does its gradient; where the shapes are open, too."""
-    graph = BUILDERS["layernorm_linear"](dtype, "1e-05", "gelu", "1", "0")
+    graph = BUILDERS["layernorm_linear"](dtype, EPS, "gelu", "1", "0")
     half = graph.derived(graph.saving.replace("forward", "backward"))
     sizes = {"M": 8192, "K": 4096, "N": 4096}
     specializer = Specializer(half.model.clone(), CHIPS["H200"])

@@ -20,7 +20,8 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
-from onnx_fuse.torch.graph import BUILDERS, DTYPES, Graph, built
+from onnx_fuse.torch.graph import BUILDERS, Graph, built
+from onnx_fuse.torch.host import DTYPES
 from onnx_fuse.torch.library import Fused
 
 ACTIVATIONS = tuple(BY_KEY)

@@ -22,6 +22,7 @@ from onnx_fuse.program.call import dense_strides, dtype_of
 from onnx_fuse.runtime import device, direct
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.specialize import KEEPERS
+from onnx_fuse.torch.host import DTYPES
 
 SHAPES = 256
 """Sets of shapes and streams whose launches are kept; the least recently used go first."""
@@ -31,11 +32,7 @@ _ALIGNED = 16
 DENSE, ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 KIND = attrgetter("shape", "dtype", "device")
 """What a layout depends on, of each of its tensors."""
-_NAMES = {
-    torch.float32: "float32", torch.float64: "float64", torch.float16: "float16",
-    torch.bfloat16: "bfloat16", torch.int64: "int64", torch.int32: "int32", torch.int16: "int16",
-    torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
-}  # fmt: skip
+_NAMES = {kind: dtype.numpy().name for dtype, kind in DTYPES.items()}
 _TORCH = {name: kind for kind, name in _NAMES.items()}
 
 

@@ -15,21 +15,7 @@ import torch
 from onnx_fuse.autodiff import partition
 from onnx_fuse.errors import UsageError
 from onnx_fuse.torch.guard_cache import Kinds
-from onnx_fuse.torch.host import HostRunner
-
-DTYPES = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.DOUBLE: torch.float64,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.INT64: torch.int64,
-    ir.DataType.INT32: torch.int32,
-    ir.DataType.INT16: torch.int16,
-    ir.DataType.INT8: torch.int8,
-    ir.DataType.UINT8: torch.uint8,
-    ir.DataType.BOOL: torch.bool,
-}
-"""Torch's names of the element types that both sides have."""
+from onnx_fuse.torch.host import DTYPES, HostRunner
 
 
 class End:

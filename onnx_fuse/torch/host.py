@@ -15,17 +15,21 @@ from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.reference import reference_evaluator
 
-_NUMPY = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
+DTYPES = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.DOUBLE: torch.float64,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT16: torch.int16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.BOOL: torch.bool,
 }
+"""Torch's names of the element types that both sides have."""
 _NARROW = (torch.float16, torch.bfloat16)
+_NUMPY = {kind: dtype.numpy() for dtype, kind in DTYPES.items() if kind not in _NARROW}
 _NOWHERE = np.zeros(64, np.uint8)
 """Where tensors without elements stand, since onnxruntime refuses the address 0."""
 
