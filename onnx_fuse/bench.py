@@ -22,6 +22,7 @@ from onnx_fuse import profile as profiling
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import fix_shapes
 from onnx_fuse.ir.build import feeds_of
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.profile import Profile
@@ -31,7 +32,6 @@ from onnx_fuse.replicas import Replicas
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
-from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.inputs import Feeds, cotangents_of, generate
 from onnx_fuse.validation.request import Request
 

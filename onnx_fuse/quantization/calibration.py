@@ -18,10 +18,10 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError, UsageError, unknown
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import required
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
 
-Array = np.ndarray[Any, Any]
 METHODS = ("minmax", "entropy", "percentile")
 """onnxruntime's methods to find ranges, by the names that users give."""
 _ROWS = 16

@@ -12,12 +12,12 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, to_proto
 from onnx_fuse.ir.build import Builder, add_initializer, const_array, given, remove_unused_nodes
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.quantization.layers import PRODUCTS
 from onnx_fuse.training.stored_codes import StoredCodes
 
-Array = np.ndarray[Any, Any]
 PASSING = ("Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
 """Operators that integers pass, behind layers that make them."""
 BLOCK = 32

@@ -17,7 +17,7 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import at_opset, inline, weight_bytes
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import required
-from onnx_fuse.ir.constants import Model
+from onnx_fuse.ir.constants import Array, Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
 from onnx_fuse.options import takes
@@ -32,7 +32,6 @@ from onnx_fuse.session import load
 __all__ = ["Quantized", "quantize"]
 __dir__ = __all__.copy
 
-Array = np.ndarray[Any, Any]
 KINDS = ("int8", "fp8", "int4-weights", "mixed")
 """What a model can be quantized to."""
 BUDGET = 0.01

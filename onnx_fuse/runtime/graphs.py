@@ -21,10 +21,10 @@ from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.importer.load import reread
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.importer.weights import PLACE, Place, read_places
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.runtime.recurrences import survivable
 
-Array = np.ndarray[Any, Any]
 PORTABLE = "portable.onnx"
 """Member of a container: its graph without fused operators, as onnxruntime runs it."""
 _MADE = ("folded", "packed")  # what lowering makes of weights and keeps in the graph's `meta`

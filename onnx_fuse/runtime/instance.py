@@ -17,6 +17,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import collector, device
@@ -28,7 +29,7 @@ from onnx_fuse.runtime.placement import Placement, placed
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.schedule import Aliases, collective, segments
-from onnx_fuse.runtime.staging import Array, Pending, Room, copied
+from onnx_fuse.runtime.staging import Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.zero_copy import ZeroCopy

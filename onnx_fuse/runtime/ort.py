@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+from onnx_fuse.ir.constants import Array
 
 # isort: split
 import numpy as np
@@ -31,7 +32,6 @@ from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
 Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | Portable"
-Array = np.ndarray[Any, Any]
 CPU_ONLY = ("CPUExecutionProvider",)
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from onnx_fuse.container import Container, digest_of, write
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import opened_private, private_folder, read_private, written_private
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program import template
 from onnx_fuse.program.call import dtype_of
@@ -43,7 +44,6 @@ from onnx_fuse.runtime.plan import PlannedOpenProgram
 if TYPE_CHECKING:
     from onnx_fuse.runtime.budget import Budget
 
-Array = np.ndarray[Any, Any]
 Key = tuple[object, ...]
 """What programs of one list have in common: their open dimensions, the ranks and types of inputs,
 and the inputs whose values are known."""

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import numpy as np
 
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.runtime import device
 
-Array = np.ndarray[Any, Any]
 PIECE = 2 << 20
 """Bytes of a large array that one thread copies while those before it are on their way."""
 SPAN = 16 << 20

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import Launch, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import DeviceTensor
 
-Array = np.ndarray[Any, Any]
 READ = 128 << 10
 """Bytes that may be read over the bus: those of an input, by each block of its reader."""
 WRITTEN = 64 << 10

@@ -304,8 +304,8 @@ class Fused:
                     return eager.apply(ready, *tensors)  # type: ignore[no-any-return]
                 return ready.run(present)[0][0]  # type: ignore[no-any-return]
         inputs = [flattened(first, self.flat), *present[1:]]
-        key = built(self.name, *self.parts(*args))
-        y = _with_gradient(key, inputs, self.name)[0]
+        name = built(self.name, *self.parts(*args))
+        y = _with_gradient(name, inputs, self.name)[0]
         if self.rows and first.dim() != self.flat:
             y = y.reshape(*first.shape[: first.dim() - self.flat + 1], *y.shape[1:])
         return y

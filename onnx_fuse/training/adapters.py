@@ -34,7 +34,7 @@ from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import Builder, add_initializer
-from onnx_fuse.ir.constants import FUSE, Model
+from onnx_fuse.ir.constants import FUSE, Array, Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 from onnx_fuse.rewrite.constants import set_parameter
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Adapter", "Lora", "merge"]
 __dir__ = __all__.copy
 
-Array = np.ndarray[Any, Any]
 _METADATA = "onnx_fuse.adapters"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.runtime import budget, calibration, ort
@@ -24,8 +25,6 @@ from onnx_fuse.training.step import Spec
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
-
-Array = np.ndarray[Any, Any]
 
 
 class Compiling:

@@ -13,6 +13,7 @@ import numpy as np
 
 from onnx_fuse import progress
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.training import checkpoint
 from onnx_fuse.training.history import History
 from onnx_fuse.training.learner import Learner
@@ -32,8 +33,6 @@ __all__ = [
     "Watch",
 ]
 __dir__ = __all__.copy
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

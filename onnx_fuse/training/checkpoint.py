@@ -23,6 +23,7 @@ import numpy as np
 
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.constants import Array
 
 __all__ = ["exists", "locked", "read", "write"]
 __dir__ = __all__.copy
@@ -38,7 +39,6 @@ _FIELDS: dict[str, type] = {
     "extra": dict,
     "sha256": str,
 }
-Array = np.ndarray[Any, Any]
 
 
 @contextlib.contextmanager

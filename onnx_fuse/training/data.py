@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import DataError, ModelError, UsageError
-from onnx_fuse.ir.constants import one_line
+from onnx_fuse.ir.constants import Array, one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 
@@ -32,7 +32,6 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """The exceptions of `np.load` for a file that is damaged, encrypted or of another kind."""
 

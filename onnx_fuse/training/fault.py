@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.step import Spec
-
-Array = np.ndarray[Any, Any]
 
 
 def fault_of(

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.options import takes
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
@@ -28,8 +28,6 @@ from onnx_fuse.training.metrics import Selection, begin
 
 __all__ = ["evaluate", "fit", "start_or_resume"]
 __dir__ = __all__.copy
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

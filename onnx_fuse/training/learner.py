@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from onnx_fuse.distributed.world import World
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.step import Mode, Spec
 
 __all__ = ["Learner"]
 __dir__ = __all__.copy
-
-Array = np.ndarray[Any, Any]
 
 
 class Learner(Protocol):

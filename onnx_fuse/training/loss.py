@@ -9,9 +9,8 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.training.step import Mode, Spec
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

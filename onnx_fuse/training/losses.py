@@ -18,11 +18,11 @@ from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import add_initializer
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 
-Array = np.ndarray[Any, Any]
 Given: TypeAlias = Any
 """A loss: its name; the name of a scalar output; or a path, bytes, ModelProto, FunctionProto,
 ir.Model or onnxscript function that computes it."""

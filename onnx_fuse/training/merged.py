@@ -15,19 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, dim
-from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.constants import FUSE, Array
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.training.adapters import Adapter
 
-Array = np.ndarray[Any, Any]
 ByRows: TypeAlias = Callable[[int | None, int, int, int], bool]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError, unknown
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.training.losses import Target
 from onnx_fuse.training.step import Spec
 
@@ -26,8 +27,6 @@ __all__ = [
     "evaluation",
 ]
 __dir__ = __all__.copy
-
-Array = np.ndarray[Any, Any]
 
 
 class Evaluation(NamedTuple):

@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes
-from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.constants import FUSE, Array
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.constants import Array
 
-Array = np.ndarray[Any, Any]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.weight")

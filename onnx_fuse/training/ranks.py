@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.constants import FUSE, Array
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.losses import Target, Term
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from onnx_fuse.training.state import State
 
 
-Array = np.ndarray[Any, Any]
 COUNTS, LOSS, GRADIENTS = 0, 1, 2
 """The buckets: what the ranks count, the loss with statistics, and gradients from 2 on."""
 REDUCED = {"fp32": None, "bf16": ir.DataType.BFLOAT16}

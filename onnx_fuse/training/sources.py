@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.training import data as arrays_of
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
@@ -23,7 +24,6 @@ from onnx_fuse.training.ranks import Spare
 __all__ = ["Batch", "Data", "Source", "as_feeds", "source"]
 __dir__ = __all__.copy
 
-Array = np.ndarray[Any, Any]
 Data: TypeAlias = Any
 """Arrays by input name; a data set with columns; or an iterable of batches, or a function of the
 epoch's number (from 0) that makes one. A batch is a mapping, or a tuple in the order of inputs."""

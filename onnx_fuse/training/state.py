@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-Array = np.ndarray[Any, Any]
+from onnx_fuse.ir.constants import Array
 
 
 @dataclass(frozen=True)

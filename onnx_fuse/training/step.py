@@ -16,7 +16,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import bind_defaults, replace_node
-from onnx_fuse.ir.constants import FUSE, Model
+from onnx_fuse.ir.constants import FUSE, Array, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
@@ -40,7 +40,6 @@ from onnx_fuse.training.weights import ancestors, model_names
 __all__ = ["Mode", "Spec", "training_model"]
 __dir__ = __all__.copy
 
-Array = np.ndarray[Any, Any]
 ByWeight: TypeAlias = "dict[ir.Value, ir.Value]"
 """What belongs to each weight, or to each state: its gradient, its next value, its part."""
 Mode = Literal["update", "accumulate", "evaluate", "average"]

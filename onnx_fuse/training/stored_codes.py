@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, const_array
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 
-Array = np.ndarray[Any, Any]
 _NO_QUANTIZE = ir.DataType.INT32
 """What QuantizeLinear does not make: biases, whose scale is so small that they train as floats."""
 

@@ -18,10 +18,10 @@ import onnx_ir as ir
 from onnx_fuse.autodiff import is_weight, scales
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import is_float
 
-Array = np.ndarray[Any, Any]
 _LEAST = 16
 """Entries from which equal tensors are taken for one weight, if they are not all one number."""
 _SOME = 64

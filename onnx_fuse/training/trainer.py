@@ -25,7 +25,7 @@ from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
-from onnx_fuse.ir.constants import Model
+from onnx_fuse.ir.constants import Array, Model
 from onnx_fuse.options import takes
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
@@ -52,8 +52,6 @@ from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 __dir__ = __all__.copy
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,8 @@ from onnx_ir import AttributeType, DataType, Node, Value
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.traits import VIEWS
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

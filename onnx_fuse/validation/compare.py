@@ -11,7 +11,7 @@ from onnx_ir import DataType, Value
 
 from onnx_fuse.autodiff.subgraphs import draws
 from onnx_fuse.ir.build import all_nodes
-from onnx_fuse.validation.arrays import Array
+from onnx_fuse.ir.constants import Array
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import bind_defaults, const_array, defaults, feeds_of, remove_unused_nodes
-from onnx_fuse.ir.constants import Model
+from onnx_fuse.ir.constants import Array, Model
 from onnx_fuse.options import GradientOptions, shared, takes
 from onnx_fuse.runtime import ort
-from onnx_fuse.validation.arrays import Array, is_added
+from onnx_fuse.validation.arrays import is_added
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.freeze import hold, roundings, selections, straight_through
 from onnx_fuse.validation.inputs import Feeds, cotangents_of

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.sizes import Symbol, SymbolicSize, evaluate, size
 from onnx_fuse.program import formula
 from onnx_fuse.validation.sizes import Constraint, System
@@ -22,7 +22,6 @@ from onnx_fuse.validation.symbolic.graph import controls, follow
 from onnx_fuse.validation.symbolic.walk import Lengths, Shape
 
 Dim = int | str
-Array = np.ndarray[Any, Any]
 
 # (leading axes, first other axis, step to the next): started from in turn. Axes differ first, so
 # that exchanged ones are noticed; then come sizes for graphs that want equal axes, multiples of 8

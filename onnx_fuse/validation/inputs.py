@@ -14,10 +14,10 @@ from onnx_ir import DataType
 
 from onnx_fuse.errors import DataError, ModelError
 from onnx_fuse.ir.build import all_nodes, feeds_of, required
+from onnx_fuse.ir.constants import Array
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (
-    Array,
     Role,
     extreme_values,
     inverted_mask,

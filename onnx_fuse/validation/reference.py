@@ -20,12 +20,11 @@ from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import same_pads
 from onnx_fuse.ir.build import remove_unused_nodes
-from onnx_fuse.ir.constants import one_line
+from onnx_fuse.ir.constants import Array, one_line
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
-from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.values import by_name
 
