@@ -45,7 +45,7 @@ class InferenceSession:
     ...) is onnxruntime's own, on the same graph.
 
     Args:
-        model: A path, bytes, ModelProto or ir.Model, or the path of a file that
+        model: A path, bytes, ModelProto or onnx_ir.Model, or the path of a file that
             `onnx-fuse compile` has written. Such a file runs on "cuda" in the shapes and the
             precision it was compiled for, without NVRTC and without any ONNX library.
         sess_options: onnxruntime.SessionOptions of the CPU session; ignored on "cuda".

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnx_fuse.ir.constants import Array
-
+Array = np.ndarray[Any, Any]
 Dims = Sequence["int | str | None"]
 """Sizes of a tensor: a symbol's name, or None, where one is not known."""
 Infer = Callable[[onnx.ModelProto], onnx.ModelProto]

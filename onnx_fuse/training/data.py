@@ -97,7 +97,7 @@ def load_examples(path: str | os.PathLike[str]) -> dict[str, Any]:
     return columns
 
 
-def left_out(arrays: Iterable[str], inputs: Iterable[onnx_ir.Value]) -> str:
+def left_out(arrays: Iterable[str], inputs: Iterable[ir.Value]) -> str:
     """A sentence about arrays that have no input's name, or "" without any."""
     surplus = sorted({*arrays} - {str(v.name) for v in inputs})
     names = ", ".join(f"'{name}'" for name in surplus)

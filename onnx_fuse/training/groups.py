@@ -95,7 +95,7 @@ def layer_decay(model: Model, decay: float) -> tuple[Group, ...]:
     the layers has the full rate, and what comes before them one factor less than the first layer.
 
     Args:
-        model: A path, bytes, ModelProto or ir.Model.
+        model: A path, bytes, ModelProto or onnx_ir.Model.
         decay: The factor, above 0 and at most 1.
 
     Raises:

@@ -25,7 +25,7 @@ from onnx_fuse.ops.rules import cast_to, is_float, typed
 
 Given: TypeAlias = Any
 """A loss: its name; the name of a scalar output; or a path, bytes, ModelProto, FunctionProto,
-ir.Model or onnxscript function that computes it."""
+onnx_ir.Model or onnxscript function that computes it."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Trainer:
         """Read the model, check the options, and make what runs the steps.
 
         Args:
-            model: A path, bytes, ModelProto or ir.Model, or a torch.onnx.ONNXProgram or
+            model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
                 torch.nn.Module. It is not changed.
             args: The arguments of a module's forward, which it is exported with in inference mode.
             {options}

@@ -124,7 +124,7 @@ def validate(arguments: _ValidateArguments) -> Check:
     """Compare every output of `model` with that of its original, under onnxruntime.
 
     Args:
-        model: The model to check: a path, bytes, ModelProto or ir.Model.
+        model: The model to check: a path, bytes, ModelProto or onnx_ir.Model.
         against: The original. Without it, `model` is the original, and its fusion (as `optimize`
             makes it) is checked against it.
         feeds: One mapping from input names to arrays for each run. Without it, inputs are
@@ -154,7 +154,7 @@ def check_outputs(
     fused: Model,
     request: Request | None = None,
     *,
-    source: onnx_ir.Model | None = None,
+    source: ir.Model | None = None,
 ) -> Check:
     """Run both models on the request's feeds (or on generated ones) and compare every output.
 

@@ -142,7 +142,7 @@ def check_gradients(arguments: _GradientArguments) -> GradientCheck:
     taken apart until the wrong ones are alone.
 
     Args:
-        model: A path, bytes, ModelProto or ir.Model.
+        model: A path, bytes, ModelProto or onnx_ir.Model.
         feeds: Arrays by input name; without it, inputs are generated that fit the graph.
         {options}
 

@@ -81,7 +81,7 @@ class Request(CheckOptions):
 
 def runnable(model: Model) -> Any:
     """The model as `ort.session` takes it: one in memory keeps its weights where they are."""
-    return Portable.of_model(model) if isinstance(model, onnx_ir.Model) else unread(model)
+    return Portable.of_model(model) if isinstance(model, ir.Model) else unread(model)
 
 
 def unread(model: Model) -> Any:
