@@ -143,7 +143,7 @@ class InferenceSession:
         options["level"] = self._level
         return cache.Entry(Path(self._source), *identity, options)  # type: ignore[arg-type]
 
-    def _read(self) -> onnx_ir.Model:
+    def _read(self) -> ir.Model:
         """The model as it is before it is optimized."""
         return load(self._source)
 
