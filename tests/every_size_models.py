@@ -135,6 +135,9 @@ sizes that pass 32 bits:
   shape = Shape(x) large = Mul(shape, most) cut = Cast<to = 6>(large) y = Cast<to = 7>(cut)
   low = Cast<to = 6>(shape) top = Constant<value = int32 {2147483647}>() p = Mul(low, top)
   z = Cast<to = 7>(p) }
+images of which there may be none, resized:
+  agraph (float[N,C,2,W] x) => (float[N,C,3,5] y) <float[0] none = {}, int64[2] to = {3, 5}>
+  { nc = Shape<end = 2>(x) s = Concat<axis = 0>(nc, to) y = Resize<mode = "linear">(x, none, , s) }
 a count of one, broadcast over a batch:
   agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}>
   { zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)

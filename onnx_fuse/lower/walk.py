@@ -689,6 +689,6 @@ class Lowerer(Control):
             t is not None
             and len(t.shape) <= 1
             and t.size <= 64
-            and self.buffers[t.buffer].kind != "input"
+            and not (self.buffers[t.buffer].kind == "input" or self._lasting(t))
             for t in tensors
         )
