@@ -499,6 +499,27 @@ def rows(kind: str, zero: int) -> Quantized:
     return quantized(name, nodes, feeds, outputs, weights, steps=2)
 
 
+def stem(kind: str, zero: int, x: tuple[int, ...], w: tuple[int, ...], **attrs: Any) -> Quantized:
+    """A first convolution of images that the graph quantizes, and its codes."""
+    rng = np.random.default_rng(4)
+    weights = {
+        "s": np.float32(0.03), "z": np.array(zero, kind), "w": integers(w, "int8"),
+        "sw": scales((w[0],)) / np.float32(np.prod(w[1:])), "zw": np.zeros(w[0], np.int8),
+    }  # fmt: skip
+    nodes = f"""
+        q = QuantizeLinear (x, s, z) fx = DequantizeLinear (q, s, z)
+        fw = DequantizeLinear <axis = 0> (w, sw, zw) v = Conv {written(attrs)} (fx, fw)
+        y = QuantizeLinear (v, s, z)
+    """
+    images = (rng.standard_normal(x) * 3).astype(np.float32)
+    if images.size:
+        images.reshape(-1)[:4] = np.nan, np.inf, -np.inf, -0.0
+    held = {n: np.asarray(a) for n, a in weights.items()}
+    form = tuple(f"d{i}" for i in range(len(x)))
+    name = f"dequantized stem {kind} {zero} {x} {w} {attrs}"
+    return quantized(name, nodes, {"x": images}, {"y": (kind, form)}, held, steps=1)
+
+
 def pool(kind: str, scale: float, again: float, **attrs: Any) -> Quantized:
     """The largest of dequantized numbers, and their codes by the scale `again`."""
     numbers = {"s": np.float32(scale), "t": np.float32(again), "z": np.array(9, kind)}
@@ -541,6 +562,15 @@ DEQUANTIZED = [
     block("int8", -128),
     block("uint8", 100),
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 0, plain=True),
+    stem("int8", -5, (2, 3, 20, 24), (16, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
+    stem("uint8", 77, (2, 3, 12, 18), (16, 3, 3, 3), strides=[2, 2], pads=[0, 1, 1, 0]),
+    stem("int8", 5, (2, 4, 16, 9), (24, 4, 4, 3), strides=[4, 1], pads=[0, 1, 0, 1]),
+    stem("int8", 5, (1, 3, 19, 24), (16, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
+    stem("uint8", 0, (2, 3, 8, 12), (16, 3, 2, 3), strides=[2, 3]),
+    stem("int8", 0, (2, 1, 40), (16, 1, 5), strides=[4], pads=[2, 2]),
+    stem("int8", 0, (0, 3, 20, 24), (16, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
+    dequantized("Conv", (2, 64, 18, 17), (192, 64, 3, 3), pads=[1] * 4, residual=True),
+    dequantized("Conv", (1, 160, 13, 13), (132, 160, 1, 1), zero=-128, strides=[2, 2]),
 ]  # fmt: skip
 """What are calls of integers, but for groups of few channels."""
 

@@ -46,13 +46,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4519, "autodiff": 1770, "cli": 3374, "cuda": 1797, "cuda_src": 15554, "distributed": 910,
-    "importer": 5492, "ir": 2375, "kernels": 9835, "lower": 9352, "nn": 4952, "ops": 12049,
-    "program": 10354, "report": 2126, "rewrite": 3511, "runtime": 8820, "torch": 3670,
+    "": 4519, "autodiff": 1770, "cli": 3374, "cuda": 1797, "cuda_src": 15802, "distributed": 910,
+    "importer": 5492, "ir": 2375, "kernels": 9911, "lower": 9420, "nn": 4952, "ops": 12049,
+    "program": 10407, "report": 2126, "rewrite": 3511, "runtime": 8820, "torch": 3670,
     "training": 6978, "validation": 4666,
     "generation": 1653,
     "quantization": 749,
-    "tests": 50750, "tools": 10387,
+    "tests": 50803, "tools": 10387,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

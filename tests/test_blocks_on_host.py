@@ -9,6 +9,10 @@ from lowering import with_values
 from math_cases import TOLERANCE, cases
 from special_values import assert_same, special_row
 
+from onnx_fuse.kernels.gemm_integer import BlocksOfPixels
+from onnx_fuse.program.problem import CHIPS, KernelConfig
+from onnx_fuse.program.problems import PixelBlocks
+
 SOURCES = {
     "Det-float32-3x5x5": "linalg/det_rows.cu",
     "DFT-float64-3x60x2-{'inverse': 0}": "linalg/fourier.cu",
@@ -29,6 +33,26 @@ def test_a_kernels_text_gives_float64s_results(name: str, tmp_path: Path) -> Non
     found = blocks_on_host.run(program, feeds, tmp_path)
     for i, truth in enumerate(truths):
         assert np.abs(found[f"y{i}"] - truth).max() <= TOLERANCE[case.dtype] * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("quantize", [(0.25, 3), ()])
+def test_blocks_of_pixels_are_codes_in_a_border(quantize: tuple, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(-300, 300, (2, 3, 4, 9)) / 8
+    images[0, 0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
+    kind = "float32" if quantize else "int8"
+    x = (images if quantize else np.nan_to_num(images, nan=0, posinf=9, neginf=-9)).astype(kind)
+    strides = (108, 36, 9, 1)
+    problem = PixelBlocks(2, 3, (2, 1), 2, 8, 11, 2, strides, kind, "int8", -7, quantize)
+    (launch,) = BlocksOfPixels().launch(problem, KernelConfig.of(), CHIPS["H200"])
+    y = blocks_on_host._aligned(2 * 2 * 11 * 16).view(np.int8)
+    blocks_on_host._launch(launch, {"x": x.reshape(-1), "y": y}, tmp_path)
+    blocks = y[: 2 * 2 * 11 * 16].reshape(2, 2, 11, 16)
+    codes = np.clip(np.rint(images / quantize[0]) + quantize[1], -128, 127) if quantize else x
+    codes = np.where(np.isnan(codes), -128, codes)[..., :8]
+    inside = codes.reshape(2, 3, 2, 2, 8).transpose(0, 2, 4, 3, 1).reshape(2, 2, 8, 6)
+    wanted = np.full((2, 2, 11, 16), -7)
+    wanted[:, :, 2:10, :6] = inside
+    np.testing.assert_array_equal(blocks, wanted)
 
 
 @pytest.mark.parametrize("how", ["exclusive = 0", "exclusive = 1"])

@@ -39,7 +39,7 @@ MODULES: dict[str, str] = {
     "LayerNormGemmGrad": "layernorm_gemm_grad",
     "LayerNormLeafGrad": "leaf_norm",
     "MatMulNBits": "matmul_nbits",
-    **dict.fromkeys(("GemmInteger", "IntegerConv"), "gemm_integer"),
+    **dict.fromkeys(("GemmInteger", "IntegerConv", "PixelBlocks"), "gemm_integer"),
     **dict.fromkeys(("Sdpa", "CacheAppend"), "sdpa"),
     "SdpaGrad": "sdpa_grad_sm90",
     "Conv": "conv",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
+import numpy as np
+
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
@@ -133,8 +135,14 @@ class MmaInt8Nhwc(Chosen):
 
     name = "mma_s8_nhwc"
     source = "conv/integer_sm80.cu"
+    entry = "conv_integer"
     version = 2
     costs = IntegerCosts()
+    all_tiles: tuple[tuple[int, ...], ...] = CONV_TILES
+    warps = 1
+    """Warps that share WM x WN."""
+    pieces: tuple[int, ...] = (16, 8, 1)
+    """Elements that a thread stores at once, where filters are a multiple of them."""
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """Refuse pixels, and channels of groups, that are no multiple of 16 bytes apart."""
@@ -153,7 +161,11 @@ class MmaInt8Nhwc(Chosen):
 
     def _vec(self, problem: IntegerConv) -> int:
         """Elements that a thread stores at once."""
-        return next(n for n in (16, 8, 1) if problem.filters % n == 0)
+        return next(n for n in self.pieces if problem.filters % n == 0)
+
+    def _threads(self, tile: tuple[int, ...]) -> int:
+        bm, bn, wm, wn, _, _ = tile
+        return 32 * self.warps * (bm // wm) * (bn // wn)
 
     def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
         """Bytes of the stages; of the result, which takes their place or that of an operand."""
@@ -168,14 +180,14 @@ class MmaInt8Nhwc(Chosen):
 
     def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds."""
-        fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
+        fitting = [t for t in self.all_tiles if self._smem(problem, t) <= hw.smem_per_block]
         return [KernelConfig.of(tile=tile) for tile in fitting]
 
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
         """Blocks that a multiprocessor holds: by about how many registers its threads have."""
-        bm, bn, wm, wn, _, _ = tile
-        threads = 32 * (bm // wm) * (bn // wn)
-        registers = threads * (44 + wm * wn // 32)
+        _, _, wm, wn, _, _ = tile
+        threads = self._threads(tile)
+        registers = threads * (44 + wm * wn // 32 // self.warps)
         shared = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
         return max(1, min(2**16 // registers, shared, 2048 // threads))
 
@@ -232,14 +244,78 @@ class MmaInt8Nhwc(Chosen):
             **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
         }  # fmt: skip
         macros |= {**window_macros(window), **tail_macros(tail, NUMBERS[: len(scalars) * named])}
-        block, smem = (32 * (bm // wm) * (bn // wn), 1, 1), self._smem(problem, tile)
+        block, smem = (self._threads(tile), 1, 1), self._smem(problem, tile)
         defines = as_defines(macros)
-        return (Launch(self.source, "conv_integer", (blocks, 1, 1), block, args, defines, smem),)
+        return (Launch(self.source, self.entry, (blocks, 1, 1), block, args, defines, smem),)
+
+
+WGMMA_TILES = (
+    (128, 256, 64, 256, 128, 3), (128, 128, 64, 128, 128, 3), (128, 64, 64, 64, 128, 3),
+    (128, 64, 64, 64, 64, 4), (128, 64, 128, 64, 128, 3),
+    (128, 64, 128, 64, 64, 4), (64, 128, 64, 128, 64, 3), (64, 64, 64, 64, 128, 6),
+    (64, 64, 64, 64, 128, 4), (64, 64, 64, 64, 64, 4), (256, 64, 128, 64, 64, 3),
+)  # fmt: skip
+"""As CONV_TILES; WM x WN is of a warpgroup, which has all filters of its tile."""
+
+
+class WgmmaInt8Nhwc(MmaInt8Nhwc):
+    """conv/integer_sm90.cu: the same on wgmma; mma.sync is for few rows and for other chips."""
+
+    name = "wgmma_s8_nhwc"
+    source = "conv/integer_sm90.cu"
+    entry = "conv_integer_wgmma"
+    version = 1
+    costs = IntegerCosts(
+        start=8.6e-7, step=6.4e-8, barrier=5.9e-8, traffic=4.6e-12, output=1.11e-10,
+        operand=1.14e-10,
+    )  # fmt: skip
+    all_tiles = WGMMA_TILES
+    warps = 4
+    pieces = (16, 8, 4, 1)
+
+    def supports(self, problem: Any, hw: Hardware) -> str | None:
+        """Refuse other chips, images whose places do not fit 32 bits, and what the base does."""
+        if hw.arch != "sm_90a":
+            return f"wgmma needs sm_90a, this is {hw.arch}"
+        if problem.batch * image_strides(problem)[0] >= 2**35:
+            return "images of 2^35 bytes or more"
+        return super().supports(problem, hw)
+
+    def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
+        """Bytes of the stages, and of the places of the pixels."""
+        bm, bn, _, _, bk, stages = tile
+        return stages * (bm + bn) * bk + 16 * bm
+
+
+class BlocksOfPixels(HeuristicKernel):
+    """conv/pixel_blocks.cu: images of a convolution with a stride, quantized as they are read."""
+
+    name = "pixel_blocks"
+    source = "conv/pixel_blocks.cu"
+
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+        """A thread for each block of pixels."""
+        blocks = problem.batch * problem.high * problem.width
+        scale, zero = problem.quantize or (1.0, 0)
+        ends = np.iinfo(problem.out_dtype)
+        numbers = (scale, 1 / np.float32(scale), zero, ends.min, ends.max)
+        args: tuple[Arg, ...] = (
+            Ptr("x"), Ptr("y"), Num("i64", blocks),
+            *(Num("i32", n) for n in (problem.high, problem.columns, problem.width, problem.first)),
+            *(Num("i64", n) for n in problem.strides), Num("u32", problem.border % 256),
+            *(Num("f32", float(n)) for n in numbers),
+        )  # fmt: skip
+        (rows, steps), threads = problem.block, 256
+        return self.one(
+            "pixel_blocks", -(-blocks // threads), threads, *args, T=C_TYPES[problem.dtype],
+            CHANNELS=problem.channels, SH=rows, SW=steps, QUANTIZED=bool(problem.quantize),
+        )  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "GemmInteger": (MmaInt8(),),
-    "IntegerConv": (MmaInt8Nhwc(),),
+    "IntegerConv": (WgmmaInt8Nhwc(), MmaInt8Nhwc()),
+    "PixelBlocks": (BlocksOfPixels(),),
 }
 
 

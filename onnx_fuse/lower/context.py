@@ -82,6 +82,16 @@ class Codes:
     axis: int | None
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """The codes q that x became: saturate(round(x / scale) + zero)."""
+
+    q: Tensor
+    x: Tensor
+    scale: np.float32
+    zero: int
+
+
 class Mistyped(ModelError):
     """An operand is of a type that the operator of this opset does not have."""
 
@@ -112,6 +122,7 @@ class Context(PassContext, ABC):
         self.channels_last: set[int] = set()
         """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
         self.codes: dict[int, Codes] = {}
+        self.rounded: dict[int, Rounded] = {}
         """What was dequantized from 8 bits, by the buffer of the floats."""
         self.in_rooms = False  # whether caches that grow have room behind (`call.LENGTHS`)
         self.lengths: Tensor | None = None

@@ -20,7 +20,8 @@ from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problem import ITEMSIZE
-from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv, Window
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv, PixelBlocks, Window
+from onnx_fuse.program.size import minimum
 
 TAPS = 256
 """Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
@@ -109,7 +110,9 @@ def integers(
     x, weight = both.x, both.weight
     if is_channels_last(x):
         ctx.channels_last.add(x.buffer)
-    if shape.groups == 1 and shape.channels % LINE:
+    if (blocks := _in_blocks(ctx, node, problem, x, weight)) is not None:
+        problem, x, weight = blocks
+    elif shape.groups == 1 and shape.channels % LINE:
         problem, x, channels = in_runs(ctx, node, problem, x, 1)
         merged = shape.window.dilations[2] == 1
         weight = _runs(ctx, node, weight, shape, channels, LINE, merged)
@@ -216,6 +219,59 @@ def _padded(
     problem, images, channels = in_runs(ctx, node, shape, x, 1)
     merged = shape.window.dilations[2] == 1
     return problem, images, _runs(ctx, node, weight, shape, channels, 8, merged)
+
+
+def _in_blocks(
+    ctx: Context, node: ir.Node, shape: IntegerConv, x: Tensor, weight: Tensor
+) -> tuple[IntegerConv, Tensor, Tensor] | None:
+    """The same sums by a stride of one over blocks of pixels: (problem, images, weight), or None.
+
+    A block is the pixels of a stride along both axes, in 16 bytes; taps of zeros before the filter
+    and behind it make it one of whole blocks. A tap is then a row of blocks, as of `in_runs`. What
+    quantizes x is part of the call that makes the blocks.
+    """
+    window, channels, strides = shape.window, shape.channels, shape.window.strides[1:]
+    (sh, sw), (d, h, w) = strides, shape.inner
+    each, taps = sh * sw * channels, window.kernel[1:]
+    if sh * sw == 1 or each > LINE or shape.groups > 1 or window.dilations != (1, 1, 1):
+        return None
+    if min(window.before) < 0 or max(d, window.kernel[0]) > 1 or h % sh or w % sw:
+        return None
+    before = [-(-p // s) for p, s in zip(window.before[1:], strides, strict=True)]
+    first = [b * s - p for b, s, p in zip(before, strides, window.before[1:], strict=True)]
+    kh, kw = (-(-(k + f) // s) for k, f, s in zip(taps, first, strides, strict=True))
+    high, wide, filters = h // sh, shape.outer[2] + kw - 1, shape.filters
+    held = ctx.rounded.get(x.buffer)
+    rounds = held is not None and held.q == x
+    source = held.x if held is not None and rounds else x
+    (n, c), (y, step) = source.strides[:2], source.strides[-2:]  # of one axis, y is of one row
+    blocks = PixelBlocks(
+        shape.batch, channels, strides, high, minimum(w // sw, wide - before[1]), wide, before[1],
+        (n, c, y, step), source.dtype, shape.dtype, shape.border,
+        (float(held.scale), held.zero) if held is not None and rounds else (),
+    )  # fmt: skip
+    images = ctx.scratch(shape.dtype, (shape.batch, high, wide, LINE))
+    if ctx.select(node, blocks, {"x": source}, {"y": images}):
+        return None
+
+    def packed(array: np.ndarray) -> np.ndarray:
+        whole = np.zeros((filters, channels, kh * sh, kw * sw), array.dtype)
+        rows, columns = (slice(f, f + k) for f, k in zip(first, taps, strict=True))
+        whole[:, :, rows, columns] = array.reshape(filters, channels, *taps)
+        turned = whole.reshape(filters, channels, kh, sh, kw, sw).transpose(0, 2, 4, 3, 5, 1)
+        lines = np.zeros((filters, kh, kw, LINE), array.dtype)
+        lines[..., :each] = turned.reshape(filters, kh, kw, each)
+        return lines.reshape(filters, kh, kw * LINE)
+
+    lines = ctx.packed(weight, f"in blocks of {sh} x {sw}, {first} taps in", packed)
+    assert lines is not None
+    below = max(0, shape.outer[1] - 1 + kh - before[0] - high)
+    one = Window((1, kh, 1), (1, 1, 1), (1, 1, 1), (0, before[0], 0), (0, below, 0))
+    problem = replace(
+        shape, channels=kw * LINE, inner=(1, high, shape.outer[2]), window=one,
+        x_strides=(high * wide * LINE, wide * LINE, LINE),
+    )  # fmt: skip
+    return problem, images, lines
 
 
 def in_runs(

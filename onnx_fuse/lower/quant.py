@@ -31,7 +31,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.gemm_integer import BYTES
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Codes, Context, Lowering, emit
+from onnx_fuse.lower.context import Codes, Context, Lowering, Rounded, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Range
 
@@ -144,6 +144,7 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
             value = code.step("Cast", "float32", value)
             if dtype in BYTES and (numbers_of := _scalars(ctx, node)) is not None:
                 emit(ctx, code, node, to_code(code, value, dtype, *numbers_of), elements(y))
+                ctx.rounded[y.buffer] = Rounded(y, x, *numbers_of)
                 continue
             value = code.step("Div", "float32", value, divisor)
         else:

@@ -297,6 +297,36 @@ class IntegerConv(_Filtering):
 
 
 @dataclass(frozen=True)
+class PixelBlocks(AnyProblem):
+    """x [batch, channels, high * rows, columns * steps] as codes y [batch, high, width, 16].
+
+    A block is rows x steps pixels of channels, then `border`, of which the blocks beside the
+    `columns` from the `first` on consist, too. x has `strides`. `quantize`: the scale and the zero
+    point by which x is quantized; () where it holds codes.
+    """
+
+    op = "PixelBlocks"
+    batch: int
+    channels: int
+    block: tuple[int, int]
+    high: int
+    columns: int
+    width: int
+    first: int
+    strides: tuple[int, int, int, int]
+    dtype: str
+    out_dtype: str
+    border: int
+    quantize: tuple[float, int] | tuple[()] = ()
+
+    @property
+    def bytes(self) -> int:
+        """x and y once each."""
+        each = prod(self.block) * self.channels * ITEMSIZE[self.dtype]
+        return self.batch * self.high * (self.columns * each + self.width * 16)
+
+
+@dataclass(frozen=True)
 class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 

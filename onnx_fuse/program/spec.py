@@ -242,6 +242,10 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[OperandRow]]] = {
         ("x", p.dtype, p.size // max(1, prod(p.image)) * prod((*p.window.kernel, *p.blocks))),
         ("y", p.dtype, p.size),
     ),
+    problems.PixelBlocks: lambda p: (
+        ("x", p.dtype, 0),
+        ("y", p.out_dtype, p.batch * p.high * p.width * 16),
+    ),
     problems.Registered: lambda p: (
         (name, dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
     ),

@@ -22,6 +22,7 @@ from onnx_fuse.program.problems import (
     GridSample,
     IntegerConv,
     MaxPoolGrad,
+    PixelBlocks,
     Pool,
     Resample,
     Window,
@@ -158,6 +159,23 @@ def integer_conv(p: IntegerConv, of: Operands) -> Results:
     with np.errstate(all="ignore"):
         y = total.astype(np.float32) * scale + bias
     return {"y": with_tail(p.tail, of, y)}
+
+
+def pixel_blocks(p: PixelBlocks, of: Operands) -> Results:
+    """The codes of each block of pixels, and the border beside them."""
+    (rows, steps), (image, channel, line, pixel) = p.block, p.strides
+    shape = (p.batch, p.high, p.columns, rows, steps, p.channels)
+    strides = (image, rows * line, steps * pixel, line, pixel, channel)
+    x = of.strided("x", shape, strides)
+    if p.quantize:
+        scale, zero = p.quantize
+        ends = np.iinfo(p.out_dtype)
+        codes = np.rint(x.astype(np.float32) / np.float32(scale)) + zero
+        x = np.clip(np.where(np.isnan(codes), ends.min, codes), ends.min, ends.max)
+    y = np.full((p.batch, p.high, p.width, 16), p.border)
+    inside = y[:, :, p.first : p.first + p.columns]
+    inside[..., : prod(shape[3:])] = x.reshape(*shape[:3], -1)
+    return {"y": y}
 
 
 def pool(p: Pool, of: Operands) -> Results:

@@ -93,6 +93,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     problems.NormGrad: norms.norm_grad,
     problems.NormGradSums: norms.norm_grad_sums,
     problems.PartSums: sums.part_sums,
+    problems.PixelBlocks: images.pixel_blocks,
     problems.Pool: images.pool,
     problems.Reduce: sums.reduce,
     problems.Resample: images.resample,
