@@ -98,7 +98,7 @@ def load_examples(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def left_out(arrays: Iterable[str], inputs: Iterable[ir.Value]) -> str:
-    """A sentence about arrays that have no input's name, or "" without any."""
+    """A sentence about the `arrays` that have the name of none of `inputs`, or "" without any."""
     surplus = sorted({*arrays} - {str(v.name) for v in inputs})
     names = ", ".join(f"'{name}'" for name in surplus)
     return f"left out, since no input has its name: {names}" if surplus else ""
