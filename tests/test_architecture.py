@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 6978, "validation": 4666,
     "generation": 1653,
     "quantization": 749,
-    "tests": 50803, "tools": 10387,
+    "tests": 50803, "tools": 10388,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _paths  # noqa: F401
 import encoder
 import gpt
 import gpt_cache
