@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from onnx_fuse import autodiff, progress, rewrite
 from onnx_fuse import profile as profiling
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import fix_shapes
 from onnx_fuse.ir.build import feeds_of
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.profile import Profile

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import setting
 
+from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
@@ -203,6 +204,13 @@ def test_a_copy_is_one_in_a_file_too() -> None:
     guards = SymbolicProgram(None, Trace()).guards
     back = encoding.read(stored(program), guards, lambda *given: np.zeros(3)).at({})
     assert {*map(schedule.copies, back.calls)} == {(("a0", "y0"),), ()}
+
+
+@pytest.mark.parametrize("dtype", MAP_BYTES)
+def test_a_map_of_each_element_type_comes_back(dtype: str) -> None:
+    tensor_map = TensorMap(Ptr("x"), dtype, (1, 1), (16,), (1, 1))
+    program = put(*_LAUNCH, "args", 0, to=tensor_map)(softmaxes())
+    assert read(stored(program)).calls[0].launches[0].args[0] == tensor_map
 
 
 @pytest.mark.parametrize("fault", [*BAD_PROGRAMS, *BAD_DATA])

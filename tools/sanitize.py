@@ -41,10 +41,11 @@ from _paths import ROOT
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.source import source_root, source_text, without_bounds
 from onnx_fuse.kernels import cublaslt
-from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import test_gemm
@@ -305,7 +306,7 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
         shared = any(pointers.get(name) == start for name in names - {arg.ptr.name})
         if not start or shared or arg.ptr in loaded:
             continue
-        length, outer = arg.shape[0] * ITEMSIZE[arg.dtype], []
+        length, outer = arg.shape[0] * MAP_BYTES[arg.dtype], []
         for stride, size in sorted(zip(arg.strides, arg.shape[1:], strict=True)):
             if stride == length:
                 length *= size

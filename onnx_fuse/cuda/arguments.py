@@ -184,6 +184,10 @@ def _encoded(arg: TensorMap, address: int) -> Any:
     return descriptor
 
 
+MAP_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "tf32": 4}
+"""The bytes of each element type of a TensorMap; tf32 is float32 that the copy rounds."""
+
+
 @lru_cache(maxsize=1024)
 def _constants(
     dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]

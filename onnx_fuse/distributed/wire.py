@@ -7,14 +7,13 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.environment import Place
 from onnx_fuse.errors import DeviceError
 
-Array = np.ndarray[Any, Any]
 MAGIC = b"onnx-fuse ranks 1"
 _HEAD = struct.Struct("<cQ")
 LARGEST = 1 << 40

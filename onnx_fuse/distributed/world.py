@@ -14,17 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
 from onnx_fuse import config
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed import wire
 from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.watch import Watch
 from onnx_fuse.errors import DeviceError, UsageError
 
-Array = np.ndarray[Any, Any]
 MEETING = 300.0
 """Seconds in which all ranks must have come."""
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.engine import Engine
 from onnx_fuse.generation.generator import checked_ids, prompts_of
 from onnx_fuse.generation.options import BatcherOptions, Continuation
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.options import takes
 
 __all__ = ["Batcher", "Request"]

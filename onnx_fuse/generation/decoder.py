@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import all_nodes, const_array
 from onnx_fuse.ir.traits import VIEWS
@@ -17,7 +18,6 @@ from onnx_fuse.session import InputSpec
 if TYPE_CHECKING:
     import onnx_ir
 
-Array = np.ndarray[Any, Any]
 _ROLES = {
     "ids": r"(decoder_)?(input_ids|ids|tokens)",
     "mask": r".*attention_mask|mask",

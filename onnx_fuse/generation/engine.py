@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError
-from onnx_fuse.generation.decoder import Array, CacheTensor, decoder_of
+from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
 from onnx_fuse.ir.build import Builder, required

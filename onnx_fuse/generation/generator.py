@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.engine import Engine
 from onnx_fuse.generation.options import GeneratorOptions
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.options import shared, takes
 from onnx_fuse.runtime.staging import Pending
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-Array = np.ndarray[Any, Any]
+from onnx_fuse.arrays import Array
+
 Dims = Sequence["int | str | None"]
 """Sizes of a tensor: a symbol's name, or None, where one is not known."""
 Infer = Callable[[onnx.ModelProto], onnx.ModelProto]

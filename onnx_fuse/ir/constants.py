@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -31,7 +30,6 @@ CAME_IN = "onnx_fuse.came_in"
 """meta key of a model: the ai.onnx opset of its file."""
 DEFAULT = "default"
 """Key of a Value's `meta`: the tensor that stands for an input that a caller leaves out."""
-Array: TypeAlias = np.ndarray[Any, Any]
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"
 
 

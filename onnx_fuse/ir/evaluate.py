@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir.constants import FUSE, Array
+from onnx_fuse.arrays import Array
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import DRAWS
 
 # Element types that Python cannot take from onnxruntime, and one that holds their values exactly.

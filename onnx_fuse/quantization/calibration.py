@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError, unknown
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import required
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, to_proto
 from onnx_fuse.ir.build import Builder, add_initializer, const_array, given, remove_unused_nodes
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.quantization.layers import PRODUCTS

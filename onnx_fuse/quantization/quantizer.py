@@ -12,12 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import api
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError, unknown
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import at_opset, inline, weight_bytes
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import required
-from onnx_fuse.ir.constants import Array, Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
 from onnx_fuse.options import takes

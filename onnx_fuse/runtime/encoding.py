@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
@@ -361,7 +362,7 @@ def _pointer(ptr: Ptr, ends: _Ends) -> None:
 def _map(arg: TensorMap, ends: _Ends) -> None:
     _a(arg.ptr, Ptr, "a tensor map's operand")
     _pointer(arg.ptr, ends)
-    if arg.dtype not in ("bfloat16", "float16", "float32") or arg.swizzle not in (0, 128):
+    if arg.dtype not in MAP_BYTES or arg.swizzle not in (0, 128):
         raise _fault("a tensor map of an unknown kind")
     _whole(arg.swizzle, 0, 128, "a tensor map's swizzle")
     _sizes(arg.shape, 1, 2**32, "a tensor map's shape")
@@ -374,5 +375,5 @@ def _map(arg: TensorMap, ends: _Ends) -> None:
     if not boxed or not rank == len(arg.strides) + 1 <= 5:
         raise _fault("a tensor map of unequal ranks")
     last = sum((d - 1) * s for d, s in zip(arg.shape[1:], arg.strides, strict=True))
-    reach = arg.ptr.offset + last + arg.shape[0] * ITEMSIZE[arg.dtype]
+    reach = arg.ptr.offset + last + arg.shape[0] * MAP_BYTES[arg.dtype]
     ends[arg.ptr.name, True] = max(reach, ends.get((arg.ptr.name, True), 0))

@@ -17,11 +17,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.importer.load import reread
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.importer.weights import PLACE, Place, read_places
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.runtime.recurrences import survivable
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
+from onnx_fuse.arrays import Array
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import collector, device

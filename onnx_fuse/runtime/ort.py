@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 
 # isort: split
 import numpy as np

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnx_fuse import config
+from onnx_fuse.arrays import Array
 from onnx_fuse.container import Container, digest_of, write
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import opened_private, private_folder, read_private, written_private
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program import template
 from onnx_fuse.program.call import dtype_of

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.runtime import device
 

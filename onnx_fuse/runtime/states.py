@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.container import digest_of
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.runtime.budget import Budget, Recompute
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable

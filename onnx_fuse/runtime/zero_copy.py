@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import Launch, TensorMap
 from onnx_fuse.runtime import device

@@ -28,13 +28,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, files
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.emit import expand
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import Builder, add_initializer
-from onnx_fuse.ir.constants import FUSE, Array, Model
+from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 from onnx_fuse.rewrite.constants import set_parameter

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.runtime import budget, calibration, ort

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import numpy as np
 
 from onnx_fuse import progress
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.training import checkpoint
 from onnx_fuse.training.history import History
 from onnx_fuse.training.learner import Learner

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse import files
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.ir.constants import Array
 
 __all__ = ["exists", "locked", "read", "write"]
 __dir__ = __all__.copy

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, ModelError, UsageError
-from onnx_fuse.ir.constants import Array, one_line
+from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.step import Spec

@@ -14,8 +14,8 @@ from itertools import islice
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.options import takes
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.step import Mode, Spec

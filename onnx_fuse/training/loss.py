@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 from onnx_fuse.training.step import Mode, Spec
 
 

@@ -13,12 +13,12 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse import autodiff
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import add_initializer
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed

@@ -19,8 +19,9 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import Builder, add_initializer, dim
-from onnx_fuse.ir.constants import FUSE, Array
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights

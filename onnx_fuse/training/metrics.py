@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import UsageError, unknown
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.training.losses import Target
 from onnx_fuse.training.step import Spec
 

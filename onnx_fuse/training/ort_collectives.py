@@ -8,10 +8,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes
-from onnx_fuse.ir.constants import FUSE, Array
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
 

@@ -19,8 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import files
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.ir.constants import Array
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

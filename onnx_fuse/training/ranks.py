@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.constants import FUSE, Array
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.losses import Target, Term

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.training import data as arrays_of
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, rewrite
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import bind_defaults, replace_node
-from onnx_fuse.ir.constants import FUSE, Array, Model
+from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes

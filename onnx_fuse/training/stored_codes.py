@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import Builder, add_initializer, const_array
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 
 _NO_QUANTIZE = ir.DataType.INT32

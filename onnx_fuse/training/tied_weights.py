@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff import is_weight, scales
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, const_array
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import is_float
 

@@ -18,6 +18,7 @@ import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff import without_gradient
 from onnx_fuse.distributed.world import world
 from onnx_fuse.errors import CheckFailed, DataError, NoGradientWarning, UsageError
@@ -25,7 +26,7 @@ from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
-from onnx_fuse.ir.constants import Array, Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import takes
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter

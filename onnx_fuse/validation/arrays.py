@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from onnx_ir import AttributeType, DataType, Node, Value
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import const_array
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.traits import VIEWS
 
 

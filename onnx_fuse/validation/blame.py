@@ -10,9 +10,10 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir import DataType, Value
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import functions_attached, fused_function
-from onnx_fuse.ir.constants import Array, Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.validation import values
 from onnx_fuse.validation.compare import Difference, Tolerance, alike, difference, severity

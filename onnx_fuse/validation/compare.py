@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import DataType, Value
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.subgraphs import draws
 from onnx_fuse.ir.build import all_nodes
-from onnx_fuse.ir.constants import Array
 
 
 @dataclass(frozen=True)

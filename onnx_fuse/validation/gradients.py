@@ -13,10 +13,11 @@ import onnx_ir as ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse import progress
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import bind_defaults, const_array, defaults, feeds_of, remove_unused_nodes
-from onnx_fuse.ir.constants import Array, Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import GradientOptions, shared, takes
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import is_added

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.ir.sizes import Symbol, SymbolicSize, evaluate, size
 from onnx_fuse.program import formula
 from onnx_fuse.validation.sizes import Constraint, System

@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import DataType
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, ModelError
 from onnx_fuse.ir.build import all_nodes, feeds_of, required
-from onnx_fuse.ir.constants import Array
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (

@@ -9,9 +9,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
-from onnx_fuse.ir.constants import Array, Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import label
 from onnx_fuse.validation.compare import Difference, Tolerance, absolute_error, alike, difference
 from onnx_fuse.validation.inputs import Feeds

@@ -14,13 +14,14 @@ from onnx import NodeProto
 from onnx_ir import DataType
 
 from onnx_fuse import progress
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.emit import Emitter, expand
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import same_pads
 from onnx_fuse.ir.build import remove_unused_nodes
-from onnx_fuse.ir.constants import Array, one_line
+from onnx_fuse.ir.constants import one_line
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.rewrite.precision import widened

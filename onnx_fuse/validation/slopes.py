@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnx_fuse import progress
-from onnx_fuse.ir.constants import Array
+from onnx_fuse.arrays import Array
 
 # Of the parameter's size: truncation 1e-10, rounding 1e-11; where that crosses a kink (of a ReLU),
 # truncation 1e-14, rounding 1e-9.
