@@ -443,7 +443,7 @@ DIRECT, TMA, JOINT = sdpa.Direct(), sdpa_grad_sm90.WgmmaGrad(), sdpa_grad_sm90.W
         (TMA, {"dv": 136}, "too large"),
         (TMA, {"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "name", None) or str(x),
 )
 def test_a_kernel_of_attention_says_why_not(kernel, more, reason):
     problem = attention("Sdpa" if kernel is DIRECT else "SdpaGrad", 64, "float16")
