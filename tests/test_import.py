@@ -306,3 +306,12 @@ def test_large_weights_are_streamed_to_the_same_model(tmp_path: Path) -> None:
     del whole.graph.value_info[:]  # an initializer states its own type
     assert onnx.load(tmp_path / "streamed.onnx") == whole
     onnx.checker.check_model(tmp_path / "streamed.onnx")
+
+
+def test_a_fault_of_the_code_is_not_called_one_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(proto: onnx.ModelProto) -> None:
+        raise UnboundLocalError("x")
+
+    monkeypatch.setattr("onnx_fuse.importer.load._checked", broken)
+    with pytest.raises(UnboundLocalError):
+        load(to_proto(text_model("m (float x) => (float y) { y = Relu(x) }")))

@@ -159,6 +159,8 @@ def file_faults(source: Model) -> Iterator[None]:
         raise ModelError(f"{name}: {error.strerror or error}") from error
     except MemoryError as error:
         raise ModelError(f"{name}: this machine has too little memory to read it") from error
+    except NameError:  # never the fault of a file
+        raise
     except Exception as error:
         raise ModelError(f"{name}: {one_line(_root(error))}") from error
 
