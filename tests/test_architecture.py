@@ -47,7 +47,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 4529, "autodiff": 1770, "cli": 3374, "cuda": 1801, "cuda_src": 15802, "distributed": 910,
-    "importer": 5494, "ir": 2375, "kernels": 9911, "lower": 9420, "nn": 4952, "ops": 12049,
+    "importer": 5494, "ir": 2375, "kernels": 9911, "lower": 9420, "nn": 4955, "ops": 12049,
     "program": 10411, "report": 2126, "rewrite": 3511, "runtime": 8820, "torch": 3670,
     "training": 6985, "validation": 4670,
     "generation": 1654,

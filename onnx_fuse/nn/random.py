@@ -10,6 +10,9 @@ import numpy as np
 from onnx_fuse.nn.dispatch import MODE
 from onnx_fuse.nn.tensor import Tensor
 
+__all__ = ["generator", "manual_seed", "rand", "randint", "randn"]
+__dir__ = __all__.copy
+
 
 class _Source(threading.local):
     """A thread's generator, and the number of masks it has drawn since the seed."""
