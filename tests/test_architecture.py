@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 6985, "validation": 4670,
     "generation": 1654,
     "quantization": 749,
-    "tests": 50820, "tools": 10389,
+    "tests": 50822, "tools": 10389,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -5,6 +5,7 @@ a shared buffer is at least as long as the tokens after the call.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from onnx_fuse.validation.gradients import check_gradients
 from onnx_fuse.validation.inputs import Feeds, generate
 
 
-class Layer:
+class Layer(ABC):
     """A layer of attention over a cache, in floats of a kind."""
 
     kind: str
@@ -38,8 +39,9 @@ class Layer:
     SAMPLE = (2, 1, 9)
     """Sequences, new tokens and tokens of before of the program of a GPU."""
 
+    @abstractmethod
     def model(self) -> onnx_ir.Model:
-        raise NotImplementedError
+        """One layer, whose inputs `feeds` draws."""
 
     def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds | None:
         """Random numbers for each input."""
