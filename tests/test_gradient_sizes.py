@@ -348,6 +348,10 @@ matrices of a batch: {"x": "N,2,4", "z": "N,4,2"}
   y = MatMul(x, z)
 an input of fewer axes: {"x": "N,4", "z": "M,N,4"}
   y = Mul(x, z)
+in a branch: {"x": "N,4", "z": "N,4"}
+  c = Constant <value = bool {1}> ()
+  y = If (c) <then_branch = t () => (float a) { a = Add(x, z) }, else_branch = e () => (float b)
+  { b = Mul(x, z) }>
 """)
 
 
@@ -377,6 +381,22 @@ def test_sizes_of_one_name_are_equal_or_a_node_says_so(name):
             continue
         for dx, answer in zip(sessions[0].run(None, feeds)[1:], right, strict=True):
             np.testing.assert_array_equal(dx, answer)
+
+
+def test_inputs_that_never_meet_have_sizes_of_their_own() -> None:
+    """Of u, v and w one name is N: v and w meet, by their sums."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+      g (float[N,4] u, float[N,4] v, float[N,4] w) => (float[N,4] y, float z)
+      { y = Exp (u) a = ReduceSum <keepdims = 0> (v) b = ReduceMean <keepdims = 0> (w)
+        z = Mul (a, b) }""")
+    runner = stock(onnx_fuse.gradient(model, ["u", "v", "w"]))
+    u, v, w = (within(-1, 1, rows, 4).astype(F32) for rows in (1, 3, 3))
+    feeds = {"u": u, "v": v, "w": w, "y.grad": u, "z.grad": np.array(1, F32)}
+    du, dv, _ = runner.run(["u.grad", "v.grad", "w.grad"], feeds)
+    np.testing.assert_allclose(du, u * np.exp(u), rtol=1e-6)
+    np.testing.assert_allclose(dv, np.full((3, 4), w.mean()), rtol=1e-5)
+    with pytest.raises(Exception, match="axis 0 of 'v' and axis 0 of 'w' must be equal"):
+        runner.run(None, {**feeds, "w": u})
 
 
 def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:

@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, rank, rename_shadowing_values
+from onnx_fuse.ir.build import Builder, rank, reads, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.ir.traits import SIZE_INPUTS, only_sizes
 from onnx_fuse.ops.loss import LOSSES, label_value
@@ -195,6 +195,7 @@ def append_gradients(
     if not any(map(may_be_float, dys)):
         return model, [], dict.fromkeys(targets, "no output is of a floating-point type")
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
+    groups = _groups(graph, inputs)
     dxs = backward(model, dys, values, stopped=stopped if wrt is None else None)
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
@@ -213,7 +214,7 @@ def append_gradients(
             graph.outputs.append(out)
     graph.extend(op.nodes)
     if grads:
-        _ask_equal_sizes(model, inputs)
+        _ask_equal_sizes(model, groups)
     for y, shape in declared.items():
         y.shape = shape
     rename_shadowing_values(graph)
@@ -224,20 +225,34 @@ _SPLIT = ("INT64", "INT32", "INT16", "INT8", "UINT8", "BOOL")
 """Types of inputs that are no float and that onnxruntime splits."""
 
 
-def _ask_equal_sizes(model: ir.Model, inputs: Sequence[ir.Value]) -> None:
+def _groups(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[ir.Value, frozenset[ir.Value]]:
+    """For each input those that it meets, and that these meet: one node reads results of both."""
+    made_of = {x: frozenset([x]) for x in inputs}
+    groups = set(made_of.values())
+    for node in graph:
+        found = frozenset[ir.Value]().union(*(made_of.get(v, ()) for v in reads(node) if v))
+        made_of.update(dict.fromkeys(node.outputs, found))
+        if found and not any(found <= group for group in groups):
+            joined = {group for group in groups if group & found}
+            groups = groups - joined | {frozenset().union(*joined)}
+    return {x: next(group for group in groups if x in group) for x in inputs}
+
+
+def _ask_equal_sizes(model: ir.Model, groups: Mapping[ir.Value, frozenset[ir.Value]]) -> None:
     """Let a run fail where sizes of one name differ, at a node whose name says so.
 
-    Gradients believe the names, and onnxruntime does not ask. Of the inputs with a name, the one of
-    fewest axes passes through Splits into one part, which has the size of another input.
+    Gradients believe the names of inputs that meet, and onnxruntime does not ask. Of the inputs
+    with a name, the one of fewest axes passes through Splits into one part, which has the size of
+    another input.
     """
-    places: dict[str, list[tuple[ir.Value, int]]] = {}
-    for x in inputs:
+    places: dict[tuple[str, frozenset[ir.Value]], list[tuple[ir.Value, int]]] = {}
+    for x in groups:
         counts = x.uses() and (_differentiable(x) or str(x.dtype) in _SPLIT)
         for axis, d in enumerate(x.shape or () if counts else ()):
             if not isinstance(d, int) and d.value:
-                places.setdefault(d.value, []).append((x, axis))
+                places.setdefault((d.value, groups[x]), []).append((x, axis))
     op, asks, passed = Emitter(model), Builder(), dict[ir.Value, ir.Value]()
-    for symbol, named in places.items():
+    for (symbol, _), named in places.items():
         x, axis = min(named, key=lambda place: len(place[0].shape or ()))
         for other, i in named:
             if (other, i) != (x, axis):
