@@ -5,7 +5,7 @@ import pytest
 
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ops.formula import emitted, written_out
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
 FORMULAS = {
     "the sign that binds more comes first": ("y = a + b * c", "y_1 = Mul (b, c)\ny = Add (a, y_1)"),
@@ -74,7 +74,7 @@ def test_formulas_are_what_a_builder_makes_of_them() -> None:
 
 def test_a_line_may_give_several_values_and_name_several_outputs() -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    op = TensorBuilder()
+    op = Writer()
     low, y = op.formula("low, high = Split <num_outputs = 2> (x); y = high * 2; low, y", x=x)
     assert [n.op_type for n in op.nodes] == ["Split", "Constant", "Mul"]
     assert low is op.nodes[0].outputs[0]

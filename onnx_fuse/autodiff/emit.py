@@ -20,13 +20,13 @@ from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.ops.rnn_unrolled import Written, activations
-from onnx_fuse.ops.shape_ops import TensorBuilder, fail, may_be_float, text
+from onnx_fuse.ops.shape_ops import Writer, fail, may_be_float, text
 
 CombinesGradients: TypeAlias = Callable[[ir.Node], bool]
 """Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
 
 
-class Emitter(TensorBuilder):
+class Emitter(Writer):
     """A builder that names and types each node it makes, and makes one node of equal ones.
 
     `fused`: rules may answer with operators of ours where kernels have them; a fused node in

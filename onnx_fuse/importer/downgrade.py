@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.upgrade import BECAME_INPUTS, UPGRADES, counted_part
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
 Rule = Callable[[ir.Node], bool]
 """Rewrites the node in place for an older opset; False where that opset cannot express it."""
@@ -82,7 +82,7 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
     """Replace an operator that `opset` lacks by those that it is made of, where they are known."""
-    write, op, graph = WRITTEN_OUT.get(node.op_type), TensorBuilder(), node.graph
+    write, op, graph = WRITTEN_OUT.get(node.op_type), Writer(), node.graph
     results = write(node, op) if write is not None else None
     if results is None or graph is None:
         return False
@@ -118,19 +118,19 @@ def _check_type(
         raise ModelError(f"{name} does not take {kind} in opset {opset}: write a newer one")
 
 
-WRITTEN_OUT: dict[str, Callable[[ir.Node, TensorBuilder], list[ir.Value] | None]] = {}
+WRITTEN_OUT: dict[str, Callable[[ir.Node, Writer], list[ir.Value] | None]] = {}
 """Decompositions by operator, for opsets that lack the operator or one of its attributes; None for
 a node that cannot be decomposed."""
 
 
-def _gelu(node: ir.Node, op: TensorBuilder) -> list[ir.Value] | None:
+def _gelu(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     part = f"Erf(x * {math.sqrt(0.5)})"
     if node.attributes.get_string("approximate", "none") == "tanh":
         part = f"Tanh((x + x * x * x * 0.044715) * {math.sqrt(2 / math.pi)})"
     return [op.formula(f"x * 0.5 * ({part} + 1)", x=node.inputs[0])]
 
 
-def _layer_norm(node: ir.Node, op: TensorBuilder) -> list[ir.Value] | None:
+def _layer_norm(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     """Write a norm over the last axis of float32 or double; other types need unknown casts."""
     x, scale = node.inputs[:2]
     bias = given(node, 2)

@@ -17,9 +17,9 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank
 from onnx_fuse.ir.windows import around, passes_padding
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
-Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
+Rule = Callable[[ir.Node, Writer], "Sequence[ir.Value] | None"]
 """Changes the node in place and emits the nodes that it then reads, or returns the values that
 replace the node's outputs."""
 
@@ -47,7 +47,7 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
 
 
 def _apply(rule: Rule, node: ir.Node) -> None:
-    op, graph = TensorBuilder(), node.graph
+    op, graph = Writer(), node.graph
     assert graph is not None
     results = rule(node, op)
     for new_node in op.nodes:
@@ -184,7 +184,7 @@ def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
 
 
 @_rule(12, "Dropout")
-def _dropout_mask(node: ir.Node, op: Builder) -> None:
+def _dropout_mask(node: ir.Node, op: Writer) -> None:
     """Opsets 10 and 11: a mask of bool, and the ratio an attribute."""
     _drop_mask(node, op, typed=True)
     _as_inputs(BECAME_INPUTS["Dropout", 12])(node, op)
@@ -359,7 +359,7 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 
 
 @_rule(19, "LeakyRelu", "PRelu")
-def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
+def _slope_of_other_types(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     """Write the operator out for types of which onnxruntime (1.32) has no kernel.
 
     It runs them by the standard's body, but only up to opset 18.
@@ -377,7 +377,7 @@ _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @_rule(17, "LayerNormalization")
-def _norm_of_two_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
+def _norm_of_two_types(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     """Write the operator out where x has another type than the scale and the bias.
 
     onnxruntime's operator, which is older than the standard's, has statistics in `stash_type`, and
@@ -400,7 +400,7 @@ def _norm_of_two_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
 
 @_rule(19, "Relu")
-def _relu_of_int64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+def _relu_of_int64(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     """Write the operator out for int64, which onnxruntime (1.32) runs up to opset 18 alone."""
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.INT64:
@@ -410,7 +410,7 @@ def _relu_of_int64(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
 @_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
 @_rule(19, "ThresholdedRelu")
-def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+def _activation_of_float64(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     """Write the operator out for float64, of which onnxruntime (1.32) has no kernel.
 
     It runs the standard's body, but only up to opset 18; the formulas have its order of operations.

@@ -62,7 +62,7 @@ class CublasLt(Kernel):
     name = "cublaslt"
 
     @property
-    def version(self) -> int:  # type: ignore[override]
+    def version(self) -> int:
         """The library's; 0 where it cannot be called."""
         number = version()
         return number if isinstance(number, int) else 0

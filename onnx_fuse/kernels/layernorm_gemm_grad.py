@@ -75,18 +75,18 @@ class TwoGemms(Planned):
             save_z=not self._planes(problem), rows="tiles" if kernel == "tiles" else "",
             accumulate=bool(problem.add),
             rms=problem.rms, **self._types(problem),
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
     def _dw(self, problem: GemmProblem) -> GemmProblem:
         if problem.trans_b:
             return GemmProblem.of(
                 "Gemm", m=problem.n, n=problem.k, k=problem.m, trans_a=True, dw="turned",
                 rms=problem.rms, **self._types(problem),
-            )  # type: ignore[arg-type]  # fmt: skip
+            )  # fmt: skip
         return GemmProblem.of(
             "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
             rms=problem.rms, **self._types(problem),
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.trans_b and (problem.dtype == "float32" or problem.folded):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import selection
@@ -30,10 +31,10 @@ MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""
 
 Results = Sequence["ir.Value | None"]
-Decomposition = Callable[[Any, ir.Node, Shapes, Known], "Results | None"]
+Decomposition = Callable[[Builder, ir.Node, Shapes, Known], "Results | None"]
 
 
-def four_bits(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def four_bits(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Gemm<Act> of dequantized 4-bit weights as MatMul, which takes them packed, and the rest."""
     name = FusedName.of(node.op_type)
     x, w, c = node.inputs
@@ -46,7 +47,7 @@ def four_bits(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results |
     return [y, z][: 1 + len(name.exposed)]
 
 
-def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+def norm_gemm(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
     name = FusedName.of(node.op_type)
     exposed = name.exposed
@@ -69,7 +70,7 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     return [values["y"], *(values[name] for name in exposed)]
 
 
-def group_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+def group_norm(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """GroupNorm<Act> as the norm and the activation, which the norm's kernel then applies."""
     x, scale, bias = node.inputs
     groups, epsilon = attr(node, "num_groups", 1), attr(node, "epsilon", 1e-5)
@@ -85,7 +86,7 @@ def is_flat_grid(ctx: Context, node: ir.Node) -> bool:
     return types is not None and types[0] is not None and 1 in types[0][1][:-1]
 
 
-def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def layer_norm(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """A norm whose scale or bias differs between rows as one without, and the rest after it."""
     x, scale, bias = (*node.inputs, None)[:3]
     axis = attr(node, "axis", -1) % len(shapes[0])
@@ -100,19 +101,19 @@ def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results 
     return [y if bias is None else op.Add(y, bias), *stats]
 
 
-def gated(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+def gated(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """A gated product as the product, its halves and a pass over them."""
     return [written_out(op, node, shapes[-2][1])]
 
 
-def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+def lp_normalization(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     x, axis, p = node.inputs[0], attr(node, "axis", -1), attr(node, "p", 2)
     norm = op.node(f"ReduceL{p}", [x, [axis]], keepdims=1)
     zero = op.constant(0.0, x.dtype if x is not None else None)
     return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
 
 
-def mean_variance(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+def mean_variance(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """(x - mean) / deviation, as onnxruntime's kernel: in float32, without the 1e-9 of ONNX's body.
 
     That body takes the variance as a difference of squares, which says little of close numbers.
@@ -123,7 +124,7 @@ def mean_variance(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Resul
     return [op.CastLike(op.Div(centred, op.Sqrt(variance)), node.inputs[0])]
 
 
-def hardmax(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def hardmax(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """1 at the first largest element along the axis, unless that is NaN."""
     x, axis = node.inputs[0], attr(node, "axis", -1) % len(shapes[0])
     first = op.ArgMax(x, axis=axis, keepdims=1)
@@ -131,7 +132,7 @@ def hardmax(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | N
     return [op.CastLike(chosen, x)]
 
 
-def _places(op: Any, x: Any, axis: int, rank: int) -> ir.Value:
+def _places(op: Builder, x: Any, axis: int, rank: int) -> ir.Value:
     """int64 [1, .., d, .., 1]: the places 0 to d - 1 along an axis of `x`, which may be open."""
     size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1), [0])
     places = op.Range(op.constant(0), size, op.constant(1))
@@ -140,7 +141,7 @@ def _places(op: Any, x: Any, axis: int, rank: int) -> ir.Value:
     return shaped
 
 
-def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def reverse_sequence(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
     x, lengths = node.inputs
     time, batch = attr(node, "time_axis", 0), attr(node, "batch_axis", 1)
@@ -151,7 +152,7 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Re
     return [op.GatherElements(x, op.Expand(place, op.Shape(x)), axis=time)]
 
 
-def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def einsum(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums.
 
     A pair without a sum, or whose letters are the same, is no MatMul but an elementwise product.
@@ -205,7 +206,7 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
     return [op.Transpose(value, perm=[term.index(c) for c in right])]
 
 
-def _spread(op: Any, value: Any, term: str, order: list[str]) -> Any:
+def _spread(op: Builder, value: Any, term: str, order: list[str]) -> Any:
     """`value` with its axes in this order of letters, and an axis of 1 for each that it lacks."""
     value = op.Transpose(value, perm=[term.index(c) for c in order if c in term])
     missing = [k for k, c in enumerate(order) if c not in term]
@@ -235,7 +236,7 @@ def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np
 
 
 def _stages(
-    op: Any, reads: list[Any], axis: int, n: int, inverse: bool, onesided: bool,
+    op: Builder, reads: list[Any], axis: int, n: int, inverse: bool, onesided: bool,
     frames: int = 0, step: int = 0,
 ) -> Any:  # fmt: skip
     return op.node(
@@ -245,7 +246,7 @@ def _stages(
 
 
 def _transform(
-    op: Any, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
+    op: Builder, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
 ) -> Any:
     """The Fourier transform along `axis` of [..., 1 or 2], in stages or as a product in float64."""
     if is_smooth(n):
@@ -263,7 +264,7 @@ def _transform(
     return op.Transpose(y, perm=[int(a) for a in np.argsort(perm)])
 
 
-def dft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def dft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     x, shape, length, at = node.inputs[0], shapes[0], const(1), const(2)
     assert x is not None
     axis = (attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
@@ -277,7 +278,7 @@ def dft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     return None if y is None else [y]
 
 
-def stft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def stft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Frames of the signal, times the window, transformed.
 
     The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
@@ -308,7 +309,7 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None
     return None if y is None else [y]
 
 
-def max_unpool(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def max_unpool(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
     x, shape, output_shape = node.inputs[0], shapes[0], const(2)
     assert x is not None
@@ -333,7 +334,7 @@ def max_unpool(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results 
     return [y]
 
 
-def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def tensor_scatter(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """The cache with `update` written from each row's index on, round its end if circular."""
     past, update, *more = node.inputs
     (cache, new), axis = shapes[:2], attr(node, "axis", -2)
@@ -346,7 +347,7 @@ def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Resu
     return [op.ScatterElements(past, op.Expand(place, op.Shape(update)), update, axis=axis)]
 
 
-def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+def mel_weight_matrix(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Ask for all five numbers; once they are known, the matrix is computed at lowering."""
     for i in range(5):
         const(i)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.ops.recurrent import steps_kind, ways
@@ -25,7 +26,7 @@ MAX_STEPS = 1024
 
 
 def recurrent(
-    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], const: Any
+    op: Builder, node: ir.Node, shapes: Sequence[tuple[int, ...]], const: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, node.inputs[0], node.attributes
@@ -84,7 +85,7 @@ def recurrent(
 
 
 def _in_steps(
-    op: Any, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
+    op: Builder, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
 ) -> Sequence[ir.Value | None]:
     """The outputs by one step operator a direction."""
     x, w, r, b, lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.program.data_movement import KEPT_TILE
 
@@ -28,7 +29,7 @@ def attr(node: ir.Node, name: str, default: Any) -> Any:
     return default if attribute is None else attribute.value
 
 
-def _kept(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
+def _kept(op: Builder, keep: Any, length: int) -> tuple[Any, Any]:
     """(positions of the set flags of a bool [length], int64 [count]; their number, int64 [1])."""
     first = op.KeptCounts(keep, domain=FUSE)
     tiles = -(-length // KEPT_TILE)
@@ -36,7 +37,7 @@ def _kept(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
     return op.KeptPositions(keep, first, count, domain=FUSE), count
 
 
-def nonzero(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
+def nonzero(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """int64 [rank, count]: an index a row of each element that is not zero, in row-major order."""
     x, shape = node.inputs[0], shapes[0]
     assert x is not None
@@ -55,7 +56,7 @@ def nonzero(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir
     return [op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0]]
 
 
-def compress(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
+def compress(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """The slices of x along the axis, or its elements, whose condition holds."""
     (x, condition), shape, flags = node.inputs, shapes[0], shapes[1]
     axis = attr(node, "axis", None)
@@ -68,7 +69,7 @@ def compress(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[i
     return [op.Gather(x, _kept(op, keep, length)[0], axis=axis)]
 
 
-def _ordered(op: Any, rows: Any, count: int, width: int) -> tuple[Any, Any]:
+def _ordered(op: Builder, rows: Any, count: int, width: int) -> tuple[Any, Any]:
     """The sorted rows, one of a number each as [count], and int64 [count], where each has stood.
 
     Equal rows keep their order.
@@ -88,7 +89,7 @@ def _ordered(op: Any, rows: Any, count: int, width: int) -> tuple[Any, Any]:
     return op.Gather(rows, order), order
 
 
-def unique(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[Any] | None:
+def unique(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[Any] | None:
     """The distinct elements or slices, their first positions, the inverse indices and the counts.
 
     Equal elements stand side by side once sorted, in their old order, since TopK is stable.
@@ -138,7 +139,7 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[Any
     return [op.Gather(flat, where, axis=0 if whole else axis), where, inverse, often]
 
 
-def nms(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
+def nms(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """int64 [count, 3]: batch, class and box, the best of each class first."""
     scores = shapes[1]
     batch, classes, boxes = scores

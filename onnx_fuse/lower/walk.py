@@ -669,7 +669,7 @@ class Lowerer(Control):
                 (self.label(node),),
                 (),
                 tuple(reads.items()),  # type: ignore[arg-type]
-                tuple(writes.items()),  # type: ignore[arg-type]
+                tuple(writes.items()),
                 why=reason,
                 host=model.SerializeToString(),
             )

@@ -21,6 +21,7 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.nn.operation import Build, Operation, Plan, Recent
 from onnx_fuse.nn.runner import Array
+from onnx_fuse.ops.shape_ops import Writer
 
 Input: TypeAlias = Any
 """A `nn.tensor.Tensor`, an array, or None."""
@@ -84,8 +85,8 @@ def apply(operation: Operation, inputs: Sequence[Input]) -> Any:
         else:
             a = x
             if type(x) is not np.ndarray:
-                a = x._data  # type: ignore[union-attr]
-                if x.requires_grad:  # type: ignore[union-attr]
+                a = x._data
+                if x.requires_grad:
                     needs |= bit
                 if type(a) is not np.ndarray:
                     gpu = a.device_id
@@ -118,7 +119,7 @@ def apply(operation: Operation, inputs: Sequence[Input]) -> Any:
 
 
 def _array(x: Input) -> Array | None:
-    return x if x is None or type(x) is np.ndarray else x._data  # type: ignore[union-attr]
+    return x if x is None or type(x) is np.ndarray else x._data
 
 
 # ---- operators by name -------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
         if onnx.defs.has(name, max_inclusive_version=CANONICAL_OPSET):
             opset = CANONICAL_OPSET
 
-    def build(op: Any, *values: Any) -> Any:
+    def build(op: Writer, *values: Any) -> Any:
         # named outputs: one draw of a random operator is not another's
         names = [op.fresh(f"{name}_{i}") for i in range(outputs)] if name in DRAWS else outputs
         return op.node(name, values, outputs=names, domain=domain, attributes=attributes)
@@ -232,7 +233,7 @@ def operation(build: Build) -> Callable[..., Any]:
         variant = _KINDS.get(key)
         if variant is None:
 
-            def emit(op: Any, *values: Any) -> Any:
+            def emit(op: Writer, *values: Any) -> Any:
                 return build(op, *values, **static)
 
             variant = _KINDS.put(key, Operation(name, emit, domains={"onnx_fuse": 1}))
@@ -331,7 +332,7 @@ def _zeros(edge: Edge, index: int) -> Array:
 
 
 @operation
-def _add(op: Any, a: Any, b: Any) -> Any:
+def _add(op: Writer, a: Any, b: Any) -> Any:
     return op.Add(a, b)
 
 

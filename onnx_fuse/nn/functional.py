@@ -17,6 +17,7 @@ from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
 from onnx_fuse.nn.dispatch import MODE, op_call, operation
 from onnx_fuse.nn.tensor import Tensor, where
 from onnx_fuse.ops.loss import LOSSES, class_axis
+from onnx_fuse.ops.shape_ops import Writer
 
 __all__ = [
     "batch_norm",
@@ -116,7 +117,7 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 @operation
-def _linear(op: Any, x: Any, weight: Any, bias: Any) -> Any:
+def _linear(op: Writer, x: Any, weight: Any, bias: Any) -> Any:
     if len(x.shape) == 2 and bias is not None and len(bias.shape) == 1:
         return op.Gemm(x, weight, bias, transB=1)
     y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
@@ -129,7 +130,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @operation
-def _layer_norm(op: Any, x: Any, weight: Any, bias: Any, *, axis: int, epsilon: float) -> Any:
+def _layer_norm(op: Writer, x: Any, weight: Any, bias: Any, *, axis: int, epsilon: float) -> Any:
     if weight is None:
         weight = op.CastLike(op.ConstantOfShape(op.Shape(x, start=axis), value=_ONE), x)
     return op.LayerNormalization(x, weight, bias, axis=axis, epsilon=epsilon)
@@ -229,7 +230,7 @@ def max_pool2d(
 
 
 @operation
-def _batch_norm(op: Any, x: Any, *args: Any, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm(op: Writer, x: Any, *args: Any, training: bool, momentum: float, eps: float) -> Any:
     return op.BatchNormalization(
         x,
         *args,
@@ -267,7 +268,7 @@ def batch_norm(
 
 
 @operation
-def _dropout(op: Any, x: Any, rng: Any, *, p: float) -> Any:
+def _dropout(op: Writer, x: Any, rng: Any, *, p: float) -> Any:
     scale = op.node("DropoutScale", [op.Shape(x), op.constant(p), rng], domain="onnx_fuse")
     scale.dtype, scale.shape = ir.DataType.FLOAT, x.shape
     return op.Mul(x, op.CastLike(scale, x))
@@ -287,7 +288,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 @operation
-def _attention(op: Any, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, causal: bool) -> Any:
+def _attention(op: Writer, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, causal: bool) -> Any:
     n = len(k.shape)
     order = [*range(n - 2), n - 1, n - 2]
     if scale is None:
@@ -359,7 +360,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 @operation
 def _loss(
-    op: Any, x: Any, target: Any, weight: Any, pos_weight: Any, *, kind: str, **options: Any
+    op: Writer, x: Any, target: Any, weight: Any, pos_weight: Any, *, kind: str, **options: Any
 ) -> Any:
     return LOSSES[kind].build(
         op, x, target, {**options, "weight": weight, "pos_weight": pos_weight}

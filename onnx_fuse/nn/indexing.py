@@ -9,6 +9,7 @@ import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import constants, op_call, operation
+from onnx_fuse.ops.shape_ops import Writer
 
 _FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
 
@@ -152,7 +153,7 @@ def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
 
 @operation
 def _slice(
-    op: Any,
+    op: Writer,
     x: Any,
     starts: Any,
     ends: Any,
@@ -171,12 +172,12 @@ def _slice(
 
 
 @operation
-def _masked(op: Any, x: Any, mask: Any) -> Any:
+def _masked(op: Writer, x: Any, mask: Any) -> Any:
     return op.GatherND(x, op.Transpose(op.NonZero(mask), perm=[1, 0]))
 
 
 @operation
-def _gather_several(op: Any, x: Any, *indices: Any) -> Any:
+def _gather_several(op: Writer, x: Any, *indices: Any) -> Any:
     total = indices[0]
     for places in indices[1:]:
         total = op.Add(total, places)  # for the shape that all broadcast to

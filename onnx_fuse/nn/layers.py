@@ -62,7 +62,7 @@ class Linear(Module):
         self.weight = _uniform(bound, out_features, in_features)
         self.bias = _uniform(bound, out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """The product of `x` [..., in_features]."""
         return F.linear(x, self.weight, self.bias)
 
@@ -90,7 +90,7 @@ class LayerNorm(Module):
         self.weight = _filled(1.0, *self.normalized_shape) if elementwise_affine else None
         self.bias = _filled(0.0, *self.normalized_shape) if elementwise_affine else None
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalized `x`."""
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -107,7 +107,7 @@ class RMSNorm(Module):
         self.eps = eps
         self.weight = _filled(1.0, normalized_shape)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalized `x`."""
         return F.rms_norm(x, self.weight, self.eps)
 
@@ -124,7 +124,7 @@ class Embedding(Module):
         numbers = random.generator().standard_normal((num_embeddings, embedding_dim), np.float32)
         self.weight = Parameter(numbers)
 
-    def forward(self, index: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, index: Tensor) -> Tensor:
         """The vectors of `index` (int64)."""
         return F.embedding(index, self.weight)
 
@@ -165,7 +165,7 @@ class Conv2d(Module):
             "groups": groups,
         }
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """The convolution of `x`."""
         return F.conv2d(x, self.weight, self.bias, **self.options)
 
@@ -185,7 +185,7 @@ class BatchNorm2d(Module):
         self.running_mean = Tensor(np.zeros(num_features, np.float32))
         self.running_var = Tensor(np.ones(num_features, np.float32))
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalized `x`."""
         return F.batch_norm(
             x,
@@ -223,7 +223,7 @@ class MultiheadAttention(Module):
     def _heads(self, x: Tensor) -> Tensor:
         return F.split_heads(x, self.num_heads)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -258,7 +258,7 @@ class Dropout(Module):
     def __init__(self, p: float = 0.5) -> None:
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """`x` after dropout; in evaluation `x` itself."""
         return F.dropout(x, self.p, self.training)
 
@@ -266,7 +266,7 @@ class Dropout(Module):
 class Identity(Module):
     """A module that returns its input."""
 
-    def forward(self, x: Any) -> Any:  # type: ignore[override]
+    def forward(self, x: Any) -> Any:
         """Return `x` as it is."""
         return x
 
@@ -282,7 +282,7 @@ class Flatten(Module):
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
         self.start_dim, self.end_dim = start_dim, end_dim
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """`x` with fewer axes."""
         return x.flatten(self.start_dim, self.end_dim)
 
@@ -304,7 +304,7 @@ class MaxPool2d(Module):
     ) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """The largest elements of `x`."""
         return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
@@ -312,7 +312,7 @@ class MaxPool2d(Module):
 class ReLU(Module):
     """The larger of x and 0."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return relu of each element of `x`."""
         return x.relu()
 
@@ -327,7 +327,7 @@ class GELU(Module):
     def __init__(self, approximate: str = "none") -> None:
         self.approximate = approximate
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return gelu of each element of `x`."""
         return F.gelu(x, self.approximate)
 
@@ -335,7 +335,7 @@ class GELU(Module):
 class SiLU(Module):
     """x · sigmoid(x) of each element."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return silu of each element of `x`."""
         return F.silu(x)
 
@@ -343,7 +343,7 @@ class SiLU(Module):
 class Sigmoid(Module):
     """1 / (1 + exp(-x))."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return sigmoid of each element of `x`."""
         return x.sigmoid()
 
@@ -351,7 +351,7 @@ class Sigmoid(Module):
 class Tanh(Module):
     """The hyperbolic tangent of each element."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return tanh of each element of `x`."""
         return x.tanh()
 
@@ -366,7 +366,7 @@ class Softmax(Module):
     def __init__(self, dim: int = -1) -> None:
         self.dim = dim
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Return the softmax of `x`."""
         return x.softmax(self.dim)
 
@@ -381,7 +381,7 @@ class CrossEntropyLoss(Module):
     def __init__(self, **options: Any) -> None:
         self.options = options
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The loss of scores `x` for the classes `target`."""
         return F.cross_entropy(x, target, **self.options)
 
@@ -396,7 +396,7 @@ class MSELoss(Module):
     def __init__(self, reduction: str = "mean") -> None:
         self.reduction = reduction
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The loss of `x` against `target`."""
         return F.mse_loss(x, target, self.reduction)
 
@@ -411,6 +411,6 @@ class BCEWithLogitsLoss(Module):
     def __init__(self, **options: Any) -> None:
         self.options = options
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The loss of scores `x` for the labels `target` (0 to 1)."""
         return F.binary_cross_entropy_with_logits(x, target, **self.options)

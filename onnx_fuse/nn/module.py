@@ -247,7 +247,7 @@ class Sequential(ModuleList):
     def __init__(self, *modules: Any) -> None:
         super().__init__(m if isinstance(m, Module) else Function(m) for m in modules)
 
-    def forward(self, x: Any) -> Any:  # type: ignore[override]
+    def forward(self, x: Any) -> Any:
         """The result of the last module, where the first one gets `x`."""
         for module in self:
             x = module(x)

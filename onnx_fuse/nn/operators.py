@@ -10,13 +10,14 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import MODE, operation
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.call import dtype_of
 
 
 def emitter(name: str, attributes: dict[str, Any] | None = None, **kinds: Any) -> Any:
     """A function of Tensors that is one node."""
 
-    def build(op: Any, *values: Any) -> Any:
+    def build(op: Writer, *values: Any) -> Any:
         return op.node(name, values, attributes=attributes)
 
     build.__name__ = name
@@ -24,14 +25,14 @@ def emitter(name: str, attributes: dict[str, Any] | None = None, **kinds: Any) -
 
 
 @operation
-def divide(op: Any, a: Any, b: Any) -> Any:
+def divide(op: Writer, a: Any, b: Any) -> Any:
     if a.dtype.is_floating_point():
         return op.Div(a, b)
     return op.Div(op.Cast(a, to=1), op.Cast(b, to=1))
 
 
 @operation
-def floor_divide(op: Any, a: Any, b: Any) -> Any:
+def floor_divide(op: Writer, a: Any, b: Any) -> Any:
     if not a.dtype.is_floating_point():
         zero = op.CastLike(0, a)
         signed = a.dtype.name.startswith("INT")
@@ -49,7 +50,7 @@ def floor_divide(op: Any, a: Any, b: Any) -> Any:
     return op.Where(op.Equal(b, 0.0), op.Div(a, b), low)
 
 
-def _rest(op: Any, a: Any, b: Any) -> tuple[Any, Any]:
+def _rest(op: Writer, a: Any, b: Any) -> tuple[Any, Any]:
     """a - trunc(a / b) · b, exactly, and where it is not 0 and of another sign than b."""
     rest = op.Mod(a, b, fmod=1)
     other = op.Xor(op.Less(rest, 0.0), op.Less(b, 0.0))
@@ -57,7 +58,7 @@ def _rest(op: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 @operation
-def remainder(op: Any, a: Any, b: Any) -> Any:
+def remainder(op: Writer, a: Any, b: Any) -> Any:
     if not a.dtype.is_floating_point():
         return op.Mod(a, b)
     rest, other = _rest(op, a, b)
@@ -65,12 +66,12 @@ def remainder(op: Any, a: Any, b: Any) -> Any:
 
 
 @operation
-def not_equal(op: Any, a: Any, b: Any) -> Any:
+def not_equal(op: Writer, a: Any, b: Any) -> Any:
     return op.Not(op.Equal(a, b))
 
 
 def logical(boolean: str, bits: str) -> Callable[..., Any]:
-    def build(op: Any, a: Any, b: Any) -> Any:
+    def build(op: Writer, a: Any, b: Any) -> Any:
         return op.node(boolean if a.dtype.name == "BOOL" else bits, [a, b])
 
     build.__name__ = boolean
@@ -78,12 +79,12 @@ def logical(boolean: str, bits: str) -> Callable[..., Any]:
 
 
 @operation
-def invert(op: Any, a: Any) -> Any:
+def invert(op: Writer, a: Any) -> Any:
     return op.Not(a) if a.dtype.name == "BOOL" else op.BitwiseNot(a)
 
 
 @operation
-def reduce(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+def reduce(op: Writer, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
     """A reduction; of integers, whose sums and products do not fit their type, an int64."""
     over = None if axes is None else op.constant(list(axes))
     if not x.dtype.is_floating_point():
@@ -101,7 +102,7 @@ def reduce(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim:
 
 
 @operation
-def extreme(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+def extreme(op: Writer, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
     """The largest or smallest element; NaN where there is one, which ONNX may leave out."""
     over, keep = None if axes is None else op.constant(list(axes)), int(keepdim)
     y = op.node(kind, [x, over], keepdims=keep)
@@ -111,7 +112,7 @@ def extreme(op: Any, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim
 
 
 @operation
-def place(op: Any, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
+def place(op: Writer, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
     """The index of the largest or smallest element, or of the first NaN."""
     y = op.node(kind, [x], axis=axis, keepdims=int(keepdim))
     if not x.dtype.is_floating_point():
@@ -120,13 +121,13 @@ def place(op: Any, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
     return op.Where(_any_nan(op, x, op.constant([axis]), int(keepdim)), first, y)
 
 
-def _any_nan(op: Any, x: Any, axes: Any, keep: int) -> Any:
+def _any_nan(op: Writer, x: Any, axes: Any, keep: int) -> Any:
     return op.Cast(op.ReduceMax(op.Cast(op.IsNaN(x), to=6), axes, keepdims=keep), to=9)
 
 
 @operation
 def variance(
-    op: Any, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool, correction: int
+    op: Writer, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool, correction: int
 ) -> Any:
     """Σ (x - mean)² / (n - correction)."""
     over = None if axes is None else op.constant(list(axes))
@@ -138,32 +139,32 @@ def variance(
 
 
 @operation
-def rsqrt(op: Any, x: Any) -> Any:
+def rsqrt(op: Writer, x: Any) -> Any:
     return op.Reciprocal(op.Sqrt(x))
 
 
 @operation
-def einsum(op: Any, *values: Any, equation: str) -> Any:
+def einsum(op: Writer, *values: Any, equation: str) -> Any:
     return op.Einsum(*values, equation=equation)
 
 
 @operation
-def cast(op: Any, x: Any, *, dtype: str) -> Any:
+def cast(op: Writer, x: Any, *, dtype: str) -> Any:
     return op.Cast(x, to=int(ir.DataType.from_numpy(dtype_of(dtype))))
 
 
 @operation
-def clip(op: Any, x: Any, low: Any, high: Any) -> Any:
+def clip(op: Writer, x: Any, low: Any, high: Any) -> Any:
     return op.Clip(x, low, high)
 
 
 @operation
-def select(op: Any, mask: Any, a: Any, b: Any) -> Any:
+def select(op: Writer, mask: Any, a: Any, b: Any) -> Any:
     return op.Where(mask, a, b)
 
 
 @operation
-def flatten(op: Any, x: Any, *, start: int, end: int) -> Any:
+def flatten(op: Writer, x: Any, *, start: int, end: int) -> Any:
     if start == end:
         return op.Unsqueeze(x, op.constant([0])) if not len(x.shape) else op.Identity(x)
     if end == len(x.shape) - 1 and start == 1:
@@ -177,7 +178,7 @@ _POWER = emitter("Pow")
 
 
 @operation
-def _whole_power(op: Any, x: Any, y: Any, *, bits: int) -> Any:
+def _whole_power(op: Writer, x: Any, y: Any, *, bits: int) -> Any:
     """x^y of integers modulo their width, as NumPy's: onnxruntime's Pow goes through float64."""
     base, rest = op.Cast(x, to=7), op.Cast(y, to=7)
     power, two = op.constant(np.array(1)), op.constant(np.array(2))

@@ -11,6 +11,7 @@ from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.nn.dispatch import MODE, no_grad, operation
 from onnx_fuse.nn.module import Module, forget
 from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.training import optim as rules
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
@@ -101,7 +102,7 @@ class Optimizer:
 def _updater(rule: rules.Optimizer) -> Callable[..., Any]:
     """The update of one parameter as a function of Tensors: (w, g, slots, rate, step)."""
 
-    def update(op: Any, w: Any, g: Any, *more: Any, name: str) -> Any:
+    def update(op: Writer, w: Any, g: Any, *more: Any, name: str) -> Any:
         slots, rate, count = more[:-2], more[-2], more[-1]
         results: Sequence[Any] = rule.update(op, name, w, g, slots, rate, count)
         return tuple(results) if len(results) > 1 else results[0]

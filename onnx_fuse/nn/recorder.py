@@ -24,6 +24,7 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.rewrite.canonicalize import clean
 
 _DOMAIN = "onnx_fuse.nn"
@@ -303,7 +304,7 @@ def copied(model: ir.Model) -> Callable[..., Any]:
     """A function that emits the nodes of a graph on other inputs: the build of an operation."""
     formals, outputs = list(model.graph.inputs), list(model.graph.outputs)
 
-    def build(op: Any, *inputs: Any) -> Any:
+    def build(op: Writer, *inputs: Any) -> Any:
         values: dict[Any, Any] = dict(zip(formals, inputs, strict=True))
         for name, value in model.graph.initializers.items():
             values[value] = op.node("Constant", [], value=value.const_value, outputs=[

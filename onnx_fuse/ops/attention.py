@@ -18,8 +18,8 @@ from onnx_fuse.ir.build import dim
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
-    TensorBuilder,
     Values,
+    Writer,
     arguments,
     fail,
     known_rank,
@@ -27,7 +27,7 @@ from onnx_fuse.ops.shape_ops import (
 )
 
 
-def _heads(op: Any, x: Tensor, heads: int) -> Tensor:
+def _heads(op: Writer, x: Tensor, heads: int) -> Tensor:
     """[B, S, H D] as [B, H, S, D]."""
     return op.Transpose(op.Reshape(x, op.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
 
@@ -48,7 +48,7 @@ def whole_mask(node: ir.Node) -> bool:
 
 
 def broadcast_rows(
-    op: TensorBuilder, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+    op: Writer, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q and v [B, H, rows, width] with the rows to which the mask and k broadcast them.
 
@@ -64,13 +64,13 @@ def broadcast_rows(
     return q, v
 
 
-def _expand(op: Any, x: Tensor, sizes: list[Any]) -> Tensor:
+def _expand(op: Writer, x: Tensor, sizes: list[Any]) -> Tensor:
     y, heads = op.Expand(x, op.vector(sizes)), dim(x, 1)
     y.dtype, y.shape = x.dtype, ir.Shape([None, None if heads == 1 else heads, None, x.shape[3]])
     return y
 
 
-def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
+def _attention(op: Writer, node: ir.Node, dys: Values) -> Values:
     (q, k, v, mask, past_k, past_v, lengths), dy = arguments(node, 7), dys[0]
     flat, y = known_rank(q) == 3, node.outputs[0]
     if len(dys) > 3 and dys[3] is not None:
@@ -172,11 +172,13 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dq, dk, dv, dmask, dpast_k, dpast_v]
 
 
-def _plus(op: Any, a: Tensor, b: Tensor) -> Tensor:
+def _plus(op: Writer, a: Tensor, b: Tensor) -> Tensor:
     return (b if a is None else a) if a is None or b is None else op.Add(a, b)
 
 
-def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def _cut(
+    op: Writer, g: Tensor, present: Tensor, past: Tensor, new: Tensor
+) -> tuple[Tensor, Tensor]:
     if g is None:
         g = op.zeros_like(present)
     sizes = op.Concat(*(op.Shape(x, start=2, end=3) for x in (past, new)), axis=0)
@@ -184,7 +186,7 @@ def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tupl
     return first, second
 
 
-def _join(op: Any, g: Tensor, x: Tensor) -> Tensor:
+def _join(op: Writer, g: Tensor, x: Tensor) -> Tensor:
     """[B, H, S, D] back to [B, S, H D]."""
     return None if g is None else op.reshape_like(op.Transpose(g, perm=[0, 2, 1, 3]), x)
 
@@ -212,7 +214,7 @@ class View:
 
 
 def keys_in_view(
-    op: TensorBuilder, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
+    op: Writer, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
 ) -> ir.Value:
     """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
 
@@ -238,7 +240,7 @@ def keys_in_view(
     return seen
 
 
-def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
+def _rotary(op: Writer, node: ir.Node, dys: Values) -> Values:
     """A rotation: dx turns dy back, by the same op with -sin. With y1 = c x1 - s x2 and
     y2 = s x1 + c x2:  dc = dy1 x1 + dy2 x2,  ds = dy2 x1 - dy1 x2, summed over heads.
     """

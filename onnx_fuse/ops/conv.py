@@ -17,17 +17,16 @@ import onnx_ir as ir
 from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
 from onnx_fuse.ir.build import const_array, dim
 from onnx_fuse.ir.windows import passes_padding
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, Unary, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
-    Unary,
     Values,
+    Writer,
     arguments,
     fail,
     ints_attribute,
     known_rank,
     static_ints,
-    table,
     text,
 )
 
@@ -67,7 +66,7 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
     return []
 
 
-def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
+def _padded(op: Writer, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
     """The image and the explicit pads (begins, then ends) that auto_pad stands for. Where they are
     known at run time only, or cut, the image is padded or cut, and no pads remain.
     """
@@ -102,7 +101,7 @@ def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tenso
 
 
 def image_grad(
-    op: Any, dy: ir.Value, weight: ir.Value, x: ir.Value, window: _Window, pads: list[int]
+    op: Writer, dy: ir.Value, weight: ir.Value, x: ir.Value, window: _Window, pads: list[int]
 ) -> Tensor:
     """d loss / d image of Conv: ConvTranspose(dy, weight), of the image's own size."""
     _, strides, dilations, extent, group = window
@@ -128,7 +127,7 @@ def image_grad(
 
 
 def weight_grad(
-    op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
+    op: Writer, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
 ) -> Tensor:
     """d loss / d weight of Conv: the image convolved with dy, channels in the batch's place."""
     kernel, strides, dilations, _, group = window
@@ -183,7 +182,7 @@ _MOST_PLACES = 49  # of a kernel for which a graph gets a product each
 
 
 def _products_over_places(
-    op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
+    op: Writer, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
 ) -> Tensor:
     """[M, C, *kernel] from dy [M, N P] · xᵀ [N P, C], for what each place of the kernel sees of x.
 
@@ -210,11 +209,11 @@ def _products_over_places(
     return op.reshape_like(by_place, weight)
 
 
-def _times(op: Any, a: Any, b: Any) -> Any:
+def _times(op: Writer, a: Any, b: Any) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else op.Mul(a, b)
 
 
-def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
+def _pointwise_weight_grad(op: Writer, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
     """[M, C, 1, …] from Σ_n dy[n] [M, P] · x[n]ᵀ [P, C]."""
     rows = op.reshape(dy, [*op.sizes_of(dy)[:2], op.elements(dy, 2)])
     image = op.reshape(x, [*op.sizes_of(x)[:2], op.elements(x, 2)])
@@ -223,11 +222,11 @@ def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value)
     return op.reshape_like(product, weight)
 
 
-def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
+def _bias_grad(op: Writer, dy: ir.Value, n: int) -> Tensor:
     return op.ReduceSum(dy, op.constant([0, *range(2, 2 + n)]), keepdims=0)
 
 
-def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def conv_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, weight, _), dy = arguments(node, 3), dys[0]
     n = known_rank(x) - 2
     window = _window(node, weight, n)
@@ -236,7 +235,7 @@ def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dx, weight_grad(op, image, dy, weight, window, pads), _bias_grad(op, dy, n)]
 
 
-def _unpad(op: Any, dx: Tensor, x: ir.Value, image: ir.Value) -> Tensor:
+def _unpad(op: Writer, dx: Tensor, x: ir.Value, image: ir.Value) -> Tensor:
     """Undo what `_padded` made of x, which its Pad node tells."""
     if image is x:
         return dx
@@ -245,7 +244,7 @@ def _unpad(op: Any, dx: Tensor, x: ir.Value, image: ir.Value) -> Tensor:
     return op.Pad(dx, op.Neg(node.inputs[1]))
 
 
-def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
+def _conv_transpose(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The roles swap: dx = Conv(dy, weight); the weight's gradient sees dy as the image."""
     (x, weight, _), dy = arguments(node, 3), dys[0]
     n = known_rank(x) - 2
@@ -302,7 +301,7 @@ def _write_pads(node: ir.Node, x: ir.Value) -> None:
         node.attributes["pads"] = ir.AttrInt64s("pads", [*begins, *ends])
 
 
-def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+def _max_pool(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """dy added at the flat positions that the pool reports; windows may overlap."""
     _write_pads(node, x)
     if op.fused:
@@ -321,7 +320,7 @@ def _max_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) ->
     return op.reshape_like(op.scatter_add("ScatterElements", zeros, places, rows, axis=0), x)
 
 
-def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
+def _add_to_windows(op: Writer, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     """Each output's gradient added to all of its window: ConvTranspose with ones, by channel."""
     n = known_rank(x) - 2
     spatial = list(range(2, 2 + n))
@@ -355,7 +354,7 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     return _unpad(op, dx, x, image)
 
 
-def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+def _average_pool(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """Each dy, divided by the number of places its window counts, is added to all of the window."""
     _write_pads(node, x)
     n = known_rank(x) - 2
@@ -388,7 +387,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     return _add_to_windows(op, node, each, x)
 
 
-def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
+def _lp_pool(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
     """y = (Σ |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) Σ_windows dy y^(1-p)."""
     _write_pads(node, x)
     p = node.attributes.get_int("p", 2)
@@ -398,29 +397,29 @@ def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> 
     return op.Mul(_powered(op, x, p), around)
 
 
-def _over_norm(op: Any, dy: ir.Value, y: ir.Value, p: int) -> Tensor:
+def _over_norm(op: Writer, dy: ir.Value, y: ir.Value, p: int) -> Tensor:
     """dy y^(1-p); dy where y is 0."""
     text = f"safe = y + CastLike(y == 0, y); dy / {'safe' if p == 2 else 'Pow(safe, n)'}"
     return op.formula(text, dy=dy, y=y, n=p - 1.0)
 
 
-def _powered(op: Any, x: ir.Value, p: int) -> Tensor:
+def _powered(op: Writer, x: ir.Value, p: int) -> Tensor:
     """sign(x) |x|^(p-1)."""
     return x if p == 2 else op.formula("x * Pow(Abs(x), n)", x=x, n=p - 2.0)
 
 
-def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _global_average(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     places = op.elements(x, 2)
     each = op.Div(dy, float(places) if isinstance(places, int) else op.to_like(places, dy))
     return op.Expand(each, op.shape_of(x))
 
 
-def _global_max(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _global_max(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     text = "mask = CastLike(x == y, x); mask * (dy / ReduceSum <keepdims = 1> (mask, axes))"
     return op.formula(text, x=x, y=y, dy=dy, axes=list(range(2, known_rank(x))))
 
 
-def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _global_lp(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     p = n.attributes.get_int("p", 2)
     if p == 1:
         return op.Mul(dy, op.Sign(x))
@@ -430,7 +429,7 @@ def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> T
 # ---- resize ----------------------------------------------------------------------------------
 
 
-def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
+def _resize(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Resizing is linear, axis by axis. The matrix of an axis is the resized identity."""
     (x, _, scales, sizes), dy = arguments(node, 4), dys[0]
     y = node.outputs[0]
@@ -496,7 +495,7 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _slightly_larger(
-    op: Any, eye: Tensor, x: ir.Value, y: ir.Value, factor: Tensor, keep: dict[str, Any]
+    op: Writer, eye: Tensor, x: ir.Value, y: ir.Value, factor: Tensor, keep: dict[str, Any]
 ) -> Tensor:
     """The matrix [in, out] of an axis, whose size may stay the same where another one changes.
 
@@ -539,7 +538,7 @@ def _repeats(
 # ---- sampling --------------------------------------------------------------------------------
 
 
-def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
+def _grid_sample(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Each output mixes four pixels (or takes one): their weights spread dy back, and the slopes of
     the weights give the grid's gradient. Images [N, C, H, W], grid [N, P, Q, 2] of (x, y).
     """

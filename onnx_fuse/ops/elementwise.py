@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
-from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.ops.shape_ops import Tensor, Unary, Values, arguments, formulas, no_grad, table, text
+from onnx_fuse.ops.opdef import NoGrad, OpDef, Unary, formulas, no_grad, register, table
+from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, text
 
 
-def _gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _gelu(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     exact = text(n, "approximate", "none") == "none"
     return op.formula(ACTIVATIONS["Gelu" if exact else "GeluTanh"].gradient, z=x, dy=dy)
 
 
-def _cast(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _cast(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """The gradient of a float of few bits stays wide: its digits and range would not do."""
     narrow = x.dtype is not None and x.dtype.bitwidth < 16
     return dy if narrow else op.to_like(dy, x)
@@ -61,7 +60,7 @@ table(UNARY)
 # ---- several inputs; the walker un-broadcasts -------------------------------------------------
 
 
-def _add(op: Any, node: ir.Node, dys: Values) -> Values:
+def _add(op: Writer, node: ir.Node, dys: Values) -> Values:
     return [dys[0]] * len(node.inputs)
 
 
@@ -69,7 +68,7 @@ _POWERS = {2.0: "x + x", 3.0: "x * x * 3", 0.5: "0.5 / y", -1.0: "-(y * y)"}
 """The slopes of x to some constant powers."""
 
 
-def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
+def _pow(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, b), y, dy = arguments(node, 2), node.outputs[0], dys[0]
     array = const_array(b)
     exponent = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
@@ -84,7 +83,7 @@ def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.Mul(dy, slope), op.to_like(db, b)]
 
 
-def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
+def _extremum(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Ties share the gradient evenly.
 
     Operands are held against each other, not against the result: in float16 onnxruntime may have
@@ -101,7 +100,7 @@ def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
     return op.split_evenly(dy, masks)
 
 
-def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
+def _clip(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The gradient is x's within the closed bounds; outside it is the bound's (max wins)."""
     (x, low, high), dy = arguments(node, 3), dys[0]
     dx, bounds = dy, list[Tensor]()

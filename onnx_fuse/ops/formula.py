@@ -25,6 +25,8 @@ from typing import Any, TypeAlias
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import Builder
+
 _END = re.compile(r"[\n;]")
 _LINE = re.compile(r"\s*(?:((?:\w+\s*,\s*)*\w+) = )?(.+)")
 _ATTRIBUTES = re.compile(r"(\w+)\s*(<\s*\w+\s*[:=][^<>]*>)\s*\(")
@@ -201,7 +203,7 @@ class _Text:
 # ---- as nodes --------------------------------------------------------------------------------
 
 
-def emitted(text: str, op: Any, node: ir.Node | None = None, **values: Any) -> Any:
+def emitted(text: str, op: Builder, node: ir.Node | None = None, /, **values: Any) -> Any:
     """The result of formulas, one a line or between `;`, whose nodes the Builder `op` makes.
 
     A last line of names between commas gives them all. `values` are the tensors, and what a
@@ -231,7 +233,7 @@ def _lines(text: str) -> list[tuple[str, _Tree]]:
 class _Nodes:
     """The nodes that a Builder makes."""
 
-    def __init__(self, op: Any, node: ir.Node | None, values: dict[str, Any]) -> None:
+    def __init__(self, op: Builder, node: ir.Node | None, values: dict[str, Any]) -> None:
         self._op, self._node, self._values = op, node, values
 
     def named(self, name: str) -> Any:

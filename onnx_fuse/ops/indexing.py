@@ -8,13 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, no_grad, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
+    Writer,
     arguments,
     known_rank,
-    no_grad,
     norm_axis,
     static,
     static_ints,
@@ -22,7 +22,7 @@ from onnx_fuse.ops.shape_ops import (
 )
 
 
-def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gather(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Rows of dy added at their indices; those of neighbours in order are padded with zeros."""
     (x, indices), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get_int("axis", 0)
@@ -47,7 +47,7 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
     return [_scatter_axis(op, x, indices, dy, axis)]
 
 
-def _run(op: Any, indices: ir.Value) -> tuple[int, int | Tensor] | None:
+def _run(op: Writer, indices: ir.Value) -> tuple[int, int | Tensor] | None:
     """The first of indices that count neighbours in order, and how many: an int, or a vector of one
     where the model runs. None for other indices.
     """
@@ -66,7 +66,7 @@ def _run(op: Any, indices: ir.Value) -> tuple[int, int | Tensor] | None:
     return start[0], op.Shape(indices)
 
 
-def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
+def _scatter_axis(op: Writer, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:
     """Gather along an inner axis: bring the axis to the front, add rows, bring it back."""
     n, k, axis = known_rank(x), known_rank(indices), norm_axis(axis, x)
     # dy is [x before axis] + [indices] + [x after axis]
@@ -80,13 +80,13 @@ def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: i
     return op.Transpose(added, perm=back)
 
 
-def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gather_elements(op: Writer, node: ir.Node, dys: Values) -> Values:
     x, indices = arguments(node, 2)
     axis = node.attributes.get_int("axis", 0)
     return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dys[0], axis=axis)]
 
 
-def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gather_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, indices), dy = arguments(node, 2), dys[0]
     full, sizes = _with_batch(op, node, indices), [dim(x, a) for a in range(len(x.shape or ()))]
     width = dim(full, -1)
@@ -99,7 +99,7 @@ def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.scatter_add("ScatterND", op.zeros_like(x), full, dy)]
 
 
-def _with_batch(op: Any, node: ir.Node, indices: ir.Value) -> Tensor:
+def _with_batch(op: Writer, node: ir.Node, indices: ir.Value) -> Tensor:
     """The indices with the coordinates of the batch axes before them."""
     batch = node.attributes.get_int("batch_dims", 0)
     if not batch:
@@ -113,7 +113,7 @@ def _with_batch(op: Any, node: ir.Node, indices: ir.Value) -> Tensor:
     return op.Concat(*columns, indices, axis=-1)
 
 
-def _scatter_elements(op: Any, node: ir.Node, dys: Values) -> Values:
+def _scatter_elements(op: Writer, node: ir.Node, dys: Values) -> Values:
     axis = node.attributes.get_int("axis", 0)
     return _scatter(
         op,
@@ -124,7 +124,7 @@ def _scatter_elements(op: Any, node: ir.Node, dys: Values) -> Values:
     )
 
 
-def _scatter_nd(op: Any, node: ir.Node, dys: Values) -> Values:
+def _scatter_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
     return _scatter(
         op,
         node,
@@ -134,7 +134,7 @@ def _scatter_nd(op: Any, node: ir.Node, dys: Values) -> Values:
     )
 
 
-def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> Values:
+def _scatter(op: Writer, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> Values:
     (x, _, updates), dy, y = arguments(node, 3), dys[0], node.outputs[0]
     taken = gather(dy)
     match text(node, "reduction", "none"):
@@ -154,7 +154,7 @@ def _scatter(op: Any, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> 
     return [op.Mul(each, here), None, op.Mul(gather(each), there)]
 
 
-def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
+def _topk(op: Writer, node: ir.Node, dys: Values) -> Values:
     x, dy = node.inputs[0], dys[0]
     if dy is None or x is None:
         return [None]
@@ -164,7 +164,7 @@ def _topk(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dy, axis=axis)]
 
 
-def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
+def _one_hot(op: Writer, node: ir.Node, dys: Values) -> Values:
     """values = [off, on]: each gets the sum over its places."""
     dy = dys[0]
     pair = op.OneHot(
@@ -179,7 +179,7 @@ def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
     return [None, None, op.Concat(op.Unsqueeze(off, first), op.Unsqueeze(on, first), axis=0)]
 
 
-def _compress(op: Any, node: ir.Node, dys: Values) -> Values:
+def _compress(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, condition), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get("axis")
     length = op.elements(x) if axis is None else op.sizes_of(x)[norm_axis(axis.as_int(), x)]

@@ -18,7 +18,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import Tensor, TensorBuilder, Values, arguments, known_rank, text
+from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, known_rank, text
 
 Options = Mapping[str, Any]
 SMOOTHED = "SmoothedCrossEntropy"
@@ -29,7 +29,7 @@ the sum of the labels' weights: the smoothing is an attribute, for who takes ove
 # ---- the operators ---------------------------------------------------------------------------
 
 
-def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
+def _nll_slope(op: Writer, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     """(d loss / d (-log p of the label), the labels), both [N, 1, d1, …]; 0 where ignored."""
     x, labels, weight = arguments(node, 3)
     reduction = text(node, "reduction", "mean")
@@ -60,7 +60,7 @@ def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     return op.Expand(slope, op.Shape(index)), index
 
 
-def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
+def _nll(op: Writer, node: ir.Node, dys: Values) -> Values:
     """d loss / d x is -slope at the label, 0 elsewhere."""
     x, dy = arguments(node, 1)[0], dys[0]
     slope, index = _nll_slope(op, node, dy)
@@ -68,7 +68,7 @@ def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.ScatterElements(zeros, index, op.Neg(slope), axis=1, reduction="none")]
 
 
-def _cross_entropy(op: Any, node: ir.Node, dys: Values) -> Values:
+def _cross_entropy(op: Writer, node: ir.Node, dys: Values) -> Values:
     """d loss / d x = slope · softmax(x) - slope at the label."""
     (x,) = arguments(node, 1)
     if len(dys) < 2 or dys[1] is None:
@@ -139,7 +139,7 @@ def class_axis(n: int, options: Options) -> int:
 
 
 def _rows(
-    op: Any, logits: ir.Value, labels: ir.Value, options: Options
+    op: Writer, logits: ir.Value, labels: ir.Value, options: Options
 ) -> tuple[ir.Value, ir.Value, int]:
     """Logits and labels with the class axis at 1, and the rank. The class axis is the last of
     [N, C] and of a sequence's [N, T, C], and axis 1 of images' [N, C, H, W].
@@ -155,14 +155,14 @@ def _rows(
     return logits, labels, axis
 
 
-def counted_rows(op: TensorBuilder, labels: Tensor, ignore: int, like: Tensor) -> Tensor:
+def counted_rows(op: Writer, labels: Tensor, ignore: int, like: Tensor) -> Tensor:
     """The number of labels that count, in the type of `like`."""
     kind = (labels.dtype or ir.DataType.INT64).numpy()
     counted = op.Not(op.Equal(labels, op.constant(np.array(ignore, kind))))
     return op.ReduceSum(op.to_like(counted, like), keepdims=0)
 
 
-def mean_of(op: TensorBuilder, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
+def mean_of(op: Writer, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
     """loss / total; where no row is counted NaN, through which no gradient flows.
 
     `counted` is 0 there alone. A gradient of the sum would be infinite, and its rows NaN.
@@ -179,7 +179,7 @@ def ignored_label(options: Options) -> int:
     return -100 if label is None else int(label)
 
 
-def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w log softmax(logits)[label] / Σ w; smoothing ε takes (1 - ε) of that and ε/C of all."""
     x, labels, _ = _rows(op, logits, labels, options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
@@ -216,7 +216,7 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
 
 
-def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+def nll(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w x[label] / Σ w, for a model that ends in log-probabilities."""
     x, labels, _ = _rows(op, logits, labels, options)
     return op.NegativeLogLikelihoodLoss(
@@ -236,7 +236,7 @@ class _Each:
     option: str = ""
     default: float = 0.0
 
-    def __call__(self, op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    def __call__(self, op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
         value = options.get(self.option)
         value = self.default if value is None else value
         number: Any = value if isinstance(value, ir.Value) else float(value)
@@ -245,7 +245,7 @@ class _Each:
         return (op.ReduceMean if mean else op.ReduceSum)(each, keepdims=0)
 
 
-def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+def bce_with_logits(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """(1 - t) x + (1 + (p - 1) t) softplus(-x), with p = pos_weight (1 where none is given)."""
     weighted = options.get("pos_weight") is not None
     weight = " * ((pos_weight - 1) * t + 1)" if weighted else ""
@@ -257,7 +257,7 @@ def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Option
 class Loss:
     """A loss by name: its builder, and whether its labels are class numbers (int64)."""
 
-    build: Callable[[Any, ir.Value, ir.Value, Options], ir.Value]
+    build: Callable[[Writer, ir.Value, ir.Value, Options], ir.Value]
     classes: bool = False
 
 

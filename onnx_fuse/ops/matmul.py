@@ -12,6 +12,7 @@ from onnx_fuse.ir.build import dim, given, rank
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Values,
+    Writer,
     arguments,
     dims,
     fail,
@@ -22,7 +23,7 @@ from onnx_fuse.ops.shape_ops import (
 )
 
 
-def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
+def _matmul(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dA = dY Bᵀ, dB = Aᵀ dY; a weight [K,N] meets rows of any rank through one 2-D Gemm."""
     (a, b), dy = arguments(node, 2), dys[0]
     ra, rb = known_rank(a), known_rank(b)
@@ -38,7 +39,7 @@ def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.MatMul(dy, op.swap_last(b)), op.MatMul(op.swap_last(a), dy)]
 
 
-def _vector_matmul(op: Any, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb: int) -> Values:
+def _vector_matmul(op: Writer, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb: int) -> Values:
     """A vector is a matrix of one row (a) or one column (b); that axis is missing in dy."""
     last = op.constant([-1])
     if ra == 1 and rb == 1:
@@ -52,7 +53,7 @@ def _vector_matmul(op: Any, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, rb:
     return [da, op.Mul(op.Unsqueeze(a, last), row)]
 
 
-def _gemm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gemm(op: Writer, node: ir.Node, dys: Values) -> Values:
     (a, b), dy = node.inputs[:2], dys[0]
     # onnxruntime takes every number but 0 for 1
     ta, tb = (int(node.attributes.get_int(name, 0) != 0) for name in ("transA", "transB"))
@@ -94,7 +95,7 @@ def einsum_terms(node: ir.Node, ranks: Sequence[int | None]) -> tuple[list[str],
     return [t.replace("...", letters) for t in terms], right.replace("...", letters)
 
 
-def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
+def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dX_i: the same sum with dY in the place of X_i; letters X_i alone has are broadcast back."""
     terms, right = einsum_terms(node, [rank(x) for x in node.inputs])
     if any("." in term for term in terms):

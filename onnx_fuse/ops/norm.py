@@ -5,27 +5,30 @@ dx = rstd (g - mean(g) - xh·mean(g·xh)),  dscale = Σ dy·xh,  dbias = Σ dy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, Unary, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
-    Unary,
     Values,
+    Writer,
     arguments,
     ints_attribute,
     known_rank,
     norm_axis,
     same_shape,
     spans,
-    table,
 )
 
 
 def normalized(
-    op: Any, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: Sequence[int], centred: bool = True
+    op: Writer,
+    g: ir.Value,
+    xh: ir.Value,
+    rstd: ir.Value,
+    axes: Sequence[int],
+    centred: bool = True,
 ) -> Tensor:
     """dx of xh = (x - mean)·rstd (or x·rstd), from g = d loss / d xh."""
     inner = op.mean_over(op.Mul(g, xh), axes)
@@ -35,7 +38,7 @@ def normalized(
 
 
 def _affine(
-    op: Any, dy: ir.Value, xh: ir.Value, scale: ir.Value, bias: ir.Value | None
+    op: Writer, dy: ir.Value, xh: ir.Value, scale: ir.Value, bias: ir.Value | None
 ) -> tuple[Tensor, Tensor]:
     """dscale, dbias: sums over what scale and bias were broadcast along."""
     return (
@@ -44,7 +47,7 @@ def _affine(
     )
 
 
-def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _layer_norm(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The gradient from the saved Mean and InvStdDev, in their own type (stash_type)."""
     x, scale, bias = arguments(node, 3)
     axis, n = norm_axis(node.attributes.get_int("axis", -1), x), known_rank(x)
@@ -84,7 +87,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [None if g is None else op.to_type(g, x.dtype) for g in (dx, dscale, dbias)]
 
 
-def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _rms_norm(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, scale), dy = arguments(node, 2), dys[0]
     axis = norm_axis(node.attributes.get_int("axis", -1), x)
     axes = range(axis, known_rank(x))
@@ -95,23 +98,23 @@ def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [normalized(op, op.Mul(dy, scale), xh, rstd, axes, centred=False), dscale]
 
 
-def _rstd(op: Any, node: ir.Node, variance: ir.Value) -> Tensor:
+def _rstd(op: Writer, node: ir.Node, variance: ir.Value) -> Tensor:
     return op.formula("Reciprocal(Sqrt(variance + @epsilon))", node, variance=variance)
 
 
-def _moments(op: Any, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _moments(op: Writer, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(x - mean)·rstd and rstd over `axes`."""
     centred = op.Sub(x, op.mean_over(x, axes))
     rstd = _rstd(op, node, op.mean_over(op.Mul(centred, centred), axes))
     return op.Mul(centred, rstd), rstd
 
 
-def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
+def _per_channel(op: Writer, value: ir.Value, n: int) -> Tensor:
     """[C] as [C, 1, …], which broadcasts along axis 1 of rank n."""
     return op.Unsqueeze(value, op.constant(list(range(1, n - 1)))) if n > 2 else value
 
 
-def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
+def _batch_norm(op: Writer, node: ir.Node, grads: Values) -> Values:
     """The gradient in the type of scale, which is wider than that of x in mixed precision."""
     data, scale, _, mean, variance = arguments(node, 5)
     x = op.to_like(data, scale)
@@ -172,7 +175,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     return [None if dx is None else op.to_like(dx, data), dscale, dbias, dmean, dvar]
 
 
-def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _instance_norm(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, scale, _), dy = arguments(node, 3), dys[0]
     n = known_rank(x)
     axes = range(2, n)
@@ -181,7 +184,7 @@ def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes), dscale, dbias]
 
 
-def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
+def _group_norm(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Opset 21: scale and bias are per channel."""
     (x, scale, bias), dy = arguments(node, 3), dys[0]
     groups, n = node.attributes.get_int("num_groups", 1), known_rank(x)
@@ -203,7 +206,7 @@ def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.reshape_like(normalized(op, g, xh, rstd, axes), x), dscale, dbias]
 
 
-def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _mean_variance(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = ints_attribute(n, "axes", [0, 2, 3]) or []
     centred = op.Sub(x, op.mean_over(x, axes))
     deviation = op.Sqrt(op.mean_over(op.Mul(centred, centred), axes))
@@ -212,7 +215,7 @@ def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) 
     return normalized(op, dy, op.Mul(centred, rstd), rstd, axes)
 
 
-def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _lrn(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x s^-β, s = bias + α/size Σ_window x²;  dx = dy s^-β - 2αβ/size x Σ_window' dy y / s."""
     size, alpha = n.attributes.get_int("size", 1), n.attributes.get_float("alpha", 1e-4)
     beta = n.attributes.get_float("beta", 0.75)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import signature
 from onnx_fuse.ops.formula import written_out
+from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments
 
-GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
+GradRule: TypeAlias = Callable[[Writer, ir.Node, Values], Values]
 """`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in
 input order, None where an input has none. `dys` holds d loss / d output, None where an output does
 not reach the loss. A rule may answer in the broadcast shape: the walker in `autodiff` sums it."""
+Unary: TypeAlias = Callable[[Writer, Tensor, Tensor, Tensor, ir.Node], Tensor]
+"""`rule(op, dy, x, y, node)` gives dx."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,41 @@ def lookup(node: ir.Node) -> tuple[OpDef | None, tuple[str, ...]]:
     """The definition of a node's operator and the inner values its op_type exposes."""
     exposed = FusedName.of(node.op_type).exposed if node.domain == FUSE else ()
     return OPS.get((node.domain, base_name(node))), exposed
+
+
+def unary(rule: Unary) -> GradRule:
+    """A rule for the first input alone, from the first output's gradient."""
+
+    def grad(op: Writer, node: ir.Node, dys: Values) -> Values:
+        (dy, *_), x = dys, node.inputs[0]
+        assert x is not None
+        return [None if dy is None else rule(op, dy, x, node.outputs[0], node)]
+
+    return grad
+
+
+def formulas(*texts: str | None) -> GradRule:
+    """A rule whose formulas (`ops.formula`) give the gradients of the first inputs, in order.
+
+    None is for an input without one. `x`, `z` or `a` is the first input, `b` the second, `y` the
+    output and `dy` its gradient.
+    """
+
+    def grad(op: Writer, node: ir.Node, dys: Values) -> Values:
+        a, b = arguments(node, 2)
+        names = {"x": a, "z": a, "a": a, "b": b, "y": node.outputs[0], "dy": dys[0]}
+        return [op.formula(text, node, **names) if text else None for text in texts]
+
+    return grad
+
+
+def table(rules: Mapping[str, Unary | str]) -> None:
+    """Register ops of one differentiable input; a rule may be a formula, see `formulas`."""
+    for name, rule in rules.items():
+        grad = formulas(rule) if isinstance(rule, str) else unary(rule)
+        register(OpDef(name, grad=grad))
+
+
+def no_grad(reason: str, *names: str) -> None:
+    """Register ops through which no gradient flows."""
+    register(*(OpDef(name, grad=NoGrad(reason)) for name in names))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, no_grad, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
+    Writer,
     arguments,
     dims,
     fail,
     known_rank,
-    no_grad,
     norm_axis,
 )
 
@@ -32,7 +31,7 @@ class _Scaling:
     Blocks become an axis of their own, the last of them filled up with zeros.
     """
 
-    op: Any
+    op: Writer
     x: ir.Value
     scale: ir.Value
     axis: int | None
@@ -40,7 +39,7 @@ class _Scaling:
     count: int
 
     @classmethod
-    def of(cls, op: Any, node: ir.Node) -> _Scaling:
+    def of(cls, op: Writer, node: ir.Node) -> _Scaling:
         (x, scale), block = arguments(node, 2), node.attributes.get_int("block_size", 0)
         per_axis = block > 0 or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
         axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
@@ -98,7 +97,7 @@ class _Scaling:
         return self.op.reshape_like(total, self.scale)
 
 
-def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
+def _dequantize(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y = (x - zero_point) · scale: the gradient of x stays real, as if x had not been rounded."""
     (x, scale, zero), dy, scaling = arguments(node, 3), dys[0], _Scaling.of(op, node)
     codes = scaling.split(op.to_type(x, _WIDE))
@@ -109,7 +108,7 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     return [scaling.join(dx), dscale]
 
 
-def _quantize(op: Any, node: ir.Node, dys: Values) -> Values:
+def _quantize(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y = saturate(round(x / scale) + zero_point), where what rounding adds counts as a constant.
 
     What saturates passes nothing on: a code out of range, and a quotient beyond the largest number
@@ -130,7 +129,7 @@ def _quantize(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.to_like(scaling.join(dx), x), dscale]
 
 
-def _quantize_dynamically(op: Any, node: ir.Node, dys: Values) -> Values:
+def _quantize_dynamically(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The scale is (max(x, 0) - min(x, 0)) / 255, by which nothing saturates."""
     (x,), (dy, dscale, *_) = arguments(node, 1), [*dys, None, None]
     direct = None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, given
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.ops.shape_ops import Values, no_grad
+from onnx_fuse.ops.opdef import NoGrad, OpDef, no_grad, register
+from onnx_fuse.ops.shape_ops import Values, Writer
 
 
-def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
+def _dropout(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dx = dy · mask / (1 - ratio) in training, dy otherwise."""
     dy, training, ratio = dys[0], given(node, 2), given(node, 1)
     on = const_array(training)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, fail, text
+from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, fail, text
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 DEFAULTS = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
@@ -69,7 +69,7 @@ def ways(reverse: bool, back: tuple[int, int] | None = None) -> dict[str, list[i
     return {**ways(reverse), "reads_back": reads, "writes_back": writes}
 
 
-def of_direction(op: Any, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
+def of_direction(op: Writer, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
     """The part of one direction, without the axis of directions."""
     if count == 1:
         return op.Squeeze(value, op.constant([axis]))
@@ -127,7 +127,7 @@ class _Direction:
 class _Recurrent:
     """The gradient of one node; `answers` in the order of its inputs."""
 
-    def __init__(self, op: Any, node: ir.Node, dys: Values) -> None:
+    def __init__(self, op: Writer, node: ir.Node, dys: Values) -> None:
         kinds, reason = steps_kind(node)
         if reason:
             raise fail(node, reason)
@@ -274,7 +274,7 @@ class _Recurrent:
         return [dz, dz, dr, dh0, None]
 
 
-def _recurrent(op: Any, node: ir.Node, dys: Values) -> Values:
+def _recurrent(op: Writer, node: ir.Node, dys: Values) -> Values:
     return [
         None if g is None else op.to_type(g, v.dtype if v is not None else None)
         for g, v in zip(_Recurrent(op, node, dys).answers, arguments(node, 7), strict=True)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, Unary, no_grad, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
-    Unary,
     Values,
+    Writer,
     arguments,
     fail,
     ints_attribute,
     known_rank,
-    no_grad,
     norm_axis,
     static_ints,
-    table,
 )
 
 
@@ -33,7 +29,7 @@ def axes_of(node: ir.Node) -> list[int] | None:
     return axes
 
 
-def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
+def _keep(op: Writer, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     """A reduced value (dy, y) with its reduced axes put back as ones."""
     if node.attributes.get_int("keepdims", 1) or _is_noop(node):
         return value
@@ -50,11 +46,11 @@ def _is_noop(node: ir.Node) -> bool:
     )
 
 
-def _full(op: Any, g: ir.Value, x: ir.Value) -> Tensor:
+def _full(op: Writer, g: ir.Value, x: ir.Value) -> Tensor:
     return op.Expand(g, op.shape_of(x))
 
 
-def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _mean(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return dy
     axes = axes_of(n)
@@ -73,7 +69,7 @@ def _reduction(rule: str, alone: str = "dy") -> Unary:
     over the same axes, which may turn out to be none.
     """
 
-    def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    def grad(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         if _is_noop(n):
             return op.formula(alone, x=x, dy=dy)
         axes = n.inputs[1] if given(n, 1) is not None else None
@@ -85,26 +81,26 @@ def _reduction(rule: str, alone: str = "dy") -> Unary:
     return grad
 
 
-def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _log_sum(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     if _is_noop(n):
         return op.Div(dy, x)
     return _full(op, op.Div(_keep(op, dy, x, n), op.Exp(_keep(op, y, x, n))), x)
 
 
 def _softmax(rule: str) -> Unary:
-    def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    def grad(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         return op.formula(rule, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
 
     return grad
 
 
-def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _cumsum(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     reverse = n.attributes.get_int("reverse", 0)
     exclusive = n.attributes.get_int("exclusive", 0)
     return op.CumSum(dy, n.inputs[1], reverse=1 - reverse, exclusive=exclusive)
 
 
-def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _dft(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = F x over pairs of real and imaginary part: dx = F* dy = N F⁻¹ dy, and F dy / N for F⁻¹.
 
     F is symmetric, of all N elements; of a real x the imaginary part has no gradient.
@@ -119,7 +115,7 @@ def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Slice(dx, [0], [1], [-1]) if dim(x, -1) == 1 else dx
 
 
-def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
+def _stft(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y[b, f, k] = Σ_n x[b, f·step + n] w[n] (cos(2πkn/N), -sin(2πkn/N)) of a real signal x.
 
     So y is a convolution with a filter for each part of each k, and dx a transposed one.
@@ -151,7 +147,7 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
     return [op.reshape_like(dx, x), None, dwindow]
 
 
-def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _lp_normalization(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
     two = n.attributes.get_int("p", 2) == 2
     norm, slope = ("ReduceL2", "y") if two else ("ReduceL1", "Sign(x)")

@@ -29,7 +29,9 @@ Activation = tuple[str, tuple[float, ...]]
 class Cell:
     """One direction of a node: `step` is its formula, from the ONNX specification."""
 
-    def __init__(self, op: Any, node: ir.Node, direction: int, acts: Sequence[Activation]) -> None:
+    def __init__(
+        self, op: Builder, node: ir.Node, direction: int, acts: Sequence[Activation]
+    ) -> None:
         self.op, self.kind, self.acts = op, node.op_type, acts
         self.clip = node.attributes.get_float("clip", 0.0)
         self.coupled = bool(node.attributes.get_int("input_forget", 0))

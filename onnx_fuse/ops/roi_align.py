@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.shape_ops import Values, arguments, fail, text
+from onnx_fuse.ops.shape_ops import Values, Writer, arguments, fail, text
 
 
-def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
+def _roi_align(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dx = Σ over an image's boxes of Aᵀ dy B; a box's gradient by those of A and B."""
     (x, boxes, batch), dy = arguments(node, 3), dys[0]
     samples = node.attributes.get_int("sampling_ratio", 0)
@@ -61,7 +61,7 @@ class _Weights:
     """What the samples of one axis take of its `length` pixels, and how that changes."""
 
     def __init__(
-        self, op: Any, ends: Any, first: int, bins: int, samples: int, length: Any, like: Any,
+        self, op: Writer, ends: Any, first: int, bins: int, samples: int, length: Any, like: Any,
         *, at_least_one: bool,
     ) -> None:  # fmt: skip
         self.op, self.bins = op, bins

@@ -8,40 +8,38 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.opdef import OpDef, Unary, no_grad, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
-    Unary,
     Values,
+    Writer,
     arguments,
     fail,
     ints_attribute,
     known_rank,
-    no_grad,
     norm_axis,
     static_ints,
-    table,
     text,
 )
 
 
-def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _like(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.reshape_like(dy, x)
 
 
-def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _squeeze(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = given(n, 1)
     return op.Unsqueeze(dy, axes) if static_ints(axes) else op.reshape_like(dy, x)
 
 
-def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _transpose(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     perm = ints_attribute(n, "perm")
     if perm is None:
         return op.Transpose(dy)
     return op.Transpose(dy, perm=[int(i) for i in np.argsort(perm)])
 
 
-def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _tile(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """Sum over the repeats: dy as [r0, d0, r1, d1, …], reduced over every r."""
     repeats = static_ints(n.inputs[1])
     sizes: list[Any] = []
@@ -56,7 +54,7 @@ def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     return op.ReduceSum(op.reshape(dy, sizes), op.constant(axes), keepdims=0) if axes else dy
 
 
-def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
+def _pad(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, pads), dy = arguments(node, 2), dys[0]
     mode = text(node, "mode", "constant")
     axes = given(node, 3)
@@ -93,7 +91,9 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dx]
 
 
-def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value, n: int) -> Tensor:
+def add_along(
+    op: Writer, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value, n: int
+) -> Tensor:
     """x of the given size along `axis` with x[places[i]] += dy[i], the transpose of Gather."""
     shape = op.Shape(dy)
     before = [op.Slice(shape, [0], [axis], [0])] if axis else []
@@ -106,7 +106,7 @@ def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value
     return op.scatter_add("ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
 
 
-def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
+def _concat(op: Writer, node: ir.Node, dys: Values) -> Values:
     dy, axis = dys[0], node.attributes.get_int("axis", 0)
     inputs = [x for x in node.inputs if x is not None]
     if len(inputs) == 1:
@@ -120,14 +120,14 @@ def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
     return list(parts)
 
 
-def _split(op: Any, node: ir.Node, dys: Values) -> Values:
+def _split(op: Writer, node: ir.Node, dys: Values) -> Values:
     parts = [op.present(dy, y) for dy, y in zip(dys, node.outputs, strict=True)]
     if len(parts) == 1:
         return parts
     return [op.Concat(*parts, axis=node.attributes.get_int("axis", 0))]
 
 
-def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
+def _slice(op: Writer, node: ir.Node, dys: Values) -> Values:
     """Pad back with zeros; steps other than 1 scatter along each axis."""
     x, first, last = arguments(node, 3)
     dy, y = dys[0], node.outputs[0]
@@ -176,7 +176,7 @@ def _static_pads(
     return None
 
 
-def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[int]) -> Tensor:
+def _slice_steps(op: Writer, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[int]) -> Tensor:
     """Undo the axes one by one, the last first: each adds rows at the positions it took."""
     _, starts, ends, _, steps = arguments(node, 5)
     for i, axis in reversed(list(enumerate(axes))):
@@ -190,7 +190,7 @@ def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[i
     return dy
 
 
-def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _depth_to_space(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     block = n.attributes.get_int("blocksize", 1)
     if text(n, "mode", "DCR") == "DCR":
         return op.SpaceToDepth(dy, blocksize=block)
@@ -202,12 +202,12 @@ def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
     return op.reshape_like(op.Transpose(op.reshape(dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
 
 
-def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+def _reverse_sequence(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     batch, time = n.attributes.get_int("batch_axis", 1), n.attributes.get_int("time_axis", 0)
     return op.ReverseSequence(dy, n.inputs[1], batch_axis=batch, time_axis=time)
 
 
-def _range(op: Any, node: ir.Node, dys: Values) -> Values:
+def _range(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y[i] = start + i·delta."""
     dy = dys[0]
     steps = op.counted(op.Squeeze(op.Shape(dy), op.constant([0])))

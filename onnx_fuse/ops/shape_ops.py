@@ -7,7 +7,7 @@ gradient rules makes one node of equal ones, so a rule may ask for `Shape(x)` as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,51 +18,10 @@ from onnx_fuse.ir.build import Builder, const_array, dim, given
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ops.formula import emitted
-from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 
 Tensor: TypeAlias = Any
 """The ir.Value that a call of the (untyped) builder returns."""
 Values: TypeAlias = Sequence[Any]
-Unary: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, ir.Node], Tensor]
-"""`rule(op, dy, x, y, node)` gives dx."""
-
-
-def unary(rule: Unary) -> GradRule:
-    """A rule for the first input alone, from the first output's gradient."""
-
-    def grad(op: Any, node: ir.Node, dys: Values) -> Values:
-        (dy, *_), x = dys, node.inputs[0]
-        assert x is not None
-        return [None if dy is None else rule(op, dy, x, node.outputs[0], node)]
-
-    return grad
-
-
-def formulas(*texts: str | None) -> GradRule:
-    """A rule whose formulas (`ops.formula`) give the gradients of the first inputs, in order.
-
-    None is for an input without one. `x`, `z` or `a` is the first input, `b` the second, `y` the
-    output and `dy` its gradient.
-    """
-
-    def grad(op: Any, node: ir.Node, dys: Values) -> Values:
-        a, b = arguments(node, 2)
-        names = {"x": a, "z": a, "a": a, "b": b, "y": node.outputs[0], "dy": dys[0]}
-        return [op.formula(text, node, **names) if text else None for text in texts]
-
-    return grad
-
-
-def table(rules: Mapping[str, Unary | str]) -> None:
-    """Register ops of one differentiable input; a rule may be a formula, see `formulas`."""
-    for name, rule in rules.items():
-        grad = formulas(rule) if isinstance(rule, str) else unary(rule)
-        register(OpDef(name, grad=grad))
-
-
-def no_grad(reason: str, *names: str) -> None:
-    """Register ops through which no gradient flows."""
-    register(*(OpDef(name, grad=NoGrad(reason)) for name in names))
 
 
 # ---- attributes ------------------------------------------------------------------------------
@@ -199,7 +158,7 @@ def norm_axis(axis: int, value: ir.Value) -> int:
 # ---- the builder -----------------------------------------------------------------------------
 
 
-class TensorBuilder(Builder):
+class Writer(Builder):
     """A Builder with names for what takes several nodes: `op.Reshape` is one, `op.reshape` some.
 
     A size is a number, or an int64 vector of one that is computed where the model runs. `fused`:
@@ -207,9 +166,10 @@ class TensorBuilder(Builder):
     """
 
     fused = False
+    opset: int
     fresh: Callable[[str], str]
 
-    def formula(self, text: str, node: ir.Node | None = None, **values: Any) -> Any:
+    def formula(self, text: str, node: ir.Node | None = None, /, **values: Any) -> Any:
         """The result of formulas (`ops.formula`) of these values."""
         return emitted(text, self, node, **values)
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.constants import FUSE, PREVIEW
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
 
 def _float64(*attributes: str) -> str:
@@ -176,7 +176,7 @@ _STANDARD = {
 """The tensors that a parameter comes with and their updates, of an R and a T."""
 
 
-def _updates(op: TensorBuilder, node: ir.Node, **values: ir.Value) -> list[ir.Value]:
+def _updates(op: Writer, node: ir.Node, **values: ir.Value) -> list[ir.Value]:
     """One parameter's part of an update node."""
     formula = _STANDARD[node.op_type][1]
     if node.attributes.get_float("norm_coefficient", 0.0):  # the L2 term
@@ -197,7 +197,7 @@ def expand_standard_updates(model: ir.Model) -> int:
     for node in updates:
         names = _STANDARD[node.op_type][0].split()
         r, t, *tensors = [v for v in node.inputs if v is not None]
-        count, op = len(tensors) // len(names), TensorBuilder()
+        count, op = len(tensors) // len(names), Writer()
         for i in range(count):
             values = dict(zip(names, tensors[i::count], strict=True))
             results = _updates(op, node, r=r, t=t, **values)

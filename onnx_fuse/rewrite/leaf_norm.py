@@ -8,11 +8,10 @@ dW = gamma ⊙ G + beta ⊗ dc,  dgamma = Σ_n W ⊙ G,  dbeta = W · dc.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, producer, sole_consumer
 
@@ -21,7 +20,7 @@ MIN_ROWS = 16
 
 
 def without_rows(
-    op: Any, graph: ir.Graph, gradients: Mapping[str, ir.Value]
+    op: Builder, graph: ir.Graph, gradients: Mapping[str, ir.Value]
 ) -> dict[str, ir.Value]:
     """Rewrite LayerNormGrads whose dx nobody reads; returns `gradients` with the new values."""
     grads = dict(gradients)
@@ -70,7 +69,7 @@ def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.
 
 
 def _emit(
-    op: Any, node: ir.Node, rows: ir.Node, product: ir.Node, like: list[ir.Value]
+    op: Builder, node: ir.Node, rows: ir.Node, product: ir.Node, like: list[ir.Value]
 ) -> list[ir.Value]:
     """dW, dgamma, dbeta, dc; W and its gradient are [N, K], or ("Turned") [K, N]."""
     _, x, gamma, mean, rstd = node.inputs

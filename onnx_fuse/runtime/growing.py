@@ -41,7 +41,7 @@ class Grown(DeviceTensor):
         super().__init__(0, sizes, dtype, rooms.owner.device_id, None)
 
     @property
-    def address(self) -> int:  # type: ignore[override]
+    def address(self) -> int:
         """The address of memory of its own, to which the tokens are copied."""
         if self.rooms is not None:
             rooms, self.rooms = self.rooms, None

@@ -89,7 +89,7 @@ def make_whole(module: nn.Module) -> None:
             raise UsageError(f"'{name}' has hooks, which a graph does not call")
     kind: Any = type(module)
     module.__class__ = _fused_class(kind)
-    module._programs = Programs(module)  # type: ignore[assignment]
+    module._programs = Programs(module)
 
 
 class Programs:

@@ -327,8 +327,8 @@ def _no_functions_of_autograd() -> Iterator[None]:
             return before.__func__(cls, *args, **named)
         raise UsageError(f"its forward calls the autograd.Function '{cls.__name__}'")
 
-    kind.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    kind.apply = classmethod(apply)
     try:
         yield
     finally:
-        kind.apply = before  # type: ignore[method-assign]
+        kind.apply = before

@@ -48,7 +48,7 @@ def allocator(where: torch.device) -> Callable[..., torch.Tensor]:
     """What makes a tensor of (shape, strides, type) on the current GPU, which is `where`."""
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # as inductor has it
     if quick is not None and where.type == "cuda":
-        return quick  # type: ignore[no-any-return]
+        return quick
 
     def new(shape: Any, strides: Any, kind: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=kind, device=where)

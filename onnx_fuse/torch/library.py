@@ -155,7 +155,7 @@ def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             ready = graph.ready.enter(key, tensors, _ready(graph, tensors))
     if ready:
         if not ready.mask:
-            return ready.run(tensors)[0]  # type: ignore[no-any-return]
+            return ready.run(tensors)[0]
         results: Any = eager.apply(ready, *tensors)
         return results if isinstance(results, tuple) else (results,)
     return _with_gradient(graph.key, tensors)[: len(graph.outputs)]
@@ -301,8 +301,8 @@ class Fused:
                 ready = self.ready.enter(key, present, self._ready(args, present))
             if ready:
                 if ready.mask:
-                    return eager.apply(ready, *tensors)  # type: ignore[no-any-return]
-                return ready.run(present)[0][0]  # type: ignore[no-any-return]
+                    return eager.apply(ready, *tensors)
+                return ready.run(present)[0][0]
         inputs = [flattened(first, self.flat), *present[1:]]
         name = built(self.name, *self.parts(*args))
         y = _with_gradient(name, inputs, self.name)[0]

@@ -171,7 +171,7 @@ class LinearCrossEntropy(nn.Linear):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.reduction = reduction
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The loss of x [..., in_features] and the class numbers `target` [...]."""
         return linear_cross_entropy(
             x, self.weight, target, bias=self.bias, ignore_index=self.ignore_index,

@@ -39,7 +39,7 @@ class _Proxy(fx.Proxy):
         name, count = _instructions(caller.f_code)[caller.f_lasti]
         if name == "UNPACK_SEQUENCE":
             return (self[i] for i in range(count))
-        return self.tracer.iter(self)  # type: ignore[no-any-return]
+        return self.tracer.iter(self)
 
 
 @cache
@@ -103,7 +103,7 @@ class _Tracer(fx.Tracer):
         cut = node.target is operator.getitem and isinstance(node.args[1], slice)
         if cut and isinstance(node.args[0], fx.Node) and size_of(node.args[0]):
             return iter((obj[0], obj[1]))
-        return super().iter(obj)  # type: ignore[no-any-return]
+        return super().iter(obj)
 
 
 @cache

@@ -13,7 +13,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused import float8, gated
 from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
 from onnx_fuse.ops.rules import attribute, typed
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.problem import Hardware
 
 
@@ -65,7 +65,7 @@ def in_float8(
         parts = _parts(node) if active.issuperset(node.outputs) else None
         if parts is None or parts.w in fed or not _has_right_sizes(node, parts):
             continue
-        op, stem = TensorBuilder(), str(node.name or node.outputs[0].name)
+        op, stem = Writer(), str(node.name or node.outputs[0].name)
         x, w, c, y = _normed(op, node, parts), parts.w, parts.c, node.outputs[0]
         maker = w.producer()
         master = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, detach, given, rank
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
 MICROSOFT = "com.microsoft"
 
@@ -106,7 +106,7 @@ _UNTYPED = {
 }
 
 
-class Body(TensorBuilder):
+class Body(Writer):
     """A builder of the body of the node `call`, which knows its results' element types."""
 
     def __init__(self, call: ir.Node) -> None:

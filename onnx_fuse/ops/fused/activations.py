@@ -31,6 +31,7 @@ from onnx_fuse.ops.rules import (
     scalar,
     typed,
 )
+from onnx_fuse.ops.shape_ops import Writer
 
 
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
@@ -87,7 +88,7 @@ def tail_of(z: ir.Value) -> Tail | None:
     return None
 
 
-def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
+def act_grad(op: Writer, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
     """dy act'(z), by the op `{name}Grad`; `node` has the attributes."""
     wanted = ACTIVATIONS[name].attributes
     attributes = {k: a.value for k, a in node.attributes.items() if f"{k}:" in wanted}
@@ -96,7 +97,7 @@ def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
     return dz
 
 
-def _grad(op: Any, node: ir.Node, dys: Sequence[Any]) -> Sequence[Any]:
+def _grad(op: Writer, node: ir.Node, dys: Sequence[Any]) -> Sequence[Any]:
     return [act_grad(op, node, node.op_type, dys[0], node.inputs[0])]
 
 

@@ -23,7 +23,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.gradients import cotangents, dz_text, saved
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import typed
-from onnx_fuse.ops.shape_ops import TensorBuilder, Values
+from onnx_fuse.ops.shape_ops import Values, Writer
 
 NAME = "Float8Linear"
 HISTORY = 16
@@ -87,7 +87,7 @@ SAVED: tuple[str, ...] = ("xt", "wq", "xscale", "wscale")
 """x8 / s [K, M] and w8 / s [K, N] in e4m3, and both s: what the gradient reads."""
 
 
-def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gradient(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dx, dw and dc; the next history of g stands for its gradient."""
     cotangents(node, dys, 3)
     x, w, c, *_, history = node.inputs
@@ -126,7 +126,7 @@ register(*(op for activation in (None, *ACTIVATIONS.values()) for op in _define(
 
 
 def linear(
-    op: TensorBuilder,
+    op: Writer,
     act: str,
     operands: tuple[ir.Value, ir.Value, ir.Value],
     histories: tuple[ir.Value, ir.Value, ir.Value],

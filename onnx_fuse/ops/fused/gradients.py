@@ -21,7 +21,7 @@ from onnx_fuse.ops.activations import Activation
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
 from onnx_fuse.ops.opdef import OpDef, fused_op, lookup
-from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, fail
+from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, fail
 
 STASH = "stash_type: int = 1"
 
@@ -146,7 +146,7 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
     return fused_op(name, attributes, ", ".join(reads), ", ".join(outputs), lines)
 
 
-def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def gemm_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows.
 
     A norm n that others read as well stands in memory, and its whole gradient is known only behind
@@ -305,7 +305,7 @@ NORM_GRADS = (
 
 
 def norm_grad(
-    op: Any, node: ir.Node, kind: str, dy: Tensor, ds: Tensor, x: Tensor, affine: list[Any],
+    op: Writer, node: ir.Node, kind: str, dy: Tensor, ds: Tensor, x: Tensor, affine: list[Any],
     stats: list[Any],
 ) -> list[Any]:  # fmt: skip
     """[dx, dscale, dbias (LayerNorm alone)]; `ds` is what reaches x besides."""
@@ -315,13 +315,13 @@ def norm_grad(
     return list(op.emit(name, inputs, [x, *affine], **wide(node)))
 
 
-def rms_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def rms_norm_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     cotangents(node, dys, 1)
     x, scale = arguments(node, 2)
     return norm_grad(op, node, "RMSNorm", dys[0], None, x, [scale], [saved(node, "rstd")])
 
 
-def skip_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def skip_norm_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     """(y, s) of s = x + residual: x and residual share one gradient."""
     cotangents(node, dys, 2)
     kind = FusedName.of(node.op_type).norm
@@ -336,7 +336,7 @@ def skip_norm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
 # ---- convolutions ----------------------------------------------------------------------------
 
 
-def conv_act_grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def conv_act_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     activation = FusedName.of(node.op_type).activation
     cotangents(node, dys, 1)
     z = saved(node, "z")

@@ -10,8 +10,6 @@ dx = rstd (dz scale - mean(dz scale) - xh mean(dz scale xh)),  dscale = sum dz x
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
@@ -32,7 +30,7 @@ from onnx_fuse.ops.rules import (
     producer,
     sole_consumer,
 )
-from onnx_fuse.ops.shape_ops import Values, restores, same_size
+from onnx_fuse.ops.shape_ops import Values, Writer, restores, same_size
 
 _BODY = """
   first = [0]
@@ -96,7 +94,7 @@ _GRAD = """
 """
 
 
-def _grad(op: Any, node: ir.Node, dys: Values) -> Values:
+def _grad(op: Writer, node: ir.Node, dys: Values) -> Values:
     activation = FusedName.of(node.op_type).activation
     name = str(FusedName.make("GroupNorm", activation, grad=True))
     attributes = {k: a.value for k, a in node.attributes.items()}

@@ -12,7 +12,7 @@ multiplies them. So a runtime needs z for a few rows at a time, and never M x V 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +33,7 @@ from onnx_fuse.ops.rules import (
     sole_reader,
     typed,
 )
-from onnx_fuse.ops.shape_ops import TensorBuilder, Values
+from onnx_fuse.ops.shape_ops import Values, Writer
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048
@@ -87,7 +87,7 @@ _BODY = """LinearCrossEntropy <ignore_index: int = -100, label_smoothing: float 
 }"""
 
 
-def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
+def _gradient(op: Writer, node: ir.Node, dys: Values) -> Values:
     """The saved gradients of the sum, times that of the sum."""
     cotangents(node, dys, 2)
     dy, answers = dys[0], []
@@ -119,7 +119,7 @@ class _Product(NamedTuple):
     bias: ir.Value | None
     affine: Sequence[ir.Value | None] = ()
 
-    def operand(self, op: Any) -> ir.Value:
+    def operand(self, op: Writer) -> ir.Value:
         """What W multiplies; the norm as a node of its own again."""
         if not self.affine:
             return self.x
@@ -215,7 +215,7 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
     if dim(scores, 0) not in (None, dim(labels, 0)):  # onnxruntime runs the loss of others, too
         return rw.refuse(NAME, nodes, "the scores have rows of a known number, the labels do not")
-    op, w = TensorBuilder(), site.w
+    op, w = Writer(), site.w
     x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE
     stash = ir.DataType.DOUBLE if double else ir.DataType.FLOAT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -11,9 +10,12 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, attention_body, body, grad_body
 from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import Writer
 
 
-def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence[ir.Value | None]:
+def gradient(
+    op: Writer, node: ir.Node, dys: Sequence[ir.Value | None]
+) -> Sequence[ir.Value | None]:
     """The fused backward. The gradients of added masks come from a second node, which goes with
     the dead code where nobody asks for them.
     """

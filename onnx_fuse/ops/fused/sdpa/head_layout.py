@@ -177,7 +177,7 @@ def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | Non
         same = dim(source, -1) is not None and dim(source, -1) == dim(value, -1)
         return source if same and rank(source) == 4 and heads and dim(source, 1) == heads else None
     turn = producer(value, "Transpose")
-    if turn is None or list(attribute(turn, "perm", ())) != [0, 2, 1]:  # type: ignore[call-overload]
+    if turn is None or list(attribute(turn, "perm", ())) != [0, 2, 1]:
         return None
     below = producer(turn.inputs[0], "Reshape")
     source = below.inputs[0] if below is not None else None

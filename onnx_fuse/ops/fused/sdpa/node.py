@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +14,7 @@ from onnx_fuse.ops.fused.sdpa.mask_analysis import causal_step
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import Rewriter, attribute, typed
-from onnx_fuse.ops.shape_ops import TensorBuilder
+from onnx_fuse.ops.shape_ops import Writer
 
 _SUMS = 25
 """The opset from which what hides keys is added to a mask and does not take its place
@@ -52,7 +51,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     for reason, stands in problems.items():
         if stands:
             return rw.refuse("Sdpa", [node], reason)
-    op = TensorBuilder()
+    op = Writer()
     flat = rank(q) == 3
     heads, groups = attribute(node, "q_num_heads"), attribute(node, "kv_num_heads")
     if flat:
@@ -122,7 +121,7 @@ def _joined(op: Builder, past: ir.Value, new: ir.Value) -> ir.Value:
     return typed(y, new)
 
 
-def _lengthened(op: Any, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value) -> ir.Value:
+def _lengthened(op: Writer, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value) -> ir.Value:
     """The mask with a column for each key: those that it does not reach are hidden."""
     if mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
@@ -134,7 +133,7 @@ def _lengthened(op: Any, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value)
 
 
 def _hidden_too(
-    op: Any, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, sums: bool
+    op: Writer, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, sums: bool
 ) -> ir.Value:
     """The mask, of either kind, that also hides what `seen` does not show.
 

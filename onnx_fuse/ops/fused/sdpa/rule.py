@@ -247,7 +247,7 @@ def _ending(p: ir.Value) -> ProductTail | str:
                 return "the mask of a Dropout of the weights is used"
             p = out
         elif node.op_type == "Transpose" and not turned:
-            if list(attribute(node, "perm", ())) != swapped(rank(p) or 0):  # type: ignore[call-overload]
+            if list(attribute(node, "perm", ())) != swapped(rank(p) or 0):
                 return "a Transpose of the weights that does more than swap queries and keys"
             p, turned = out, True
         elif node.op_type == "MatMul":
