@@ -376,11 +376,11 @@ class _Interface:
 
     @classmethod
     def of_graph(cls, model: ir.Model) -> _Interface:
-        from onnx_fuse.ir.build import defaults, required
+        from onnx_fuse.ir.build import defaults, required_inputs
 
         arrays = defaults(model)
         overridable = [argument(v) for v in model.graph.inputs if v.name in arrays]
-        inputs = [argument(v) for v in required(model)]
+        inputs = [argument(v) for v in required_inputs(model)]
         return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], arrays)
 
     @classmethod

@@ -32,7 +32,7 @@ from lowering import answered, with_values
 from support import answers, stock
 
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import required
+from onnx_fuse.ir.build import required_inputs
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
@@ -176,7 +176,7 @@ class Subject:
             n: way.tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
         }
         choice = input_sizes.InputSizes(sizes, shapes, {}, True, [], lengths)
-        roles = {v.name or "": role_of(v) for v in required(self.sized)}
+        roles = {v.name or "": role_of(v) for v in required_inputs(self.sized)}
         feed = inputs.draw(roles, choice, rng, 2)
         if self.before is None:
             return feed

@@ -13,7 +13,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import detach, subgraphs
+from onnx_fuse.ir.build import detach, required, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ir.names import Names
@@ -150,8 +150,7 @@ class Emitter(Writer):
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
     proto = onnx.TypeProto()
-    assert value.type is not None
-    ir.serde.serialize_type_into(proto, value.type)
+    ir.serde.serialize_type_into(proto, required(value.type))
     if value.shape is not None:
         ir.serde.serialize_shape_into(proto, value.shape)
     return proto
@@ -235,8 +234,8 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
             continue
         body = inner.attributes["body"].as_graph()
         states = len(inner.inputs) - inner.attributes["num_scan_inputs"].as_int()
-        for i, (formal, operand) in enumerate(zip(body.inputs, inner.inputs, strict=True)):
-            assert operand is not None
+        for i, formal in enumerate(body.inputs):
+            operand = required(inner.inputs[i])
             formal.name = op.fresh(f"{op.stem}/step")
             formal.type = operand.type
             if operand.shape is not None:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.importer.types import shapes_of_body
-from onnx_fuse.ir.build import all_nodes, captured, const_array, reads, subgraphs
+from onnx_fuse.ir.build import all_nodes, captured, const_array, reads, required, subgraphs
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.ops.shape_ops import arguments, fail, may_be_float
@@ -228,8 +228,7 @@ def through_loop(
     inside = [*outer, *(steps[count + i] for i in moving)]
     whys = [*("" for _ in floats), *(stopped.get(v.name or "", "") for v in inside)]
     answers = []
-    for x, dx, why in zip(targets, dxs, whys, strict=True):
-        assert x is not None
+    for x, dx, why in zip(map(required, targets), dxs, whys, strict=True):
         dx.type, dx.shape = x.type, x.shape
         answers.append((x, dx, why))
     return [answer for answer in answers if answer[0] in active]

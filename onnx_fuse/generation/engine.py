@@ -18,7 +18,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
-from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.build import Builder, required_inputs
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.runtime import device, ort
 from onnx_fuse.runtime.staging import Downloads, Pending
@@ -49,7 +49,7 @@ class Engine:
         if graph is None:
             model = load(model)
             graph = model.graph
-            inputs, outputs = map(argument, required(model)), list(map(argument, graph.outputs))
+            inputs, outputs = ([*map(argument, v)] for v in (required_inputs(model), graph.outputs))
         else:
             inputs, outputs = model.get_inputs(), model.get_outputs()
         try:

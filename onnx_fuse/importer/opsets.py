@@ -13,7 +13,7 @@ from onnx_fuse.importer.contrib.table import MICROSOFT
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.shapes import check_sizes, infer_shapes
 from onnx_fuse.importer.upgrade import UPGRADES, upgrade
-from onnx_fuse.ir.build import Builder, all_nodes, const_array
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, required
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, one_line
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.ir.functions import inline_functions
@@ -171,8 +171,7 @@ def _broadcast_slopes(model: ir.Model) -> None:
             axes = list(range(1, len(x.shape) - 1))
             spread = ir.node("Unsqueeze", [slope], {"axes": axes})
             spread.outputs[0].name = f"{slope.name}.by_channel.{node.outputs[0].name}"
-            assert node.graph is not None
-            node.graph.insert_before(node, spread)
+            required(node.graph).insert_before(node, spread)
             node.replace_input_with(1, spread.outputs[0])
 
 

@@ -18,7 +18,7 @@ from onnx_fuse.importer.inference import inferred
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
 from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, infer_actual
-from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.ir.build import all_nodes, required, subgraphs
 
 _LONGEST_SHAPE = 1 << 20
 MAKES_SEQUENCES = {
@@ -231,9 +231,8 @@ def without_weights(model: ir.Model) -> Iterator[None]:
         if v.const_value is not None and v.const_value.nbytes > READ_BY_INFERENCE
     ]
     inputs, order = list(graph.inputs), list(graph.initializers.values())
-    tensors = [v.const_value for v in large]
+    tensors = [required(v.const_value) for v in large]
     for value, tensor in zip(large, tensors, strict=True):
-        assert tensor is not None
         value.dtype = value.dtype or tensor.dtype
         if value.shape is None:
             value.shape = ir.Shape(list(tensor.numpy().shape))

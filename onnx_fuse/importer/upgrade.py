@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank, required
 from onnx_fuse.ir.windows import around, passes_padding
 from onnx_fuse.ops.shape_ops import Writer
 
@@ -47,8 +47,7 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
 
 
 def _apply(rule: Rule, node: ir.Node) -> None:
-    op, graph = Writer(), node.graph
-    assert graph is not None
+    op, graph = Writer(), required(node.graph)
     results = rule(node, op)
     for new_node in op.nodes:
         new_node.metadata_props.update(node.metadata_props)
@@ -390,13 +389,16 @@ def _norm_of_two_types(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     axes = op.constant(np.arange(_pop_attribute(node, "axis", -1) % max(size, 1), size))
     wide = ir.DataType(_pop_attribute(node, "stash_type", int(ir.DataType.FLOAT)))
     rows = op.Cast(x, to=int(wide))
-    epsilon = _scalar_like(op, _pop_attribute(node, "epsilon", 1e-5), rows)
-    mean = op.ReduceMean(rows, axes, keepdims=1)
-    variance = op.Sub(op.ReduceMean(op.Mul(rows, rows), axes, keepdims=1), op.Mul(mean, mean))
-    deviation = op.Sqrt(op.Add(variance, epsilon))
-    y = op.Mul(op.Cast(op.Div(op.Sub(rows, mean), deviation), to=int(kind)), scale)
-    y = y if bias is None else op.Add(y, bias)
-    return [y, mean, op.Reciprocal(deviation)][: len(node.outputs)]
+    rows.dtype = wide
+    y, mean, rstd = op.formula(
+        f"""mean = ReduceMean <keepdims = 1> (rows, axes)
+        deviation = Sqrt(ReduceMean <keepdims = 1> (rows * rows, axes) - mean * mean + epsilon)
+        y = CastLike((rows - mean) / deviation, scale) * scale {"" if bias is None else "+ bias"}
+        y, mean, Reciprocal(deviation)""",
+        rows=rows, axes=axes, scale=scale, bias=bias,
+        epsilon=float(np.float32(_pop_attribute(node, "epsilon", 1e-5))),
+    )  # fmt: skip
+    return [y, mean, rstd][: len(node.outputs)]
 
 
 @_rule(19, "Relu")

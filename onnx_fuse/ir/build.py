@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import CANONICAL_OPSET, DEFAULT, FUSE
 from onnx_fuse.ir.names import Names
+
+T = TypeVar("T")
 
 
 class Builder:
@@ -56,14 +58,7 @@ class Builder:
         for key, value in present.items():
             if isinstance(value, list) and not value:  # onnx-ir warns of it on the terminal
                 present[key] = ir.AttrInt64s(key, value)
-        node = ir.node(
-            op_type,
-            values,
-            present,
-            domain=domain,
-            num_outputs=count,
-            name=name,
-        )
+        node = ir.node(op_type, values, present, domain=domain, num_outputs=count, name=name)
         if not isinstance(outputs, int):
             for value, label in zip(node.outputs, outputs, strict=True):
                 value.name = label
@@ -114,16 +109,20 @@ def rank(value: ir.Value | None) -> int | None:
 
 def dim(value: ir.Value | None, axis: int) -> int | None:
     """The size of an axis where it is statically known, or None."""
-    size = rank(value)
-    if value is None or value.shape is None or size is None or not -size <= axis < size:
-        return None
-    extent = value.shape[axis]
+    shape = value.shape if value is not None and value.shape is not None else ()
+    extent = shape[axis] if -len(shape) <= axis < len(shape) else None
     return extent if isinstance(extent, int) else None
 
 
 def given(node: ir.Node, index: int) -> ir.Value | None:
     """Input `index`, None where it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def required(part: T | None) -> T:
+    """What the graph has for certain, though its type admits None."""
+    assert part is not None
+    return part
 
 
 def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> None:
@@ -194,7 +193,7 @@ def all_nodes(graph: Iterable[ir.Node]) -> Iterator[ir.Node]:
 _HOLD_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
-def required(model: ir.Model) -> list[ir.Value]:
+def required_inputs(model: ir.Model) -> list[ir.Value]:
     """The inputs that a caller must give: those without a default."""
     return [v for v in model.graph.inputs if DEFAULT not in v.meta and not v.is_initializer()]
 

@@ -45,6 +45,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import correct_types
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE, one_line
 from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
@@ -341,15 +342,12 @@ class Context(PassContext, ABC):
     def _tensor(self, slot: Slot) -> Tensor:
         """The slot's tensor; a value known on the host becomes a constant in device memory."""
         if slot.tensor is None:
-            assert slot.host is not None
-            slot.tensor = self.constant(slot.host)
+            slot.tensor = self.constant(required(slot.host))
         return slot.tensor
 
     def view(self, node: ir.Node, i: int) -> Tensor:
         """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""
-        value = node.inputs[i]
-        assert value is not None
-        return self._tensor(self.slots[value])
+        return self._tensor(self.slots[required(node.inputs[i])])
 
     def dense(self, node: ir.Node, i: int) -> Tensor:
         """Input `i`, contiguous and 16-byte aligned (copied if need be); it must be present."""
@@ -542,8 +540,7 @@ def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int
     """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
     array = ctx.host(node, i)
     if array is not None and array.size == 1:
-        kind = ctx.dtype(node.inputs[i])
-        assert kind is not None
+        kind = required(ctx.dtype(node.inputs[i]))
         dtype = dtype_name(kind) if array.dtype == object else array.dtype.name
         return code.scalar(array.reshape(-1)[0], dtype), dtype
     tensor = ctx.view(node, i)

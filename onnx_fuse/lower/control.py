@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import required
 from onnx_fuse.lower.context import Slot
 from onnx_fuse.lower.host_values import HostValues
 from onnx_fuse.program.call import NeedsValues
@@ -128,8 +129,7 @@ class Control(HostValues):
     def _once(self, body: ir.Graph) -> list[Slot]:
         """Lower one pass through a body whose inputs are set; return the slots of its outputs."""
         for value in body.initializers.values():
-            assert value.const_value is not None
-            self.slots[value] = Slot(host=value.const_value.numpy())
+            self.slots[value] = Slot(host=required(value.const_value).numpy())
         for inner in body:
             self._node(inner)
         return [self.slots[v] for v in body.outputs]

@@ -114,12 +114,9 @@ def _product(
 ) -> str | None:
     """A filter of one tap: y[n] [M, P] = weight [M, C] · x[n] [C, P] + bias [M, 1]."""
     batch, pixels = shape.batch, prod(shape.inner)
-    a = reads["weight"].reshape((shape.filters, shape.channels))
-    b = reads["x"].reshape((batch, shape.channels, pixels))
-    to = y.reshape((batch, shape.filters, pixels))
-    assert a is not None
-    assert b is not None
-    assert to is not None
+    a = reads["weight"].view((shape.filters, shape.channels))
+    b = reads["x"].view((batch, shape.channels, pixels))
+    to = y.view((batch, shape.filters, pixels))
     if ITEMSIZE[y.dtype] == 2 and pixels % 8:
         b = _aligned(ctx, node, b)
     attrs: dict[str, object] = {}

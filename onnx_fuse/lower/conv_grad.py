@@ -50,8 +50,7 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
         rows = high * across // each
         steps = (padded.channels * rows, pixel * rows, rows, 1)
         run = replace(sums, shape=(dy.shape[1], each, channels, rows), strides=steps)
-        to = dw.reshape((dy.shape[1], channels, rows, each))
-        assert to is not None
+        to = dw.view((dy.shape[1], channels, rows, each))
         copy(ctx, node, run.permute((0, 2, 3, 1)), to)
     return reason
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.build import required
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.kernels.gemm_integer import LINE
@@ -180,11 +181,9 @@ def _product(
     images = channels_last(reads["x"])
     if not one_tap(shape):
         images = _gathered(ctx, node, shape, reads["x"])
-    x = ctx.contiguous(images).reshape((_pixels(y), shape.depth))
+    x = ctx.contiguous(images).view((_pixels(y), shape.depth))
     weight = reads["weight"].reshape((shape.filters, shape.depth))
-    to = y.reshape((_pixels(y), shape.filters))
-    assert x is not None
-    assert to is not None
+    to = y.view((_pixels(y), shape.filters))
     weight = weight if weight is not None else ctx.contiguous(reads["weight"])
     attrs: dict[str, object] = {}
     extra = {}
@@ -263,8 +262,7 @@ def _in_blocks(
         lines[..., :each] = turned.reshape(filters, kh, kw, each)
         return lines.reshape(filters, kh, kw * LINE)
 
-    lines = ctx.packed(weight, f"in blocks of {sh} x {sw}, {first} taps in", packed)
-    assert lines is not None
+    lines = required(ctx.packed(weight, f"in blocks of {sh} x {sw}, {first} taps in", packed))
     below = max(0, shape.outer[1] - 1 + kh - before[0] - high)
     one = Window((1, kh, 1), (1, 1, 1), (1, 1, 1), (0, before[0], 0), (0, below, 0))
     problem = replace(
@@ -339,8 +337,7 @@ def _runs(
     run = -(-(kw if merged else 1) * channels // multiple) * multiple
     rows = kh if merged else kh * kw
     steps = (rows * run, run if merged else kw * run, channels if merged else run, 1)
-    view = weight.permute((0, *range(2, len(weight.shape)), 1)).reshape((m, kh, kw, c))
-    assert view is not None
+    view = weight.permute((0, *range(2, len(weight.shape)), 1)).view((m, kh, kw, c))
 
     def packed(array: np.ndarray) -> np.ndarray:
         runs = np.zeros((m, rows, run), array.dtype)

@@ -124,8 +124,7 @@ def _product(
     columns = reshaped(ctx, last, (shape.channels, taps * filters))
     extra = {}
     if "bias" in reads:
-        each = reads["bias"].reshape((1, filters))
-        assert each is not None
+        each = reads["bias"].view((1, filters))
         bias = _packed(ctx, each.expand((taps, filters)))
         extra["col1"] = reshaped(ctx, bias, (taps * filters,))
     pixels = reshaped(ctx, x, (prod(x.shape[:-1]), shape.channels))
@@ -135,8 +134,7 @@ def _product(
     kernel, inner = shape.window.kernel[3 - rank :], x.shape[1:-1]
     pairs = [n for pair in zip(inner, kernel, strict=True) for n in pair]
     order = (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
-    places = out.reshape((x.shape[0], *pairs, filters))
-    assert places is not None
+    places = out.view((x.shape[0], *pairs, filters))
     copy(ctx, node, reshaped(ctx, patches, (x.shape[0], *inner, *kernel, filters)),
          places.permute(order))  # fmt: skip
     return None

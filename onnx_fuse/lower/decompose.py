@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import selection
@@ -265,8 +265,7 @@ def _transform(
 
 
 def dft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
-    x, shape, length, at = node.inputs[0], shapes[0], const(1), const(2)
-    assert x is not None
+    x, shape, length, at = required(node.inputs[0]), shapes[0], const(1), const(2)
     axis = (attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
     inverse, onesided = bool(attr(node, "inverse", 0)), bool(attr(node, "onesided", 0))
     size = int(shape[axis])  # the table of one length
@@ -283,10 +282,8 @@ def stft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | 
 
     The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
     """
-    signal, shape, step, length = node.inputs[0], shapes[0], const(1), const(3)
+    signal, shape, step, length = required(node.inputs[0]), shapes[0], required(const(1)), const(3)
     window = node.inputs[2] if len(node.inputs) > 2 else None
-    assert signal is not None
-    assert step is not None
     x = signal
     if len(shape) == 2:
         x, shape = op.Unsqueeze(signal, op.constant([2])), (*shape, 1)
@@ -311,8 +308,7 @@ def stft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | 
 
 def max_unpool(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
-    x, shape, output_shape = node.inputs[0], shapes[0], const(2)
-    assert x is not None
+    x, shape, output_shape = required(node.inputs[0]), shapes[0], const(2)
     kernel = attr(node, "kernel_shape", [])
     strides, pads = (
         attr(node, "strides", [1] * len(kernel)),

@@ -22,6 +22,7 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
@@ -124,9 +125,7 @@ def where(ctx: Context, node: ir.Node) -> str | None:
     """
     if relu_of(ctx, node) is None:
         return _plain_where(ctx, node)
-    assert node.inputs[0] is not None
-    mask = node.inputs[0].producer()
-    assert mask is not None
+    mask = required(required(node.inputs[0]).producer())
     code, shape = Code(), broadcast(ctx, node)
     args = [operand(ctx, code, mask, i, shape)[0] for i in range(2)]
     condition = code.step("Greater", "bool", *args)

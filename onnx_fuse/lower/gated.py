@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
@@ -69,11 +70,11 @@ def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
     if not _pays(ctx, node, w, attrs):
         return "the product by itself and a pass over its halves are faster"
     one, columns = (
-        ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))
+        required(
+            ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))
+        )
         for tensor in (w, row)
     )
-    assert one is not None
-    assert columns is not None
     if prefix:
         return norm_product(ctx, node, one, columns, attrs)
     y = ctx.output(node, 0, (*x.shape[:-1], w.shape[1] // 2), x.dtype)

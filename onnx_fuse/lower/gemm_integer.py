@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import conv_nhwc, linear
 from onnx_fuse.lower.channels_last import follow
@@ -322,8 +323,7 @@ def _at_once(ctx: Context, node: ir.Node) -> bool:
     sums = ctx.output(node, 0, shape, "float32")
     if conv_nhwc.integers(ctx, node, problem, both, {}, sums):
         return False
-    value = ctx.slots[node.outputs[0]].tensor
-    assert value is not None
+    value = required(ctx.slots[node.outputs[0]].tensor)
     y, code = follow(ctx, node, ctx.output(node, 0, shape, dtype), [value]), Code()
     zero = code.scalar(zy[0], dtype)
     emit(ctx, code, node, to_integer(code, code.load(value), dtype, zero), y)

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import reads
+from onnx_fuse.ir.build import reads, required
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.traits import DRAWS, SIZES
 from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot
@@ -119,8 +119,7 @@ class HostValues(Context):
 
     def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
         """A large tensor of one number: a broadcast scalar instead of its elements."""
-        shape_values = arrays[-1]
-        assert shape_values is not None
+        shape_values = required(arrays[-1])
         shape = tuple(map(sizes.number, shape_values.reshape(-1)))
         if not host.is_open(shape_values) and prod(shape) <= WEIGHT_LIMIT:
             return False

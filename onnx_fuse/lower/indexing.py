@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.build import required
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import UNKNOWN, Tensor
@@ -57,8 +58,7 @@ def _is_run(index: np.ndarray, size: int) -> bool:
 
 def _pick(ctx: Context, node: ir.Node) -> str | None:
     """Gather by one index that is known at lowering, as a view."""
-    x, index = ctx.view(node, 0), ctx.host(node, 1)
-    assert index is not None
+    x, index = ctx.view(node, 0), required(ctx.host(node, 1))
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     k = number(index.reshape(-1)[0])
     k += x.shape[axis] if k < 0 else 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, serves
@@ -152,7 +153,7 @@ class _Exponentials(_Chunks):
         if self.scaled is not None:
             writes["scaled"] = rows_of(self.scaled, 0, end - start)
         if self.narrow is not None:
-            writes["narrow"] = rows_of(self.narrow, 0, end - start)
+            writes["narrow"] = rows_of(required(self.narrow), 0, end - start)
         problem = rows_problem(self, end - start, scaled=self.scaled is not None)
         return ctx.select(node, problem, reads, writes)
 
@@ -161,14 +162,12 @@ class _Exponentials(_Chunks):
 
     def factor(self, start: int, end: int) -> Tensor:
         """scale x."""
-        assert self.scaled is not None
-        return rows_of(self.scaled, 0, end - start)
+        return rows_of(required(self.scaled), 0, end - start)
 
     def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
         """The same, each row times its factor."""
-        assert self.narrow is not None
         g, problem = self._whole(end - start), bias_problem(self, end - start)
-        scale = rows_of(self.narrow, 0, end - start).view((end - start, 1))
+        scale = rows_of(required(self.narrow), 0, end - start).view((end - start, 1))
         reads = {"a": g.permute((1, 0)), "b": scale}
         return self.ctx.select(self.node, problem, reads, {"y": to.permute((1, 0))})
 

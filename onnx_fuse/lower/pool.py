@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.build import required
 from onnx_fuse.lower.channels_last import (
     channels_last,
     follow,
@@ -91,8 +92,7 @@ def max_of_codes(ctx: Context, node: ir.Node) -> bool:
     dtype = ctx.view(node, 0).dtype
     if _pool(ctx, node, held.q) is not None:
         return False
-    pooled = ctx.slots[node.outputs[0]].tensor
-    assert pooled is not None
+    pooled = required(ctx.slots[node.outputs[0]].tensor)
     y, code = follow(ctx, node, ctx.output(node, 0, pooled.shape, dtype), [pooled]), Code()
     zero = code.scalar(int(held.zero[0]), "int32")
     factor = code.scalar(held.scale[0], "float32")

@@ -27,6 +27,7 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.gemm_integer import BYTES
@@ -138,8 +139,7 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
         y = follow(ctx, node, y, [x])
     for elements, numbers in parts:
         code = Code()
-        value, divisor = code.load(elements(x)), _number(ctx, code, node, 1, numbers)
-        assert divisor is not None
+        value, divisor = code.load(elements(x)), required(_number(ctx, code, node, 1, numbers))
         if how == "float32":
             value = code.step("Cast", "float32", value)
             if dtype in BYTES and (numbers_of := _scalars(ctx, node)) is not None:
@@ -229,8 +229,7 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
             zero = int(point.reshape(-1)[0])
         elif q.dtype not in NARROW_FLOATS:
             zero = _number(ctx, code, node, 2, numbers)
-        factor = _number(ctx, code, node, 1, numbers)
-        assert factor is not None
+        factor = required(_number(ctx, code, node, 1, numbers))
         emit(ctx, code, node, to_float(code, value, dtype, zero, factor), elements(y))
     _remember(ctx, node, q, y)
     return None
@@ -309,18 +308,15 @@ def _once(
     if len(parts) != 1 or not q.size or any(ctx.known(t) is None for t in (q, *held)):
         return None
     _, numbers = parts[0]
-    views = [ctx.known(numbers(t)) for t in held]
+    views = [required(ctx.known(numbers(t))) for t in held]
     digest = hashlib.sha256(repr((dtype, node.attributes.get("axis"))).encode())
     for view in views:
-        assert view is not None
         digest.update(repr((view.shape, view.dtype.name)).encode() + view.tobytes())
 
     def make(array: np.ndarray) -> np.ndarray:
         scale, *zero = views
-        assert scale is not None
         value = array.reshape(scale.shape)
         if zero:
-            assert zero[0] is not None
             value = value.astype(np.int32) - zero[0].astype(np.int32)
         with np.errstate(all="ignore"):
             wide = value.astype(np.float32) * scale.astype(np.float32)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
+from onnx_fuse.ir.build import required
 from onnx_fuse.kernels import serves
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower.context import Codes, Context, emit
@@ -84,11 +85,9 @@ def factors_of(
         return (-int(x.zero[0]) * sums).astype(np.int32)
 
     less, shift = (
-        ctx.packed(weight, f"{name} {digest}", make)
+        required(ctx.packed(weight, f"{name} {digest}", make))
         for name, make in (("less zero points", signed), ("shift of sums", shifts))
     )
-    assert less is not None
-    assert shift is not None
     row = ctx.constant(np.ascontiguousarray(np.broadcast_to(scale, (filters,))))
     return IntegerOperands(x.q, int(x.zero[0]), less, shift, row)
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.ops.recurrent import steps_kind, ways
@@ -29,8 +29,7 @@ def recurrent(
     op: Builder, node: ir.Node, shapes: Sequence[tuple[int, ...]], const: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
-    kind, x, attributes = node.op_type, node.inputs[0], node.attributes
-    assert x is not None
+    kind, x, attributes = node.op_type, required(node.inputs[0]), node.attributes
     shape, sizes = shapes[0], shapes[2]
     layout, way = (
         attributes.get_int("layout", 0) == 1,

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, serves
@@ -372,9 +373,7 @@ def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
         path = _along(ctx, value, chain)
         if path is None or _along(ctx, path[-1], rest) is None:
             continue
-        join = path[-1].producer()
-        assert join is not None
-        return join, path[-2]
+        return required(path[-1].producer()), path[-2]
     return None
 
 

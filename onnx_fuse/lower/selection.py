@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.program.data_movement import KEPT_TILE
 
@@ -39,8 +39,7 @@ def _kept(op: Builder, keep: Any, length: int) -> tuple[Any, Any]:
 
 def nonzero(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """int64 [rank, count]: an index a row of each element that is not zero, in row-major order."""
-    x, shape = node.inputs[0], shapes[0]
-    assert x is not None
+    x, shape = required(node.inputs[0]), shapes[0]
     length = int(np.prod(shape))
     if not length or not shape:
         return None
@@ -94,8 +93,7 @@ def unique(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence
 
     Equal elements stand side by side once sorted, in their old order, since TopK is stable.
     """
-    x, shape = node.inputs[0], shapes[0]
-    assert x is not None
+    x, shape = required(node.inputs[0]), shapes[0]
     axis = attr(node, "axis", None)
     whole = axis is None
     rows = op.Reshape(x, [-1, 1]) if whole else x

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import MAKES_SEQUENCES
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.lower.context import Slot
 from onnx_fuse.lower.control import Control
 
@@ -68,15 +68,13 @@ def sequence(low: Control, node: ir.Node) -> bool:
         case "SequenceEmpty":
             result = Slot(items=())
         case "SequenceInsert":
-            assert slots[1] is not None
-            items.insert(len(items) if at is None else _place(at, len(items)), slots[1])
+            items.insert(len(items) if at is None else _place(at, len(items)), required(slots[1]))
             result = Slot(items=tuple(items))
         case "SequenceErase":
             items.pop(-1 if at is None else _place(at, len(items)))
             result = Slot(items=tuple(items))
         case "SequenceAt":
-            assert at is not None
-            result = items[_place(at, len(items))]
+            result = items[_place(required(at), len(items))]
         case "SequenceLength":
             result = Slot(host=np.array(len(items), np.int64))
         case "Optional" | "OptionalGetElement":

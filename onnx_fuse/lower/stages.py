@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import MAKES_SEQUENCES
-from onnx_fuse.ir.build import all_nodes, captured, reads, subgraphs
+from onnx_fuse.ir.build import all_nodes, captured, reads, required, subgraphs
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.lower.context import Slot, data_type, type_proto
 from onnx_fuse.lower.control import Control
@@ -200,9 +200,8 @@ def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
 
 def _empty(value: ir.Value) -> np.ndarray:
     """The stack of no passes; its unknown sizes are 0, as in onnxruntime."""
-    assert value.dtype is not None
     row = [d if isinstance(d, int) else 0 for d in value.shape or ()]
-    return np.zeros((0, *row), value.dtype.numpy())
+    return np.zeros((0, *row), required(value.dtype).numpy())
 
 
 def use_oldest_opset(low: Control, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:

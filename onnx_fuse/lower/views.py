@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
@@ -120,9 +121,7 @@ def slice_(ctx: Context, node: ir.Node) -> str | None:
     bounds = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
     if any(ctx.has(node, i) and bounds[i - 1] is None for i in range(1, 5)):
         return SHAPE_UNKNOWN
-    assert bounds[0] is not None
-    assert bounds[1] is not None
-    begin, end = _ints(bounds[0]), _ints(bounds[1])
+    begin, end = _ints(required(bounds[0])), _ints(required(bounds[1]))
     axes = _ints(bounds[2]) if bounds[2] is not None else list(range(len(begin)))
     strides = _ints(bounds[3]) if bounds[3] is not None else [1] * len(begin)
     starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)

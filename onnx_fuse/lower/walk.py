@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import inline, to_proto
-from onnx_fuse.ir.build import Builder, captured, subgraphs
+from onnx_fuse.ir.build import Builder, captured, required, subgraphs
 from onnx_fuse.ir.constants import DEFAULT, base_name, one_line
 from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower import elementwise, views
@@ -270,8 +270,7 @@ class Lowerer(Control):
             array = self.constants[tensor.buffer]
         else:
             value = self.model.graph.initializers[buffer.name].const_value
-            assert value is not None
-            array = value.numpy()
+            array = required(value).numpy()
         flat = np.ascontiguousarray(array).reshape(-1)[tensor.offset :]
         steps = [step * array.itemsize for step in tensor.strides]
         return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
@@ -419,15 +418,13 @@ class Lowerer(Control):
                 outputs.append((name, None))
                 continue
             if name in self.state:
-                target = named[self.state[name]].tensor
-                assert target is not None
+                target = required(named[self.state[name]].tensor)
                 late.append((name, self._tensor(slot), target))
                 outputs.append((name, target))
                 writes.append((name, target))
                 continue
             if slot.tensor is None:
-                assert slot.host is not None
-                outputs.append((name, slot.host))
+                outputs.append((name, required(slot.host)))
                 continue
             tensor = slot.tensor
             buffer = self.buffers[tensor.buffer]
@@ -647,7 +644,6 @@ class Lowerer(Control):
             self.stuck.add(node)
             self._defer(node)
             return
-        assert types is not None
         model = to_proto(self._single(node))
         use_oldest_opset(self, model, [node])
         reads = {
@@ -657,8 +653,7 @@ class Lowerer(Control):
         }
         writes: dict[str, Tensor] = {}
         for i, value in outputs:
-            inferred = types[i]
-            assert inferred is not None
+            inferred = required(required(types)[i])
             writes[value.name or ""] = self.output(node, i, inferred[1], inferred[0])
         for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
             kind = type_proto(data_type(tensor.dtype), tensor.shape)

@@ -9,6 +9,7 @@ import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import constants, op_call, operation
+from onnx_fuse.nn.operators import Axes
 from onnx_fuse.ops.shape_ops import Writer
 
 _FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
@@ -153,15 +154,7 @@ def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
 
 @operation
 def _slice(
-    op: Writer,
-    x: Any,
-    starts: Any,
-    ends: Any,
-    *,
-    axes: tuple[int, ...],
-    steps: tuple[int, ...],
-    drop: tuple[int, ...],
-    new: tuple[int, ...],
+    op: Writer, x: Any, starts: Any, ends: Any, *, axes: Axes, steps: Axes, drop: Axes, new: Axes
 ) -> Any:
     """Slices along `axes`, without the axes `drop`, and then with new ones at `new`."""
     if axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -13,8 +13,10 @@ from onnx_fuse.nn.dispatch import MODE, operation
 from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.call import dtype_of
 
+Axes: TypeAlias = tuple[int, ...]
 
-def emitter(name: str, attributes: dict[str, Any] | None = None, **kinds: Any) -> Any:
+
+def emitter(name: str, attributes: dict[str, Any] | None = None) -> Any:
     """A function of Tensors that is one node."""
 
     def build(op: Writer, *values: Any) -> Any:
@@ -84,7 +86,7 @@ def invert(op: Writer, a: Any) -> Any:
 
 
 @operation
-def reduce(op: Writer, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+def reduce(op: Writer, x: Any, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
     """A reduction; of integers, whose sums and products do not fit their type, an int64."""
     over = None if axes is None else op.constant(list(axes))
     if not x.dtype.is_floating_point():
@@ -102,7 +104,7 @@ def reduce(op: Writer, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepd
 
 
 @operation
-def extreme(op: Writer, x: Any, *, kind: str, axes: tuple[int, ...] | None, keepdim: bool) -> Any:
+def extreme(op: Writer, x: Any, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
     """The largest or smallest element; NaN where there is one, which ONNX may leave out."""
     over, keep = None if axes is None else op.constant(list(axes)), int(keepdim)
     y = op.node(kind, [x, over], keepdims=keep)
@@ -126,9 +128,7 @@ def _any_nan(op: Writer, x: Any, axes: Any, keep: int) -> Any:
 
 
 @operation
-def variance(
-    op: Writer, x: Any, *, axes: tuple[int, ...] | None, keepdim: bool, correction: int
-) -> Any:
+def variance(op: Writer, x: Any, *, axes: Axes | None, keepdim: bool, correction: int) -> Any:
     """Σ (x - mean)² / (n - correction)."""
     over = None if axes is None else op.constant(list(axes))
     d = op.Sub(x, op.ReduceMean(x, over, keepdims=1))
@@ -153,14 +153,7 @@ def cast(op: Writer, x: Any, *, dtype: str) -> Any:
     return op.Cast(x, to=int(ir.DataType.from_numpy(dtype_of(dtype))))
 
 
-@operation
-def clip(op: Writer, x: Any, low: Any, high: Any) -> Any:
-    return op.Clip(x, low, high)
-
-
-@operation
-def select(op: Writer, mask: Any, a: Any, b: Any) -> Any:
-    return op.Where(mask, a, b)
+clip, select = emitter("Clip"), emitter("Where")
 
 
 @operation

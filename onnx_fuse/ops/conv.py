@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
-from onnx_fuse.ir.build import const_array, dim
+from onnx_fuse.ir.build import const_array, dim, required
 from onnx_fuse.ir.windows import passes_padding
 from onnx_fuse.ops.opdef import OpDef, Unary, register, table
 from onnx_fuse.ops.shape_ops import (
@@ -239,9 +239,7 @@ def _unpad(op: Writer, dx: Tensor, x: ir.Value, image: ir.Value) -> Tensor:
     """Undo what `_padded` made of x, which its Pad node tells."""
     if image is x:
         return dx
-    node = image.producer()
-    assert node is not None
-    return op.Pad(dx, op.Neg(node.inputs[1]))
+    return op.Pad(dx, op.Neg(required(image.producer()).inputs[1]))
 
 
 def _conv_transpose(op: Writer, node: ir.Node, dys: Values) -> Values:

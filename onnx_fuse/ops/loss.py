@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import dim
+from onnx_fuse.ir.build import dim, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, known_rank, text
@@ -72,8 +72,7 @@ def _cross_entropy(op: Writer, node: ir.Node, dys: Values) -> Values:
     """d loss / d x = slope · softmax(x) - slope at the label."""
     (x,) = arguments(node, 1)
     if len(dys) < 2 or dys[1] is None:
-        assert dys[0] is not None
-        slope, index = _nll_slope(op, node, dys[0])
+        slope, index = _nll_slope(op, node, required(dys[0]))
         dx = op.node("SoftmaxCrossEntropyGrad", [x, index, slope], domain=FUSE)
         dx.dtype, dx.shape = x.dtype, x.shape
         return [dx]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import required
 from onnx_fuse.ops.opdef import OpDef, Unary, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -123,8 +124,7 @@ def _batch_norm(op: Writer, node: ir.Node, grads: Values) -> Values:
     momentum = node.attributes.get_float("momentum", 0.9)
     axes = [0, *range(2, n)]
     if not node.attributes.get_int("training_mode", 0):
-        dy = dys[0]
-        assert dy is not None
+        dy = required(dys[0])
         rstd = op.to_like(_rstd(op, node, variance), scale)
         dbias = op.sum_over(dy, axes)
         centred = op.Sub(x, _per_channel(op, op.to_like(mean, x), n))
@@ -228,8 +228,7 @@ def _lrn(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tens
         for k in range(low + high + 1):
             part = op.Slice(padded, [k], op.Add(channels, k), [1])
             total = part if total is None else op.Add(total, part)
-        assert total is not None
-        return total
+        return required(total)
 
     squares = window(op.Mul(x, x), before, after)
     s = op.formula("squares * share + @bias", n, squares=squares, share=alpha / size)

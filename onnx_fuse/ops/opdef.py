@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import signature
@@ -124,8 +125,7 @@ def unary(rule: Unary) -> GradRule:
     """A rule for the first input alone, from the first output's gradient."""
 
     def grad(op: Writer, node: ir.Node, dys: Values) -> Values:
-        (dy, *_), x = dys, node.inputs[0]
-        assert x is not None
+        (dy, *_), x = dys, required(node.inputs[0])
         return [None if dy is None else rule(op, dy, x, node.outputs[0], node)]
 
     return grad

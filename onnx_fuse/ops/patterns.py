@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, rank
+from onnx_fuse.ir.build import Builder, const_array, rank, required
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.activations import signature
 from onnx_fuse.ops.formula import written_out
@@ -543,7 +543,7 @@ def _work(value: ir.Value, arrays: dict[ir.Value, np.ndarray], kind: np.dtype) -
         if held is not None:
             arrays[value] = np.asarray(held, np.float64).astype(kind)
         else:
-            assert node is not None
+            node = required(node)
             inputs = [_work(v, arrays, kind) for v in node.inputs if v is not None]
             if node.op_type in _ARITHMETIC:
                 arrays[value] = _ARITHMETIC[node.op_type](*inputs).astype(kind)

@@ -27,6 +27,7 @@ from onnx_fuse.ir.build import (
     given,
     rank,
     reads,
+    required,
     subgraphs,
 )
 from onnx_fuse.ir.constants import FUSE
@@ -126,8 +127,7 @@ class Rewriter:
         Nodes that nobody reads any more go with the next dead-code pass. Returns True, for a rule
         to return.
         """
-        graph = at.graph
-        assert graph is not None
+        graph = required(at.graph)
         graph.insert_before(at, op.nodes)
         for old_value, new_value in zip(old, new, strict=True):
             new_value.type = old_value.type or new_value.type
@@ -189,8 +189,7 @@ class Rewriter:
         entries: list[dict[str, object]] = []
         arrays = []
         for part in parts:
-            array = const_array(part)
-            assert array is not None
+            array = required(const_array(part))
             made_of = json.loads(part.metadata_props.get(PACKED, "null"))
             if made_of is None:
                 # the readers that are left of a frozen parameter do not answer by its name
@@ -651,9 +650,7 @@ def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
         # The outer edges first: what stands in for an outer value may itself be taken further in.
         for node, count, stand_ins in taken:
             for index, stand_in in stand_ins:
-                value = node.inputs[index]
-                assert value is not None
-                stand_in.replace_all_uses_with(value)
+                stand_in.replace_all_uses_with(required(node.inputs[index]))
             node.resize_inputs(count)
 
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError, unknown
 from onnx_fuse.importer.save import save
-from onnx_fuse.ir.build import required
+from onnx_fuse.ir.build import required_inputs
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
 
@@ -38,7 +38,7 @@ def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array])
     Raises ModelError or UsageError where they do not fit the model.
     """
     arrays = dict(data) if isinstance(data, Mapping) else read_feeds(data, _open_batch(model))
-    inputs = required(model)
+    inputs = required_inputs(model)
     missing = [v.name for v in inputs if v.name not in arrays]
     if missing:
         raise ModelError(f"the calibration data has no array for input '{missing[0]}'")
@@ -67,7 +67,7 @@ def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array])
 def _open_batch(model: ir.Model) -> ir.Model:
     """The model for arrays of any number of rows."""
     model = model.clone()
-    for value in required(model):
+    for value in required_inputs(model):
         if value.shape is not None and len(value.shape):
             value.shape = ir.Shape([None, *list(value.shape)[1:]])
     return model

@@ -17,7 +17,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError, unknown
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import at_opset, inline, weight_bytes
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import required
+from onnx_fuse.ir.build import required_inputs
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
@@ -172,7 +172,7 @@ class _Work:
 
     def calibrated(self, data: Any, method: str) -> None:
         """Take the data, find the ranges, and run the float model."""
-        for end in required(self.float):
+        for end in required_inputs(self.float):
             if end.shape and end.shape[0] == 0:
                 raise ModelError(
                     f"the input '{end.name}' takes no row, so that no error can be measured: give "

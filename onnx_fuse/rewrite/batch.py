@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.build import Builder, const_array, required
 from onnx_fuse.ir.names import Names
 
 
@@ -42,8 +42,7 @@ def free_batch(model: ir.Model) -> int:
 
 
 def _open_target(graph: ir.Graph, node: ir.Node, size: int) -> None:
-    data, target = node.inputs[0], const_array(node.inputs[1])
-    assert data is not None
+    data, target = required(node.inputs[0]), const_array(node.inputs[1])
     if target is None or not target.size or target[0] % size or 0 in target:
         return
     same = data.shape is not None and len(data.shape) > 0 and data.shape[0] == target[0] == size

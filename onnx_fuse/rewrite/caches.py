@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, ROTATED
 from onnx_fuse.ops.fused.norm import canonical_norm
@@ -78,8 +78,7 @@ class _Places:
         if value is not None and self.axes:
             value = op.Unsqueeze(value, list(self.axes))
         if not self.starts:
-            assert value is not None
-            return value
+            return required(value)
         rows = op.Squeeze(op.Shape(new, start=2, end=3), [0])
         rows = op.Unsqueeze(op.Range(op.constant(0), rows, op.constant(1)), [0, 1, 3])
         places: ir.Value = rows if value is None else op.Add(value, rows)

@@ -16,7 +16,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, all_nodes, dim, rank
+from onnx_fuse.ir.build import Builder, all_nodes, dim, rank, required
 from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.rules import Rewriter, attribute, combined_with, is_constant, is_float, typed
 
@@ -89,9 +89,7 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
         return False
     plan = min(plans, key=lambda p: p.transposes)
     op = Builder()
-    a, b = values[plan.left], values[plan.right]
-    assert a is not None
-    assert b is not None
+    a, b = required(values[plan.left]), required(values[plan.right])
     a = _transposed_to(op, a, plan.left, plan.lead + plan.inner)
     b = _transposed_to(op, b, plan.right, plan.batch + plan.inner + plan.columns)
     apart = [sizes[c] or 0 for c in plan.columns]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, all_nodes, const_array, rank
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, rank, required
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.functions import inline_branches
 from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant, is_float
@@ -135,9 +135,7 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
             filled.update(node.outputs)
         for value in node.inputs:
             if value is not None and value not in inside and value not in arrays:
-                array = const_array(value)
-                assert array is not None
-                arrays[value] = array
+                arrays[value] = required(const_array(value))
         if all(v is None or v in plain or CONSTANT in v.metadata_props for v in node.inputs):
             plain.update(node.outputs)
     chosen = _without_tied(chosen)
@@ -212,8 +210,7 @@ def _elements(value: ir.Value) -> int | None:
 
 
 def _replace(model: ir.Model, value: ir.Value, array: np.ndarray, *, constant: bool) -> None:
-    node = value.producer()
-    assert node is not None
+    node = required(value.producer())
     tensor = ir.tensor(array, name=value.name)
     initializer = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype),
                     shape=ir.Shape(array.shape), const_value=tensor)  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, producer, sole_consumer
 
@@ -33,9 +33,7 @@ def without_rows(
         for before, after in zip(old, _emit(op, node, rows, product, old), strict=False):
             before.replace_all_uses_with(after)
             grads = {name: after if value is before else value for name, value in grads.items()}
-        dt = rows.inputs[0]
-        assert dt is not None
-        readers = consumers(dt)
+        readers = consumers(required(rows.inputs[0]))
         graph.insert_before(next(n for n in graph if n in readers), op.nodes)
         op.nodes = []
         graph.remove([n for n in (node, rows, product, total) if n is not None], safe=True)
@@ -73,8 +71,7 @@ def _emit(
 ) -> list[ir.Value]:
     """dW, dgamma, dbeta, dc; W and its gradient are [N, K], or ("Turned") [K, N]."""
     _, x, gamma, mean, rstd = node.inputs
-    norm = producer(mean, "LayerNormalization")
-    assert norm is not None
+    norm = required(producer(mean, "LayerNormalization"))
     (dt, w), beta = rows.inputs[:2], norm.inputs[2]
     turned = product.inputs[0] is norm.outputs[0]
     if bool(attribute(rows, "transB", 0)) != turned:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank, replace_node
+from onnx_fuse.ir.build import Builder, dim, rank, replace_node, required
 from onnx_fuse.ops.rules import cut_of, producer
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
@@ -47,13 +47,9 @@ def rotation_of(total: ir.Node | None) -> Rotation | None:
                 continue
             cos = next((other for one, other in _factor_pairs(straight) if one is x), None)
             if cos is not None and sin is not None and _are_tables(x, cos, sin):
-                assert product is not None
-                assert straight is not None
-                join = joined.producer()
-                assert join is not None
-                negated = join.inputs[0]
-                assert negated is not None
-                return Rotation(x, cos, sin, (negated, joined, product, straight))
+                negated = required(required(joined.producer()).inputs[0])
+                parts = (negated, joined, required(product), required(straight))
+                return Rotation(x, cos, sin, parts)
     return None
 
 
@@ -88,8 +84,7 @@ def _split(graph: ir.Graph, total: ir.Node) -> bool:
     if rotation is None or any(len(v.uses()) > 1 or v.is_graph_output() for v in rotation.parts):
         return False
     x, cos, sin = rotation.x, rotation.cos, rotation.sin
-    size = dim(x, -1)
-    assert size is not None
+    size = required(dim(x, -1))
     op = Builder()
     (x1, x2), (c1, c2), (s1, s2) = (
         op.Split(v, op.constant([size // 2] * 2), axis=-1, outputs=2) for v in (x, cos, sin)

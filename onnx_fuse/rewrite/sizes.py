@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, rank
+from onnx_fuse.ir.build import Builder, const_array, rank, required
 from onnx_fuse.ir.entries import Array, Entries, Sizes, divided, multiplied
 from onnx_fuse.ir.sizes import SymbolicSize, product, size
 from onnx_fuse.ops.rules import attribute
@@ -119,8 +119,7 @@ def _constant(node: ir.Node, entries: Array) -> bool:
         return False
     op = Builder()
     constant = op.constant(np.array(numbers, np.int64).reshape(entries.shape))
-    assert node.graph is not None
-    node.graph.insert_before(node, op.nodes)
+    required(node.graph).insert_before(node, op.nodes)
     y.replace_all_uses_with(constant)
     return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ops.rules import cut_of
 
 
@@ -22,10 +22,13 @@ def slices_as_splits(model: ir.Model) -> None:
             value, axis, start, end = part
             by_axis.setdefault((value, axis), {}).setdefault((start, end), []).append(node)
     for (value, axis), parts in by_axis.items():
-        assert value.shape is not None
         spans = sorted(parts)
         edges = [0, *(end for _, end in spans)]
-        if len(spans) < 2 or edges[-1] != value.shape[axis] or [s for s, _ in spans] != edges[:-1]:
+        if (
+            len(spans) < 2
+            or edges[-1] != required(value.shape)[axis]
+            or [s for s, _ in spans] != edges[:-1]
+        ):
             continue
         op = Builder()
         sizes = op.constant(np.array([end - start for start, end in spans], np.int64))

@@ -34,7 +34,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
-from onnx_fuse.ir.build import Builder, add_initializer
+from onnx_fuse.ir.build import Builder, add_initializer, required
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
@@ -103,9 +103,7 @@ def sizes(attached: ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowRank]:
 
     for each in adapters:
         a, b = (attached.graph.initializers[name] for name in (each.a, each.b))
-        assert a.shape is not None
-        assert b.shape is not None
-        (k, rank), n = a.shape.numpy(), b.shape.numpy()[1]
+        (k, rank), n = required(a.shape).numpy(), required(b.shape).numpy()[1]
         rows: list[int | None] = []
         normed = False
         for node, _ in _products(attached.graph.initializers[each.weight]):
@@ -203,10 +201,8 @@ def _adapt(
     module: str,
 ) -> Adapter:
     transposed = products[0][1]
-    assert weight.shape is not None
-    assert weight.dtype is not None
-    k, n = weight.shape.numpy()[:: -1 if transposed else 1]
-    wide = weight.dtype.numpy() if weight.dtype == ir.DataType.DOUBLE else np.float32
+    k, n = required(weight.shape).numpy()[:: -1 if transposed else 1]
+    wide = np.float64 if weight.dtype == ir.DataType.DOUBLE else np.float32
     rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
     bound = 1 / math.sqrt(max(k, 1))
     first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
@@ -225,8 +221,7 @@ def _adapt(
         low = typed(op.MatMul(x, mine), weight)
         low = typed(op.MatMul(low, other), weight, y.shape)
         y = _biased_output(y)
-        last, uses = y.producer(), list(y.uses())
-        assert last is not None
+        last, uses = required(y.producer()), list(y.uses())
         total = typed(op.Add(y, low), weight, y.shape)
         for user, index in uses:
             user.replace_input_with(index, total)
@@ -248,8 +243,7 @@ def _biased_output(y: ir.Value) -> ir.Value:
     ((node, index),) = uses
     if node.op_type != "Add" or node.domain:
         return y
-    other, total = node.inputs[1 - index], node.outputs[0]
-    assert other is not None
+    other, total = required(node.inputs[1 - index]), node.outputs[0]
     row = other.is_initializer() and other.shape is not None and len(other.shape) <= 1
     alike = total.shape == y.shape and (row or other.shape == y.shape)
     return _biased_output(total) if alike else y

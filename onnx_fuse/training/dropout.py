@@ -7,7 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnx_fuse import autodiff
-from onnx_fuse.ir.build import const_array, replace_node
+from onnx_fuse.ir.build import const_array, replace_node, required
 from onnx_fuse.ir.constants import FUSE
 
 
@@ -21,8 +21,7 @@ def draw_masks(graph: ir.Graph, op: autodiff.Emitter, rng: Callable[[], ir.Value
         on = const_array(training)
         if on is None or not on.any() or (len(node.outputs) > 1 and node.outputs[1].uses()):
             continue
-        assert x is not None
-        (old, *_), y = node.outputs, x
+        (old, *_), y = node.outputs, required(x)
         if rng is not None:
             ratio = op.constant(0.5) if ratio is None else ratio
             inputs = [op.Shape(x), ratio, rng()]

@@ -16,6 +16,7 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.ir.build import required
 from onnx_fuse.options import takes
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
@@ -218,9 +219,8 @@ class _Loop:
         return {"epoch": number, "step": done, "loss": float(np.mean(losses))}
 
     def evaluate(self, epoch: float) -> None:
-        assert self.validation is not None
         metrics, ema = self.options.metrics, self.options.ema
-        results = evaluate(self.trainer, self.validation, 0, metrics, ema=ema)
+        results = evaluate(self.trainer, required(self.validation), 0, metrics, ema=ema)
         if self.trainer.world is not None:  # who decides by them decides as rank 0 does
             results = json.loads(self.trainer.world.broadcast(json.dumps(results).encode()))
         step = float(len(self.history.losses))

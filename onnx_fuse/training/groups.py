@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.load import read
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.training.weights import literal
@@ -117,8 +118,7 @@ def layer_decay(model: Model, decay: float) -> tuple[Group, ...]:
         inside = place is not None and place[0] == stem
         begun |= inside
         if inside:
-            assert place is not None
-            members.setdefault(len(order) - order[place[1]], []).append(literal(name))
+            members.setdefault(len(order) - order[required(place)[1]], []).append(literal(name))
         elif not begun:
             members.setdefault(len(order) + 1, []).append(literal(name))
     return tuple(Group(tuple(names), scale=decay**k) for k, names in sorted(members.items()))

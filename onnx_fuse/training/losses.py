@@ -18,7 +18,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import add_initializer
+from onnx_fuse.ir.build import add_initializer, required
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed
@@ -279,9 +279,8 @@ def _attach_model(
         graph.inputs.append(fed_input)
         copier.values[value] = fed_input
     for old in part.graph.initializers.values():
-        assert old.const_value is not None
         name = op.fresh(f"loss/{old.name}")
-        copier.values[old] = add_initializer(graph, name, old.const_value.numpy())
+        copier.values[old] = add_initializer(graph, name, required(old.const_value).numpy())
     graph.extend([copy for node in part.graph for copy in copier.copy(node)])
     loss = copier.values[loss] or loss
     graph.outputs.append(loss)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from onnx_fuse.arrays import Array
-from onnx_fuse.ir.build import Builder, add_initializer, dim
+from onnx_fuse.ir.build import Builder, add_initializer, dim, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
@@ -145,8 +145,7 @@ class Sums:
         """The gradients of A and B from those of the sums, with their nodes behind the latter's."""
         grads: dict[ir.Value, ir.Value] = {}
         for total, dw in of_sums.items():
-            op, after = Builder(), dw.producer()
-            assert after is not None
+            op, after = Builder(), required(dw.producer())
             for product, both in self._each(op, total, dw):
                 for v, g in zip((product.a, product.b), both, strict=True):
                     grads[v] = typed(op.Add(grads[v], g), v, v.shape) if v in grads else g
@@ -158,12 +157,10 @@ class Sums:
     ) -> Iterator[tuple[_Product, Sequence[ir.Value]]]:
         """Each product in a sum, with the gradients of its A and B."""
         products, axis = self._products[total], self._axes[total]
-        assert total.shape is not None
         if axis is None:
-            product, operands = products[0][0], _operands(dw)
-            assert product is not None
-            assert product.a.shape is not None
-            sizes = (*total.shape.numpy(), product.a.shape.numpy()[1])
+            product, operands = required(products[0][0]), _operands(dw)
+            rank = required(product.a.shape).numpy()[1]
+            sizes = (*required(total.shape).numpy(), rank)
             if operands is not None and self._by_rows(operands.rows, *sizes):
                 yield product, product.gradients_of_rows(op, *operands.matrices(op, *sizes[:2]))
             else:
@@ -171,9 +168,9 @@ class Sums:
             return
         ends = op.constant([size for _, size in products])
         pieces = op.Split(dw, ends, axis=axis, outputs=len(products))
-        for (product, _), piece in zip(products, pieces, strict=True):
-            if product is not None:
-                yield product, product.gradients(op, typed(piece, dw))
+        for (part, _), piece in zip(products, pieces, strict=True):
+            if part is not None:
+                yield part, part.gradients(op, typed(piece, dw))
 
 
 @dataclass(frozen=True)

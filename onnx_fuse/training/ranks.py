@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.ops.rules import typed
@@ -257,9 +257,7 @@ class Reduction:
 
 
 def _nbytes(value: ir.Value) -> int:
-    assert value.dtype is not None
-    assert value.shape is not None
-    return int(prod(value.shape.numpy()) * value.dtype.itemsize)
+    return int(prod(required(value.shape).numpy()) * required(value.dtype).itemsize)
 
 
 def _narrow(op: Builder, g: ir.Value, kind: ir.DataType | None) -> ir.Value:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.distributed import buckets
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.ranks import Reduction
 from onnx_fuse.training.weights import ancestors
@@ -36,9 +36,7 @@ class _Read:
 
     @property
     def nbytes(self) -> int:
-        assert self.weight.shape is not None
-        assert self.value.dtype is not None
-        return int(prod(self.weight.shape.numpy()) * self.value.dtype.itemsize)
+        return int(prod(required(self.weight.shape).numpy()) * required(self.value.dtype).itemsize)
 
 
 def candidates(

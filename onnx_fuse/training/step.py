@@ -16,7 +16,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
-from onnx_fuse.ir.build import bind_defaults, replace_node
+from onnx_fuse.ir.build import bind_defaults, replace_node, required
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
@@ -260,23 +260,20 @@ class _Step:
 
     def state(self, value: ir.Value, kind: str) -> None:
         """Turn an initializer into a state."""
-        assert value.name is not None
-        assert value.const_value is not None
-        self.states.append((value, kind, value.const_value.numpy()))
-        del self.graph.initializers[value.name]
+        self.states.append((value, kind, required(value.const_value).numpy()))
+        del self.graph.initializers[required(value.name)]
         value.const_value = None
         self.graph.inputs.append(value)
 
     def slot(self, w: ir.Value, name: str, kind: str, initial: float) -> ir.Value:
         """A new state in the shape of parameter `w`, or of the part that this rank updates."""
-        assert w.dtype is not None
-        assert w.shape is not None
         part = self.parts.get(w) if kind == "slot" else None
-        shape = tuple((w if part is None else part).shape.numpy())  # type: ignore[union-attr]
-        first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
+        shape = tuple(required((w if part is None else part).shape).numpy())
+        number = np.array(initial, required(w.dtype).numpy())
+        first = np.broadcast_to(number, shape)  # one number in memory
         state = self.add_state(f"{w.name}.{name}", kind, first)
         if part is not None:
-            self.wholes[state] = tuple(w.shape.numpy())
+            self.wholes[state] = tuple(required(w.shape).numpy())
         return state
 
     def add_state(self, name: str, kind: str, initial: Array) -> ir.Value:
@@ -330,8 +327,8 @@ class _Step:
 
     def synchronise(self, node: ir.Node, running: Sequence[ir.Value]) -> None:
         """Put the statistics of all ranks in the place of those of this rank's rows."""
-        assert self.counts is not None
-        y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
+        counts = required(self.counts)
+        y, *news = synchronised(node, self.op, self.reduction, counts, len(self.next))
         if node.outputs[0].is_graph_output():
             y = self.op.Identity(y)
         replace_node(self.graph, node, self.op, y)
@@ -349,9 +346,9 @@ class _Step:
             # what the terms are means of is known once they are attached
             targets = losses.attach(self.model.clone(), terms)[2]
             self.measures = measures(terms, targets)
-            assert self.counts is not None
-            self.counts.shape = ir.Shape([len(terms) + 1])
-            shares, self.rows = self.reduction.shares(self.counts, self.measures)
+            counts = required(self.counts)
+            counts.shape = ir.Shape([len(terms) + 1])
+            shares, self.rows = self.reduction.shares(counts, self.measures)
             self.place()
         self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares, fused)
         self.op = autodiff.Emitter(self.model)
@@ -369,17 +366,15 @@ class _Step:
     @property
     def reduction(self) -> Reduction:
         """What emits the collectives, with the emitter of now."""
-        assert self.ranks is not None
-        return Reduction(self.ranks, self.op)
+        return Reduction(required(self.ranks), self.op)
 
     def agree(self) -> None:
         """Replace the loss and the running statistics by those over the rows of all ranks."""
         if self.ranks is None:
             return
-        assert self.rows is not None
         statistics = [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]
         for value in statistics if not self.ranks.sync_batchnorm else ():
-            self.next[value] = self.reduction.mean(self.next[value], self.rows)
+            self.next[value] = self.reduction.mean(self.next[value], required(self.rows))
         self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
 
     def reduce(self, gradients: ByWeight) -> ByWeight:
@@ -429,8 +424,7 @@ class _Step:
         for w in weights:
             self.state(w, "parameter")
         # Gradients arrive as part of the mean over the accumulated batches.
-        assert self.loss.dtype is not None
-        share = np.array(1 / self.options.accumulate, self.loss.dtype.numpy())
+        share = np.array(1 / self.options.accumulate, required(self.loss.dtype).numpy())
         dy = self.op.constant(share) if self.options.accumulate > 1 else None
         if self.loss_scale is not None:
             scale = self.op.CastLike(self.loss_scale, self.loss)
@@ -611,9 +605,8 @@ class _Step:
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
             self.next.update(zip([w, *olds[1:]], news, strict=True))
         if self.parts:
-            assert self.ranks is not None
             self.place()
-            self.gather(self.ranks)
+            self.gather(required(self.ranks))
 
     def shard(self, weights: Sequence[ir.Value], ranks: Ranks) -> None:
         """Let this rank hold its part of the weights, which nothing updates here."""

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff import is_weight, scales
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.build import Builder, const_array, required
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import is_float
 
@@ -116,8 +116,7 @@ def untie(graph: ir.Graph) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for name in shared_constants(graph):
         value = graph.initializers[name]
-        array = const_array(value)
-        assert array is not None
+        array = required(const_array(value))
         names[name] = [name]
         for i, (node, index) in enumerate(list(value.uses())[1:], start=1):
             copy_name = Names.of(graph).fresh(f"{name}.{i}")

@@ -26,6 +26,7 @@ from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
+from onnx_fuse.ir.build import dim, required
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import takes
 from onnx_fuse.rewrite import packed_weights
@@ -237,8 +238,7 @@ class Trainer:
             return 0
         graph = self._source.graph
         first = next(v for v in graph.inputs if v.name not in graph.initializers and v.shape)
-        assert first.shape is not None
-        return int(first.shape[0])  # type: ignore[arg-type]
+        return required(dim(first, 0))
 
     @property
     def in_flight(self) -> int:
@@ -453,8 +453,7 @@ class Trainer:
             chosen = self._device.array(s.average) if averages and s.average else array
             named |= packed_weights.unpack(s.value, chosen)
         for adapter in self.adapters:
-            w = self._source.graph.initializers[adapter.weight].const_value
-            assert w is not None
+            w = required(self._source.graph.initializers[adapter.weight].const_value)
             a, b = named.pop(adapter.a), named.pop(adapter.b)
             named[adapter.weight] = adapter.merged(w.numpy(), a, b)
         named |= {t.copy: t.of(named[t.weight]) for t in self._duplicates if t.weight in named}

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import required
+from onnx_fuse.ir.build import required_inputs
 from onnx_fuse.ir.sizes import Symbol, SymbolicSize, evaluate, size
 from onnx_fuse.program import formula
 from onnx_fuse.validation.sizes import Constraint, System
@@ -66,7 +66,7 @@ OF_A_LIST = (  # what is said of such an input
 def dims_of(model: ir.Model) -> dict[str, list[Dim]]:
     """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
     result: dict[str, list[Dim]] = {}
-    for value in required(model):
+    for value in required_inputs(model):
         name = value.name or ""
         if not isinstance(value.type, ir.TensorType):
             if isinstance(value.type, ir.SequenceType):

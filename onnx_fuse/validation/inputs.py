@@ -14,7 +14,7 @@ from onnx_ir import DataType
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, ModelError
-from onnx_fuse.ir.build import all_nodes, feeds_of, required
+from onnx_fuse.ir.build import all_nodes, feeds_of, required_inputs
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (
@@ -47,7 +47,7 @@ def read_feeds(
     except DataError as error:
         raise ModelError(str(error)) from error
     name = Path(path).name
-    needed = [v.name or "" for v in required(model)]
+    needed = [v.name or "" for v in required_inputs(model)]
     missing = [n for n in needed if n not in arrays and n not in optional]
     if missing:
         raise ModelError(
@@ -106,7 +106,7 @@ def generate(
     (see `validate.arrays`). `single` stops at the first feed. `notes` receives what could not be
     done. Raises ModelError if `run` accepts none.
     """
-    roles = {v.name or "": role_of(v) for v in required(model)}
+    roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     accepted: list[tuple[Feeds, list[Any]]] = []
     seen: dict[str, set[int]] = {}
     done: set[tuple[bool | int, ...]] = set()
@@ -208,7 +208,7 @@ def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
 
     Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes.
     """
-    roles = {v.name or "": role_of(v) for v in required(model)}
+    roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
     # The first row of a generated mask hides nothing. If it is false there, true means hidden.
     inverted = any(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, constant_ints, consumers, typed
 
 NAME = "ReadRows"
@@ -93,8 +93,7 @@ class _Region:
 
     def grow(self) -> None:
         """Add producers of the region's inputs to it until no further one fits."""
-        assert self.pick.inputs[0] is not None
-        self.wanted[self.pick.inputs[0]] = self.axis
+        self.wanted[required(self.pick.inputs[0])] = self.axis
         grown = True
         while grown:
             grown = False
@@ -121,8 +120,7 @@ class _Region:
                 grown = True
 
     def _read_by_region_alone(self, value: ir.Value, axis: int) -> bool:
-        node = value.producer()
-        assert node is not None
+        node = required(value.producer())
         if value.is_graph_output():
             return False
         if any(v is not value and (v.uses() or v.is_graph_output()) for v in node.outputs):
@@ -161,8 +159,8 @@ def _picked_axis(pick: ir.Node) -> int | None:
 
 def _picked(op: Builder, pick: ir.Node, x: ir.Value, axis: int, count: int) -> ir.Value:
     """The rows of `x` along `axis` that `pick` takes, which stay an axis."""
-    assert x.shape is not None
-    shape = [*x.shape[:axis], count, *x.shape[axis + 1 :]]
+    sizes = required(x.shape)
+    shape = [*sizes[:axis], count, *sizes[axis + 1 :]]
     if pick.op_type == "Slice":
         start, end, step = pick.inputs[1], pick.inputs[2], (*pick.inputs[4:], None)[0]
         return typed(op.Slice(x, start, end, op.constant([axis]), step), x, shape)
@@ -203,9 +201,8 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
         result = op.node(*same, domain=node.domain, attributes=node.attributes, name=node.name)
         y = node.outputs[0]
         assert isinstance(result, ir.Value)
-        assert y.shape is not None
-        at = region.wanted[y]
-        rows[y] = typed(result, y, [*y.shape[:at], count, *y.shape[at + 1 :]])
+        at, sizes = region.wanted[y], required(y.shape)
+        rows[y] = typed(result, y, [*sizes[:at], count, *sizes[at + 1 :]])
     y = rows[pick.inputs[0]]
     if pick.op_type == "Gather" and rank(pick.inputs[1]) == 0:
         y = op.Squeeze(y, op.constant([axis]))

@@ -35,8 +35,7 @@ def wide(node: ir.Node) -> dict[str, int]:
 
 def saved(node: ir.Node, name: str) -> Tensor:
     """The inner value `name` that the node returns."""
-    definition, exposed = lookup(node)
-    assert definition is not None
+    _, exposed = lookup(node)
     first = len(node.outputs) - len(exposed)
     return node.outputs[first + exposed.index(name)]
 

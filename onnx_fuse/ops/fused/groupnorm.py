@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
@@ -196,8 +196,7 @@ def _fuse_with_activation(
 ) -> bool:
     reader = sole_consumer(z)
     activation = activation_of(reader) if reader is not None else None
-    at = reader if activation is not None and reader is not None else z.producer()
-    assert at is not None
+    at = required(reader if activation is not None else z.producer())
     name = str(FusedName.make("GroupNorm", activation[0].name if activation is not None else ""))
     attributes = attributes | (activation[1] if activation is not None else {})
     y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import dim, given, rank
+from onnx_fuse.ir.build import dim, given, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
@@ -93,10 +93,9 @@ def _gradient(op: Writer, node: ir.Node, dys: Values) -> Values:
     dy, answers = dys[0], []
     if dy is None:
         return [None, None, None]
-    for name, value in zip(("gx", "gw", "gb"), node.inputs, strict=False):
+    for name, value in zip(("gx", "gw", "gb"), map(required, node.inputs), strict=False):
         g = saved(node, name)
         wide = g if g.dtype == dy.dtype else op.Cast(g, to=dy.dtype.value)
-        assert value is not None
         turned = producer(value, "Transpose") is not None  # gw then lies as what W is made of
         grad = op.CastLike(op.Mul(op.Transpose(wide) if turned else wide, dy), value)
         answers.append(typed(op.Transpose(grad) if turned else grad, value, value.shape))
@@ -194,8 +193,7 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         if site is not None or node is None or (below := _below(node, axis)) is None:
             break
         views.append(node)
-        assert node.inputs[0] is not None
-        value, axis = node.inputs[0], below
+        value, axis = required(node.inputs[0]), below
     if site is None or axis != (rank(value) or 0) - 1:
         return False
     classes, width = dim(site.w, int(site.turned)), dim(site.w, 1 - int(site.turned))

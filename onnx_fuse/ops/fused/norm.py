@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.opdef import fused_op, register
@@ -303,9 +303,7 @@ def _build(
     else:
         stash = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
         y = op.RMSNormalization(x, weight, domain=FUSE, epsilon=epsilon, stash_type=int(stash))
-    maker = last.producer()
-    assert maker is not None
-    return rw.replace(maker, op, [last], [y])
+    return rw.replace(required(last.producer()), op, [last], [y])
 
 
 # ---- fusion ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, row_axis, typed
@@ -146,8 +146,7 @@ def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
     axes: dict[ir.Value | None, int] = {x: (rank(x) or 0) - 1}
     for view in reversed(views):
         axis = next(axes[v] for v in view.outputs if v in axes)
-        below = axis if view.op_type == "Pad" else row_axis(view, axis)
-        assert below is not None
+        below = axis if view.op_type == "Pad" else required(row_axis(view, axis))
         axes |= dict.fromkeys(view.outputs, axis)
         axes |= dict.fromkeys(view.inputs if view.op_type == "Concat" else view.inputs[:1], below)
     return axes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, attention_body, body, grad_body
@@ -20,8 +21,8 @@ def gradient(
     the dead code where nobody asks for them.
     """
     kind = KINDS[FusedName.of(node.op_type).kind]
-    dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
-    assert q is not None
+    dy, (y, lse), masks = dys[0], node.outputs, node.inputs[3:]
+    q, k, v = map(required, node.inputs[:3])
     lse.dtype = ir.DataType.FLOAT
     # batches and heads may be broadcast: the walker sums what the backward gives for all of them
     lead = None if y.shape is None or q.shape is None else [*y.shape[:2]]
@@ -31,7 +32,6 @@ def gradient(
     name = f"{kind.name}Grad"
     dq, dk, dv = op.node(name, inputs, outputs=3, domain=FUSE, attributes=node.attributes)
     for d, x in ((dq, q), (dk, k), (dv, v)):
-        assert x is not None
         d.dtype, d.shape = x.dtype, None
         if lead is not None and x.shape is not None:
             leading = [lead[0], x.shape[1]] if kind.grouped else lead

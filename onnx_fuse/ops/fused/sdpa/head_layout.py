@@ -13,7 +13,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ops.fused.sdpa.scores import Scores
 from onnx_fuse.ops.rules import attribute, producer, typed
 from onnx_fuse.ops.shape_ops import same_size
@@ -49,9 +49,7 @@ class Frame:
 
     def under(self, op: Builder, mask: ir.Value, scores: ir.Value) -> ir.Value:
         """`mask`, which is broadcast to `scores` of the graph, for [B, H, S, T]."""
-        level, mask_rank = rank(scores), rank(mask)
-        assert level is not None
-        assert mask_rank is not None
+        level, mask_rank = required(rank(scores)), required(rank(mask))
         if mask_rank <= 2:
             return mask
         if self.merged is not None:
@@ -65,8 +63,8 @@ class Frame:
         if level > self.size:
             return self._with_merged_batch(op, mask, scores)
         # the level lacks axes of size 1: the last of them, or the batch
-        assert self.product is not None
-        return _unsqueezed(op, mask, [mask_rank - 2]) if dim(self.product, -3) == 1 else mask
+        batches = dim(required(self.product), -3)
+        return _unsqueezed(op, mask, [mask_rank - 2]) if batches == 1 else mask
 
     def _with_split_batch(self, op: Builder, mask: ir.Value) -> ir.Value:
         """[B·H or 1, S, T] as [B, H, S, T] or [1, 1, S, T]."""
@@ -186,8 +184,8 @@ def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | Non
     if dim(source, -2) is None or dim(source, -2) != dim(value, -1):
         return None
     y: ir.Value = op.Transpose(source, perm=[0, 1, 3, 2])
-    assert source.shape is not None
-    return typed(y, source, [source.shape[i] for i in (0, 1, 3, 2)])
+    sizes = required(source.shape)
+    return typed(y, source, [sizes[i] for i in (0, 1, 3, 2)])
 
 
 def _merged(op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Value) -> Frame | str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import const_array, dim, rank
+from onnx_fuse.ir.build import const_array, dim, rank, required
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
 from onnx_fuse.ops.shape_ops import same_size
@@ -102,8 +102,7 @@ def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
         if form is None or form.choice is None or not {-2, -1} <= set(form.sizes):
             continue
         for way in form.both_ways:
-            assert way.choice is not None
-            window, (seen, hidden) = way.window, way.choice
+            window, (seen, hidden) = way.window, required(way.choice)
             if step.fill is not None:
                 decided = not np.isnan(hidden) and bool(hidden) != holds
                 hidden = float(step.fill) if decided else np.nan
@@ -401,8 +400,7 @@ def _mapped(form: _Form, work: Callable[[float], float]) -> _Form:
     """A number or a choice under a function of numbers."""
     if form.number is not None:
         return replace(form, number=work(form.number))
-    assert form.choice is not None
-    high, low = (x if np.isnan(x) else work(x) for x in form.choice)
+    high, low = (x if np.isnan(x) else work(x) for x in required(form.choice))
     return replace(form, choice=(high, low))
 
 
@@ -451,10 +449,9 @@ def _combined(a: _Form, b: _Form, work: Callable[[float, float], float]) -> _For
         return None
     for one in a.both_ways:
         for other in b.both_ways:
-            assert one.choice is not None
-            assert other.choice is not None
+            choices = required(one.choice), required(other.choice)
             with np.errstate(all="ignore"):
-                values = [work(x, y) for x in one.choice for y in other.choice]
+                values = [work(x, y) for x in choices[0] for y in choices[1]]
             if np.isnan(values).any() or len(set(values[1:])) > 1:
                 continue
             also = (*one.also, (other.factors, other.offset), *other.also)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ops.attention import SHORTER, View, broadcast_rows, keys_in_view, whole_mask
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.mask_analysis import causal_step
@@ -89,8 +89,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:
         y = emit(op, kind, grouped, inputs, scale, proved=step)
-    attention = y.producer()
-    assert attention is not None
+    attention = required(y.producer())
     if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)
         attention.overload = "newer"
     if flat:

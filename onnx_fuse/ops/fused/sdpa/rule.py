@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, detach, dim, rank
+from onnx_fuse.ir.build import Builder, detach, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.fused.sdpa.head_layout import Frame, make_frame
@@ -82,9 +82,7 @@ def _fused(
     reason = _why_not_fused(rw, scores, ending, z)
     if reason:
         return rw.refuse("Sdpa", nodes, reason)
-    left, right = scores.product.inputs[0], scores.product.inputs[1]
-    assert left is not None
-    assert right is not None
+    left, right = map(required, scores.product.inputs[:2])
     v = ending.values
     q, q_scale = strip_scales(left)
     k, k_scale = _key(op, right)
@@ -107,7 +105,6 @@ def _fused(
     y = frame.back(op, y)
     if ending.turned:
         y = transposed(op, y, swapped(rank(ending.product.outputs[0]) or rank(v) or 4))
-    assert product.dtype is not None
     return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
 
 
@@ -264,10 +261,7 @@ def _product(
     if (right if turned else left) is not p or values is None or values is p:
         return "the product with v sums over the queries"
     if turned:
-        transpose = p.producer()
-        assert transpose is not None
-        assert transpose.inputs[0] is not None
-        p = transpose.inputs[0]
+        p = required(required(p.producer()).inputs[0])
     return ProductTail(node, p, values, guarded, narrowed, turned)
 
 
@@ -369,8 +363,8 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     if not turned or not same_rows(turn.outputs[0], right):
         return None
     below = producer(flat, "Reshape")
-    source = below.inputs[0] if below is not None and same_rows(below.inputs[0], flat) else flat
-    assert source is not None
+    same = below is not None and same_rows(below.inputs[0], flat)
+    source = required(below.inputs[0] if below is not None and same else flat)
     order = (0, 1, 3, 2)
     if rank(source) == 4 and all(same_size(source, i, right, order[i]) for i in range(4)):
         return source
@@ -384,8 +378,8 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
         shape = op.Concat(*(joined.inputs[i] for i in order), axis=0)
     else:
         return None
-    assert right.shape is not None
-    return typed(op.Reshape(source, shape), right, [right.shape[i] for i in order])
+    old = required(right.shape)
+    return typed(op.Reshape(source, shape), right, [old[i] for i in order])
 
 
 def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
@@ -405,8 +399,7 @@ def _ungrouped(value: ir.Value) -> ir.Value | None:
     middle = unsqueeze.outputs[0]
     if rank(middle) != 5 or dim(middle, 2) != 1 or dim(middle, 1) != groups:
         return None
-    assert expand is not None
-    wide = expand.outputs[0]
+    wide = required(expand).outputs[0]
     if rank(wide) != 5 or not all(same_size(middle, i, wide, i) for i in (0, 1, 3, 4)):
         return None  # it may repeat more than the heads
     return source if heads and groups and heads % groups == 0 else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.rules import is_float, producer, scalar, typed
 from onnx_fuse.ops.shape_ops import same_size
@@ -138,7 +138,7 @@ def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
     source = split.inputs[0] if split is not None else None
     if source is None or not steps or rank(source) != lead + 2:
         return z
-    assert z is not None
+    z = required(z)
     sizes = [same_size(source, i, z, i) for i in range(lead + 2)]
     if not all((*sizes, *(value is not None and same_size(value, i, z, i) for i in range(lead)))):
         return z
@@ -179,7 +179,7 @@ def _cast(node: ir.Node, traced: Scores) -> Scores | str:
 
 def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
     """`traced` times or over `factor`."""
-    divides, out = node.op_type == "Div", node.outputs[0]
+    divides = node.op_type == "Div"
     if divides and node.inputs[0] is factor:
         return "the scores are a divisor"
     number = scalar(factor)
@@ -205,8 +205,7 @@ def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
     for step in traced.steps:
         step.factor *= number
         if step.fill is not None:
-            held = const_array(factor)
-            assert held is not None
+            held = required(const_array(factor))
             with np.errstate(all="ignore"):
                 how = np.divide if divides else np.multiply
                 step.fill = np.asarray(how(step.fill, held.reshape(()).astype(step.fill.dtype)))
@@ -214,7 +213,6 @@ def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
         traced.softcap *= number
     else:
         traced.scale *= number
-    assert out is not None
     return traced
 
 
@@ -264,11 +262,10 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
         while (inverse := producer(condition, "Not")) is not None and inverse.inputs[0] is not None:
             condition, holds = inverse.inputs[0], not holds
         last = traced.steps[-1] if traced.steps else None
-        if last is not None and last.fill is not None and last.at.shape == out.shape:
-            assert step.fill is not None
-            if last.fill.tobytes() == step.fill.tobytes():
-                last.conditions.append((condition, holds))  # one fill for both: one condition
-                return traced
+        same = last.fill if last is not None and last.at.shape == out.shape else None
+        if last is not None and same is not None and same.tobytes() == held.tobytes():
+            last.conditions.append((condition, holds))  # one fill for both: one condition
+            return traced
         step.conditions.append((condition, holds))
         traced.steps.append(step)
         return traced
