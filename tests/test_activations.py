@@ -13,7 +13,7 @@ from onnx.reference.op_run import OpRun
 from support import with_weights
 
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
@@ -170,10 +170,10 @@ def test_an_activation_behind_a_product_that_no_rule_fused_is_in_its_epilogue(ac
 def test_the_cuda_text_compiles_to_registers_alone(act: str) -> None:
     """Its slope over rows of bfloat16, its value behind a convolution's sums in float32."""
     key = ACTIVATIONS[act].key
-    slope = as_defines({"T": "bf16"}, activation_macros(key))
-    value = as_defines({"T": "float", "ACC": "float"}, activation_macros(key))
-    for source, defines in (("pointwise/act_grad.cu", slope), ("conv/finish.cu", value)):
-        for found in nvrtc.resources(source, defines, "sm_80").values():
+    slope = defines(T="bf16", **activation_macros(key))
+    value = defines(T="float", ACC="float", **activation_macros(key))
+    for source, macros in (("pointwise/act_grad.cu", slope), ("conv/finish.cu", value)):
+        for found in nvrtc.resources(source, macros, "sm_80").values():
             assert found.clean, (source, found)
 
 

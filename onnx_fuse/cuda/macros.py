@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 C_TYPES = {
     "float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16",
     "int8": "signed char", "uint8": "u8", "int16": "short", "uint16": "u16",
@@ -11,12 +9,6 @@ C_TYPES = {
 }  # fmt: skip
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Defines = tuple[tuple[str, str], ...]
-
-
-def as_defines(*tables: Mapping[str, object]) -> Defines:
-    """The macros as (name, text) pairs, sorted by name."""
-    return tuple(sorted((name, str(int(v) if isinstance(v, bool) else v))
-                        for table in tables for name, v in table.items()))  # fmt: skip
 
 
 def accumulator(dtype: str, reducer: str = "Sum") -> str:
@@ -41,6 +33,7 @@ def lanes(n: int) -> int:
     return 32 if n > 16 else pow2(n)
 
 
-def defines(**macros: object) -> tuple[tuple[str, str], ...]:
-    """-D macros in a fixed order; False becomes 0."""
-    return as_defines(macros)
+def defines(**macros: object) -> Defines:
+    """-D macros as (name, text), sorted by name; False becomes 0."""
+    pairs = ((name, str(int(v) if isinstance(v, bool) else v)) for name, v in macros.items())
+    return tuple(sorted(pairs))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Selection, candidates
@@ -120,10 +119,8 @@ class MultiCopy(HeuristicKernel):
             blocks += -(-nbytes // (16 * self.threads * self.each))
         words += [0] * ((rows - count) * 10)
         unit = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[problem.itemsize]
-        args = (Table(tuple(words)), Num("i32", count))
-        macros = as_defines({"T": unit, "ROWS": rows})
-        block = (self.threads, 1, 1)
-        return (Launch(self.source, "copy_pieces", (blocks, 1, 1), block, args, macros),)
+        made = (Table(tuple(words)), Num("i32", count))
+        return self.one("copy_pieces", blocks, self.threads, *made, T=unit, ROWS=rows)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch
 from onnx_fuse.kernels.rule_based import HeuristicKernel, Planned, tail_macros, typed, window_macros
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
@@ -50,9 +50,9 @@ class Direct(HeuristicKernel):
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
         return self.one(
-            "conv_direct", -(-size // 256), 256, *args("x weight"), *ENDS,
-            *args(f"i64 size, {_SIZES}, f32 act_alpha", problem, size=size), **_macros(problem),
-            **tail_macros(problem.tail),
+            "conv_direct", -(-size // 256), 256,
+            *args(f"x weight {ENDS}, i64 size, {_SIZES}, f32 act_alpha", problem, size=size),
+            **_macros(problem), **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -134,23 +134,21 @@ class _Tiled(Planned, HeuristicKernel):
             weight = Ptr("workspace", at)
             channels = -(-problem.channels // 8) * 8 if self.half else padded
             widths = args("i32 filters channels to", problem, to=channels)
-            launches.append(Launch(
-                "conv/pack.cu", "conv_pack", (-(-count // 32), -(-channels // 32), rows),
-                (256, 1, 1), (Ptr("weight"), weight, *widths),
-                defines(T=C_TYPES[dtype], TRANSPOSED=problem.transposed,
-                        **window_macros(problem.window)),
+            launches.append(launch(
+                "conv/pack.cu", "conv_pack", (-(-count // 32), -(-channels // 32), rows), 256,
+                Ptr("weight"), weight, *widths, T=C_TYPES[dtype], TRANSPOSED=problem.transposed,
+                **window_macros(problem.window),
             ))  # fmt: skip
             at += rows * count * channels * ITEMSIZE[dtype]
             padded = channels
-        launches.append(Launch(
-            self.source, "conv", (*grid, splits),
-            (256 if self.half else bm * bn // (16 * fragments**2), 1, 1),
-            (Ptr("x"), weight, *ENDS,
-             *args(f"workspace, i64 columns, {_SIZES} chunk padded, f32 act_alpha", problem,
-                   columns=columns, chunk=chunk, padded=padded)),
-            defines(**_macros(problem), **how, **({} if splits > 1 else tail)),
-            2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
-        ))  # fmt: skip
+        launches += self.one(
+            "conv", (*grid, splits), 256 if self.half else bm * bn // (16 * fragments**2),
+            Ptr("x"), weight,
+            *args(f"{ENDS} workspace, i64 columns, {_SIZES} chunk padded, f32 act_alpha", problem,
+                  columns=columns, chunk=chunk, padded=padded),
+            smem=2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
+            **_macros(problem), **how, **({} if splits > 1 else tail),
+        )  # fmt: skip
         if splits > 1:
             launches.append(finish(problem, size, rows, pixels, splits))
         return tuple(launches), at

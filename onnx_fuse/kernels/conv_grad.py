@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.kernels.conv_nhwc import (
     gathered,
     gathering,
@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unpaired,
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch, matrices
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed, window_macros
 from onnx_fuse.program.problem import (
@@ -31,7 +31,6 @@ from onnx_fuse.program.problem import (
     Launch,
     Launches,
     Ptr,
-    TensorMap,
     args,
 )
 from onnx_fuse.program.problems import ConvWeightGrad
@@ -94,12 +93,12 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     most = max(1, (256 if taps == 1 else 512) // (few * lanes))
     across = vec * min(1 << (most.bit_length() - 1), -(-channels // vec))
     threads = min(256, -(-across // vec * few * lanes // 32) * 32)
-    return Launch(
+    return launch(
         "conv/weight_sum.cu", "conv_weight_sum",
-        (rows * -(-channels // across), -(-taps // few), 1), (threads, 1, 1),
-        args("workspace dw, u32 sizes", sizes=(rows, channels, taps, splits)),
-        defines(TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), VEC=vec,
-                LANES=lanes, CB=across, TB=few),
+        (rows * -(-channels // across), -(-taps // few), 1), threads,
+        *args("workspace dw, u32 sizes", sizes=(rows, channels, taps, splits)),
+        TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), VEC=vec, LANES=lanes,
+        CB=across, TB=few,
     )  # fmt: skip
 
 
@@ -260,9 +259,7 @@ class Wgmma(HeuristicKernel):
         stage = (bm + bn) * 128
         room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
         stages = min(8, (room - 1024) // (stage + 16))
-        slopes = TensorMap(
-            Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
-        )
+        slopes = matrices("dy", problem.dtype, m, pixels, m, (64, 64))
         direct = way.direct(problem)
         part = C_TYPES[problem.out_dtype if direct else "float32"]
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,

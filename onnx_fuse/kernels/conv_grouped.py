@@ -115,13 +115,14 @@ class Grouped(Chosen):
         slabs = problem.groups // groups
         blocks = -(-3 * hw.sm_count // slabs) if stays else tiles
         sn, sy, sx = image_strides(problem)
-        numbers = args(
-            "i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem, tiles=tiles,
-            sizes=(problem.groups * c, *problem.inner[1:], oh, ow), sn=sn, sy=sy, sx=sx,
+        made = args(
+            f"x weight {ENDS}, i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem,
+            sizes=(problem.groups * c, *problem.inner[1:], oh, ow), tiles=tiles, sn=sn, sy=sy,
+            sx=sx,
         )  # fmt: skip
         return self.one(
             "conv_grouped", (min(tiles, blocks), slabs, 1), 32 * warps * rows,
-            *args("x weight"), *ENDS, *numbers, smem=stages * stage,
+            *made, smem=stages * stage,
             T=C_TYPES[problem.dtype], ACC="float", CHANNELS=c, GROUPS=groups, NT=width, TH=high,
             TW=wide, WM=rows, STAGES=stages, TRANSPOSED=False, **window_macros(problem.window),
             **act_macros(problem), **tail_macros(problem.tail),

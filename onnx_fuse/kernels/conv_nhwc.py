@@ -10,32 +10,32 @@ from dataclasses import replace
 from math import ceil, prod
 from typing import Any, TypeAlias
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
+from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.kernel import launch, matrices
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, typed, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Arg,
     GemmProblem,
     Hardware,
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
     TensorMap,
+    args,
 )
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv
 
 Images: TypeAlias = Conv | IntegerConv
 
-ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
+ENDS = "bias slope e1 e2 e3 y"
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
 TILES: dict[tuple[int, ...], float] = {
     (128, 128, 64, 32, 64, 3): 0.3,
@@ -75,12 +75,11 @@ def act_macros(problem: Conv) -> dict[str, Any]:
 
 def finish(problem: Conv, size: int, filters: int, pixels: int, splits: int) -> Launch:
     """The sum of parts in the workspace, with what stands behind it: `filters` of `pixels` each."""
-    return Launch(
-        "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-        (Ptr("workspace"), *ENDS, Num("i64", size),
-         *(Num("i32", n) for n in (filters, pixels, splits)), Num("f32", problem.act_alpha)),
-        defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), **act_macros(problem),
-                **tail_macros(problem.tail)),
+    return launch(
+        "conv/finish.cu", "conv_finish", -(-size // 256), 256,
+        *args(f"workspace {ENDS}, i64 size, i32 parts, f32 act_alpha", problem, size=size,
+              parts=(filters, pixels, splits)),
+        **typed(problem), **act_macros(problem), **tail_macros(problem.tail),
     )  # fmt: skip
 
 
@@ -196,16 +195,15 @@ class Depthwise(ChannelsLast):
         _, oh, ow = problem.outer
         wide, tall, pairs, width, tiles, grid = self._tiling(problem, config, hw)
         sn, sy, sx = image_strides(problem)
-        return (Launch(
-            self.source, "conv_depthwise",
-            grid, (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
-             *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
-             Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TALL=tall, PAIRS=pairs,
-                    LANES=width, TRANSPOSED=False, **window_macros(problem.window),
-                    **act_macros(problem), **tail_macros(problem.tail)),
-        ),)  # fmt: skip
+        made = args(
+            f"x weight {ENDS}, i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem,
+            tiles=tiles, sizes=(problem.groups, *problem.inner[1:], oh, ow), sn=sn, sy=sy, sx=sx,
+        )  # fmt: skip
+        return self.one(
+            "conv_depthwise", grid, 256, *made, T=C_TYPES[problem.dtype], ACC="float", WIDE=wide,
+            TALL=tall, PAIRS=pairs, LANES=width, TRANSPOSED=False, **window_macros(problem.window),
+            **act_macros(problem), **tail_macros(problem.tail),
+        )  # fmt: skip
 
 
 def pixel_of(problem: Conv) -> int:
@@ -270,17 +268,14 @@ class FewChannels(ChannelsLast):
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         bn = self._width(problem)
         tiles = problem.batch * -(-oh // 16) * -(-ow // 16)
-        return (Launch(
-            self.source, "conv_few", (tiles, -(-problem.filters // bn), 1), (256, 1, 1),
-            (*map(Ptr, ("x", "weight", "bias", "y")),
-             *(Num("i32", n) for n in (problem.filters, h, w, oh, ow)),
-             Num("f32", problem.act_alpha), Ptr("part")),
-            defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
-                    BN=bn, TRANSPOSED=False, **window_macros(problem.window),
-                    **act_macros(problem),
-                    **({"COLUMN_MOMENTS": 1} if problem.column_moments else {})),
-            self._smem(problem),
-        ),)  # fmt: skip
+        return self.one(
+            "conv_few", (tiles, -(-problem.filters // bn), 1), 256,
+            *args("x weight bias y, i32 filters sizes, f32 act_alpha, part", problem,
+                  sizes=(h, w, oh, ow)),
+            smem=self._smem(problem), T=C_TYPES[problem.dtype], CHANNELS=problem.channels,
+            PIXEL=pixel_of(problem), BN=bn, TRANSPOSED=False, **window_macros(problem.window),
+            **act_macros(problem), **({"COLUMN_MOMENTS": 1} if problem.column_moments else {}),
+        )  # fmt: skip
 
 
 class Chosen(ChannelsLast):
@@ -376,27 +371,22 @@ class Mma(Chosen):
         chunk = -(-steps // split)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
         sn, sy, sx = image_strides(problem)
-        types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
-        sizes = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
-                 "SPLIT_BF16": problem.math == "bf16x3", "DEEP": is_deep(problem)}  # fmt: skip
-        tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
-        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner,
-                   *problem.outer)  # fmt: skip
-        sz = problem.inner[1] * sy
-        product = Launch(
-            self.source, "conv_nhwc", (blocks, 1, split),
-            (32 * (bm // wm) * (bn // wn), 1, 1),
-            (Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
-             *(Num("i32", n) for n in numbers), Num("i64", sn),
-             *(Num("i32", n) for n in (sz, sy, sx, row_of_weights(problem), chunk)),
-             Num("f32", problem.act_alpha)),
-            as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
-                       {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
-            self._smem(tile),
+        made = args(
+            f"x weight {ENDS} workspace, i64 rows, i32 groups channels filters inner outer, "
+            "i64 sn, i32 steps chunk, f32 act_alpha", problem, rows=rows, sn=sn, chunk=chunk,
+            steps=(problem.inner[1] * sy, sy, sx, row_of_weights(problem)),
+        )  # fmt: skip
+        product = self.one(
+            "conv_nhwc", (blocks, 1, split), 32 * (bm // wm) * (bn // wn), *made,
+            smem=self._smem(tile), T=C_TYPES[problem.dtype], ACC="float", TRANSPOSED=False, BM=bm,
+            BN=bn, WM=wm, WN=wn, BK=bk, STAGES=stages, SPLIT_BF16=problem.math == "bf16x3",
+            DEEP=is_deep(problem), SPLIT=split > 1, VEC=8 if problem.filters % 8 == 0 else 1,
+            **window_macros(problem.window), **act_macros(problem),
+            **({} if split > 1 else tail_macros(problem.tail)),
         )  # fmt: skip
         if split == 1:
-            return (product,)
-        return product, finish(problem, rows * filters, filters, 1, split)
+            return product
+        return (*product, finish(problem, rows * filters, filters, 1, split))
 
     def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """Partial sums."""
@@ -501,9 +491,9 @@ class Gathered(Chosen):
         assert isinstance(b, TensorMap)
         window, ldw, size = problem.window, row_of_weights(problem), ITEMSIZE[problem.dtype]
         taps = prod(window.kernel)
-        filters = TensorMap(
-            Ptr("weight"), b.dtype, (ldw, problem.filters, taps), (size * taps * ldw, size * ldw),
-            (128 // size, b.box[1], 1),
+        filters = matrices(
+            "weight", b.dtype, ldw, problem.filters, taps * ldw, (128 // size, b.box[1]),
+            count=taps, apart=ldw,
         )  # fmt: skip
         gaps = {}
         if problem.y_strides:
@@ -516,16 +506,14 @@ class Gathered(Chosen):
             )  # fmt: skip
             gaps = {"GAPS": 1}
         sizes = (*problem.outer[0 if is_deep(problem) else 1 :], -(-problem.channels * size // 128))
-        args: tuple[Arg, ...] = (
-            gathered(problem, a.box[1]), filters, y, *product.args[3:],
-            *(Num("i32", n) for n in sizes),
-        )  # fmt: skip
-        macros = as_defines(
-            dict(product.defines), {"IM2COL": 1}, gathering(problem), gaps, window_macros(window)
+        x = gathered(problem, a.box[1])
+        made = (x, filters, y, *product.args[3:], *args("i32 sizes", sizes=sizes))
+        macros = defines(
+            **dict(product.defines), IM2COL=1, **gathering(problem), **gaps, **window_macros(window)
         )
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
-        launches = (replace(product, args=args, defines=macros), *rest)
-        return tuple(rename(launch, names) for launch in launches)
+        launches = (replace(product, args=made, defines=macros), *rest)
+        return tuple(rename(each, names) for each in launches)
 
 
 class Im2col(Gathered):

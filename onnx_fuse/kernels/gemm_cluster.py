@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, log2
 
-from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     each_has_steps,
     epilogue_args,
@@ -16,13 +16,11 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, matrices
 from onnx_fuse.program.problem import (
-    ITEMSIZE,
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     Ptr,
     TensorMap,
@@ -239,14 +237,8 @@ class Cluster(Kernel):
             epilogue |= {"NORM": 1, "HELD": self._held(problem, config)}
         elif norm:
             fold_norm(types, epilogue)
-        defines = as_defines(
-            types, epilogue,
-            {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
-             "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
-             "RING": upper_bound(self._steps(problem, config)) > stages, "STATIC_B": early},
-            {"STATS": 1} if stats else {}, {"RMS": 1} if problem.rms and stats else {},
-        )  # fmt: skip
-        size = ITEMSIZE[problem.dtype]
+        epilogue |= {"STATS": 1} if stats else {}
+        epilogue |= {"RMS": 1} if problem.rms and stats else {}
         if self.norms:
             names = ("x", "w", "r", "none", "c", "none", "none")
         elif norm:
@@ -255,35 +247,30 @@ class Cluster(Kernel):
             names = ("a", "b", "c", "col0", "col1", "row0", "row1")
         a, b, c, col0, col1, row0, row1 = names
 
-        def load(name: str, inner: int, outer: int, stride: int, box: tuple[int, int]) -> TensorMap:
-            step = stride * size
-            return TensorMap(
-                Ptr(name), problem.dtype, (inner, outer, 1), (step, step * outer), (*box, 1)
-            )
-
+        load = partial(matrices, dtype=problem.dtype)
         map_a = (
-            load(a, m, k, lda, (64, BK // share))
+            load(a, line=m, lines=k, step=lda, box=(64, BK // share))
             if problem.trans_a
-            else load(a, k, m, lda, (BK, rows // share))
+            else load(a, line=k, lines=m, step=lda, box=(BK, rows // share))
         )
         if problem.trans_b:
-            map_b = load(b, k, n, ldb, (BK, bn))
+            map_b = load(b, line=k, lines=n, step=ldb, box=(BK, bn))
         elif step_n == 64:  # a tile's blocks of 64 columns by one load
             map_b = TensorMap(
-                Ptr(b), problem.dtype, (64, k, n // 64), (ldb * size, 128), (64, BK, bn // 64)
+                Ptr(b), problem.dtype, (64, k, n // 64), (ldb * 2, 128), (64, BK, bn // 64)
             )
         else:
-            map_b = load(b, n, k, ldb, (64, BK))
+            map_b = load(b, line=n, lines=k, step=ldb, box=(64, BK))
         text = f"y z {c if operand(problem) else 'none'}, i32 m n k, f32 epsilon, mean rstd"
         vectors = epilogue_args(problem, (col0, col1), (row0, row1))
         norm_args = args("gamma beta" if self.norms else "none none")
-        made = (map_a, map_b, *args(text, problem), *vectors, *norm_args)
-        threads = 128 * wgm + (128 if stats else 0) + 32
-        return (
-            Launch(
-                self.source, "gemm_cluster", (grid, 1, 1), (threads, 1, 1), made, defines,
-                smem=self._smem(problem, config)(stages), cluster=split * share,
-            ),
+        return self.one(
+            "gemm_cluster", grid, 128 * wgm + (128 if stats else 0) + 32, map_a, map_b,
+            *args(text, problem), *vectors, *norm_args,
+            smem=self._smem(problem, config)(stages), cluster=split * share,
+            TRANS_A=problem.trans_a, TRANS_B=problem.trans_b, WGM=wgm, ROWS=rows, BN=bn,
+            SPLIT=split, SHARE=share, STAGES=stages, N_STEP=step_n, STATIC_B=early,
+            RING=upper_bound(self._steps(problem, config)) > stages, **types, **epilogue,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import FLOAT8, epilogue_refusal, result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.norm_launches import rename
@@ -75,4 +75,4 @@ class EightBits(DelegatingKernel):
         product, *rest = self.inner.launch(self._gemm(problem), config, hw)
         kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]
         scaled = rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")})
-        return (replace(scaled, defines=as_defines(dict(product.defines), {"EIGHT": kind})), *rest)
+        return (replace(scaled, defines=defines(**dict(product.defines), EIGHT=kind)), *rest)

@@ -15,22 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Num,
-    Ptr,
-)
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, args
 from onnx_fuse.program.problems import IntegerConv
 
 BYTES = ("int8", "uint8")
@@ -79,27 +70,18 @@ class MmaInt8(Kernel):
         wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}
         names = {"int8": "s8", "uint8": "u8"}
-        defines = as_defines({
-            "A_TYPE": names[problem.dtype], "B_TYPE": names[problem.b_dtype], "BM": bm,
-            "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
-            "ZA": kinds[problem.za], "ZB": kinds[problem.zb],
-        })  # fmt: skip
         columns, rows = self._blocks(problem, config)
-        inner = problem.batch[-1] if problem.batch else 1
-
-        def last_two(strides: tuple[int, ...]) -> list[Num]:
-            return [Num("i64", step) for step in (0, 0, *strides)[-2:]]
-
-        args: tuple[Arg, ...] = (
-            *map(Ptr, ("a", "b", "za", "zb", "y")),
-            *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
-            Num("i64", problem.lda), Num("i64", problem.ldb),
-            *(Num("i32", x) for x in (columns, rows, inner)), *last_two(problem.a_strides),
-            *last_two(problem.b_strides), Num("i32", problem.za_step),
+        made = args(
+            "a b za zb y, i32 m n k, i64 lda ldb, i32 blocks, i64 steps, i32 za_step", problem,
+            blocks=(columns, rows, problem.batch[-1] if problem.batch else 1),
+            steps=(0, 0, *problem.a_strides)[-2:] + (0, 0, *problem.b_strides)[-2:],
         )  # fmt: skip
-        grid, smem = (columns * rows * problem.batches, 1, 1), stages * (bm + bn) * (bk + 16)
-        block = (32 * wm * wn, 1, 1)
-        return (Launch(self.source, "mma_s8_sm80", grid, block, args, defines, smem),)
+        return self.one(
+            "mma_s8_sm80", columns * rows * problem.batches, 32 * wm * wn, *made,
+            smem=stages * (bm + bn) * (bk + 16), A_TYPE=names[problem.dtype],
+            B_TYPE=names[problem.b_dtype], BM=bm, BN=bn, WM=wm, WN=wn, BK=bk, STAGES=stages,
+            ZA=kinds[problem.za], ZB=kinds[problem.zb],
+        )  # fmt: skip
 
 
 CONV_TILES = (
@@ -223,30 +205,27 @@ class MmaInt8Nhwc(Chosen):
         numbers = [Num("f32", 0.0)] * len(NUMBERS)
         if named:
             numbers[: len(scalars)] = [Num(kind, value) for kind, value in scalars]
-        args: tuple[Arg, ...] = (
-            *map(Ptr, ("x", "weight", "bias", "e1", "e2", "e3", "y")),
-            *(Num("i32", n) for n in (rows, *sizes)), Num("i64", sn),
-            *(Num("i32", n) for n in (problem.inner[1] * sy, sy, sx, line)),
-            Ptr("shift"), Ptr("scale"), Num("u32", problem.border % 256 * 0x01010101), *numbers,
+        made = args(
+            "x weight bias e1 e2 e3 y, i32 rows sizes, i64 sn, i32 steps, shift scale, u32 border",
+            rows=rows, sizes=sizes, sn=sn, steps=(problem.inner[1] * sy, sy, sx, line),
+            border=problem.border % 256 * 0x01010101,
         )  # fmt: skip
         kinds = (*(tail.reads if tail else ()), *["float32"] * 3)[:3]
         window = problem.window
         moved = any((*window.before, *(s - 1 for s in window.strides)))
         dense = (sn, sy) == (prod(problem.inner) * sx, problem.inner[2] * sx)
         flat = prod(window.kernel) == 1 and not moved and dense and problem.inner == problem.outer
-        macros: dict[str, object] = {
-            "T": C_TYPES[problem.dtype], "TRANSPOSED": False, "TY": "float", "FLAT": flat,
-            "BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
-            "DEEP": is_deep(problem), "VEC": self._vec(problem),
-            "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
-            "NUMBERS": ", ".join(f"{SCALAR[n.ctype]} {name}"
-                                 for name, n in zip(NUMBERS, numbers, strict=True)),
+        of_tail = {"TY": "float"} | tail_macros(tail, NUMBERS[: len(scalars) * named])
+        return self.one(
+            self.entry, blocks, self._threads(tile), *made, *numbers,
+            smem=self._smem(problem, tile), T=C_TYPES[problem.dtype], TRANSPOSED=False, FLAT=flat,
+            BM=bm, BN=bn, WM=wm, WN=wn, BK=bk, STAGES=stages, DEEP=is_deep(problem),
+            VEC=self._vec(problem), ROWS_OF_E=sum(1 << i for i in (tail.rows if tail else ())),
+            NUMBERS=", ".join(f"{SCALAR[n.ctype]} {name}"
+                              for name, n in zip(NUMBERS, numbers, strict=True)),
             **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
-        }  # fmt: skip
-        macros |= {**window_macros(window), **tail_macros(tail, NUMBERS[: len(scalars) * named])}
-        block, smem = (self._threads(tile), 1, 1), self._smem(problem, tile)
-        defines = as_defines(macros)
-        return (Launch(self.source, self.entry, (blocks, 1, 1), block, args, defines, smem),)
+            **window_macros(window), **of_tail,
+        )  # fmt: skip
 
 
 WGMMA_TILES = (
@@ -298,16 +277,14 @@ class BlocksOfPixels(HeuristicKernel):
         blocks = problem.batch * problem.high * problem.width
         scale, zero = problem.quantize or (1.0, 0)
         ends = np.iinfo(problem.out_dtype)
-        numbers = (scale, 1 / np.float32(scale), zero, ends.min, ends.max)
-        args: tuple[Arg, ...] = (
-            Ptr("x"), Ptr("y"), Num("i64", blocks),
-            *(Num("i32", n) for n in (problem.high, problem.columns, problem.width, problem.first)),
-            *(Num("i64", n) for n in problem.strides), Num("u32", problem.border % 256),
-            *(Num("f32", float(n)) for n in numbers),
+        numbers = map(float, (scale, 1 / np.float32(scale), zero, ends.min, ends.max))
+        made = args(
+            "x y, i64 blocks, i32 high columns width first, i64 strides, u32 border, f32 numbers",
+            problem, blocks=blocks, border=problem.border % 256, numbers=tuple(numbers),
         )  # fmt: skip
         (rows, steps), threads = problem.block, 256
         return self.one(
-            "pixel_blocks", -(-blocks // threads), threads, *args, T=C_TYPES[problem.dtype],
+            "pixel_blocks", -(-blocks // threads), threads, *made, T=C_TYPES[problem.dtype],
             CHANNELS=problem.channels, SH=rows, SW=steps, QUANTIZED=bool(problem.quantize),
         )  # fmt: skip
 

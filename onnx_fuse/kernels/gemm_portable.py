@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
@@ -17,7 +17,6 @@ from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     Ptr,
     args,
@@ -294,13 +293,12 @@ class _Portable(Kernel, ABC):
         """The launch of a batch of at most 65,535 matrices."""
         (bm, bn), split = self.tile(config), config.integer("split", 1)
         tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
-        layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b}
-        return (Launch(
-            self.source, self.entry, (tiles * split, 1, problem.batches),
-            (self.threads(config), 1, 1), portable_args(problem),
-            as_defines(layout, self._macros(problem, config), epilogue_defines(problem)),
-            smem=self._smem(problem, config), cluster=split,
-        ),)  # fmt: skip
+        return self.one(
+            self.entry, (tiles * split, 1, problem.batches), self.threads(config),
+            *portable_args(problem), smem=self._smem(problem, config), cluster=split,
+            TRANS_A=problem.trans_a, TRANS_B=problem.trans_b, **self._macros(problem, config),
+            **epilogue_defines(problem),
+        )  # fmt: skip
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""

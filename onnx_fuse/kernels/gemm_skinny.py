@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     epilogue_args,
@@ -22,7 +22,6 @@ from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     args,
     ld,
@@ -116,25 +115,19 @@ class SmallM(Kernel):
         types, epilogue = type_defines(problem), epilogue_defines(problem)
         if mode == 1:
             fold_norm(types, epilogue)
-        defines = as_defines(
-            types, epilogue,
-            {"TP": C_TYPES[problem.dtype], "TRANS_B": problem.trans_b, "MT": mt, "NT": nt,
-             "WN": wn, "WARPS": warps, "CLUSTER": cluster, "HALF": problem.m <= 8,
-             "UNROLL": self._unroll(mt, nt, warps, mode == 2), "LN": mode},
-            {"RMS": 1} if problem.rms else {},
-        )  # fmt: skip
         if norm:
             names = ("x", "wq" if mode == 1 else "w", "r", "cs", "cv" if mode == 1 else "c")
         else:
             names = ("a", "b", "c", "col0", "col1")
         x, w, c, col0, col1 = names
         text = f"{x} {w} y z {c}, i32 m n k, i64 steps, f32 epsilon, mean rstd gamma beta"
-        made = (*args(text, problem, steps=ld(problem)), *epilogue_args(problem, (col0, col1)))
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
         smem = ITEMSIZE["float32"] * (warps // wn) * 16 * mt * columns
-        return (
-            Launch(
-                self.source, "gemm_skinny", grid, (32 * warps, 1, 1), made, defines, smem, cluster
-            ),
-        )
+        return self.one(
+            "gemm_skinny", grid, 32 * warps, *args(text, problem, steps=ld(problem)),
+            *epilogue_args(problem, (col0, col1)), smem=smem, cluster=cluster,
+            TP=C_TYPES[problem.dtype], TRANS_B=problem.trans_b, MT=mt, NT=nt, WN=wn, WARPS=warps,
+            CLUSTER=cluster, HALF=problem.m <= 8, UNROLL=self._unroll(mt, nt, warps, mode == 2),
+            LN=mode, **types, **epilogue, **({"RMS": 1} if problem.rms else {}),
+        )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
-from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     CHOICES,
     HALVES,
@@ -20,7 +19,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch, matrices
 from onnx_fuse.kernels.norm_launches import rename, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
@@ -120,10 +119,9 @@ def sum_of_parts(problem: GemmProblem, splits: int) -> Launch:
     """The sum of parts of a product in the workspace, with the product's epilogue."""
     types = {name: t for name, t in type_defines(problem).items() if name in ("TO", "TV", "TR")}
     made = args("workspace, i32 splits m n, y z c", problem, splits=splits)
-    return Launch(
-        "gemm/reduce.cu", "gemm_reduce", (problem.m, ceil(problem.n / 1024), 1), (256, 1, 1),
-        (*made, *epilogue_args(problem), Ptr("part")),
-        as_defines(types, epilogue_defines(problem)),
+    return launch(
+        "gemm/reduce.cu", "gemm_reduce", (problem.m, ceil(problem.n / 1024), 1), 256, *made,
+        *epilogue_args(problem), Ptr("part"), **types, **epilogue_defines(problem),
     )  # fmt: skip
 
 
@@ -426,113 +424,78 @@ class Wgmma(Kernel):
         bm, batches = (64 if pingpong else 128) * mi, problem.batches
         planes = problem.planes
         lda, ldb = ld(problem)
-        size = ITEMSIZE[problem.dtype]
         step_a, step_b = (
             batch_strides(problem, "a", m * k)[2],
             batch_strides(problem, "b", k * n)[2],
         )
-        dense_a, dense_b = (
-            lda * (k if problem.trans_a else m),
-            ldb * (n if problem.trans_b else k),
-        )
 
-        def load(name: str, inner: int, outer: int, step: int, depth: int, box: tuple[int, int],
-                 stride: int) -> TensorMap:  # fmt: skip
-            return TensorMap(
-                Ptr(name), problem.dtype, (inner, outer, depth), (stride * size, step * size),
-                (*box, 1),
-            )  # fmt: skip
+        def load(
+            name: str, stands: bool, length: int, tall: int, wide: int, step: int
+        ) -> TensorMap:
+            """An operand whose lines are along k, or where it `stands` along the `length`."""
+            apart = step_a if name == "a" else step_b
+            shape, box = ((length, k), (64, wide)) if stands else ((k, length), (BK, tall))
+            count = planes or (batches if apart else 1)
+            return matrices(name, problem.dtype, *shape, step, box, count=count, apart=apart)
 
-        depth_a = planes or (batches if step_a else 1)
-        depth_b = planes or (batches if step_b else 1)
-        map_a = (
-            load("a", m, k, step_a or dense_a, depth_a, (64, BK), lda)
-            if problem.trans_a
-            else load("a", k, m, step_a or dense_a, depth_a, (BK, bm), lda)
-        )
-        map_b = (
-            load("b", k, n, step_b or dense_b, depth_b, (BK, bn // cluster), ldb)
-            if problem.trans_b
-            else load("b", n, k, step_b or dense_b, depth_b, (64, BK // cluster), ldb)
-        )
+        map_a = load("a", problem.trans_a, m, bm, BK, lda)
+        map_b = load("b", not problem.trans_b, n, bn // cluster, BK // cluster, ldb)
         plain = direct(problem, splits)
-        out_size = ITEMSIZE[problem.out]
         wide = problem.ldy or (n // 2 if problem.epilogue.gate else n)
 
         def stored(name: str, used: object) -> TensorMap:
-            return TensorMap(
-                Ptr(name if used and not plain else "none"), problem.out, (wide, m, batches),
-                (wide * out_size, m * wide * out_size), (64, 16, 1),
-            )  # fmt: skip
+            there = name if used and not plain else "none"
+            return matrices(there, problem.out, wide, m, wide, (64, 16), count=batches)
 
-        vectors = (*epilogue_args(problem), Ptr("part"))
         stream = splits == STREAM
         units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * max(splits, 1)
-        types = type_defines(problem)
         stages, boxes, smem = self._stages(problem, config, hw)
-        tile = {
-            "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster, "DIRECT": plain,
-            "STAGES": stages, "GROUP": config.integer("group"),
+        macros: dict[str, object] = {
+            **type_defines(problem), "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster,
+            "DIRECT": plain, "STAGES": stages, "GROUP": config.integer("group"),
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
-        tile |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
-        tile |= {"SINGLE": 1} if stream or batches * splits == 1 else {}
-        tile |= {"STREAM": 1} if stream else {}
-        tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
-        tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
-        whole_c = bool(
-            problem.epilogue.dx or problem.epilogue.dw
-        )  # y and c begin with their buffers
-        if whole_c and not problem.epilogue.save_z and out_size == 4 and splits <= 1 and n % 4 == 0:
-            tile |= {"EVEN": 1}
-        elif out_size == 4 and splits <= 1 and n % 2 == 0 and not planes:
-            other = problem.epilogue.among("save_z", "save_act", "gate") or operand(problem)
-            tile |= {} if other else {"PAIRS": 1}
+        macros |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
+        macros |= {"SINGLE": 1} if stream or batches * splits == 1 else {}
+        macros |= {"STREAM": 1} if stream else {}
+        macros |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
+        macros |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
+        behind, whole = problem.epilogue, splits <= 1 and ITEMSIZE[problem.out] == 4
+        # of these y and c begin with their buffers
+        if whole and (behind.dx or behind.dw) and not behind.save_z and n % 4 == 0:
+            macros |= {"EVEN": 1}
+        elif whole and n % 2 == 0 and not planes:
+            other = behind.among("save_z", "save_act", "gate") or operand(problem)
+            macros |= {} if other else {"PAIRS": 1}
         blocks = hw.sm_count if stream else minimum(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)
             blocks -= blocks % ceil(n / bn)
         if self.own(problem, config, hw):
-            types |= {"SIDE": "OWN_RMS" if side == "rms" else "OWN"}
+            macros |= {"SIDE": "OWN_RMS" if side == "rms" else "OWN"}
             side = ""
         if side:  # a warp has 2 KB of rows in flight: short rows, several at a time
-            types |= {"SIDE": side.upper()}
-            types |= {"SIDE_LANES": str(side_lanes(k))} if side != "tiles" else {}
-        if problem.epilogue.column_sums:
-            types |= {"SIDE": "COLUMNS"}
-        if problem.epilogue.moments:
-            types |= {"MOMENTS": "1"}
-        if problem.epilogue.column_moments:
-            types |= {"COLUMN_MOMENTS": "1"}
-        if parts := problem.parts:
-            types |= {"PARTS": str(parts)}
-        epilogue = epilogue_defines(problem)
-        gemm = Launch(
-            self.source,
-            "gemm_wgmma",
-            (blocks, 1, 1),
-            (384, 1, 1),
-            (
-                map_a, map_b, stored("y", True),
-                stored("z", problem.epilogue.among("save_z", "save_act")),
-                stored("c", operand(problem)),
-                Ptr("workspace" if splits > 1 else "y"),
-                *args("z c, i32 m n k batches moves splits", problem, splits=splits,
-                      moves=(int(step_a != 0), int(step_b != 0))),
-                *vectors,
-                *args("sync a, i64 lda, f32 epsilon", problem, lda=lda),
-                *((Ptr("workspace"),) if stream else ()),
-            ),
-            as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
-            smem=smem,
-            cluster=cluster,
+            macros |= {"SIDE": side.upper()}
+            macros |= {"SIDE_LANES": side_lanes(k)} if side != "tiles" else {}
+        macros |= {"SIDE": "COLUMNS"} if behind.column_sums else {}
+        macros |= {"MOMENTS": 1} if behind.moments else {}
+        macros |= {"COLUMN_MOMENTS": 1} if behind.column_moments else {}
+        macros |= {"PARTS": problem.parts} if problem.parts else {}
+        macros |= {"TO": "float"} if splits > 1 else epilogue_defines(problem)
+        gemm = self.one(
+            "gemm_wgmma", blocks, 384, map_a, map_b, stored("y", True),
+            stored("z", behind.among("save_z", "save_act")), stored("c", operand(problem)),
+            Ptr("workspace" if splits > 1 else "y"),
+            *args("z c, i32 m n k batches moves splits", problem, splits=splits,
+                  moves=(int(step_a != 0), int(step_b != 0))),
+            *epilogue_args(problem), Ptr("part"),
+            *args("sync a, i64 lda, f32 epsilon", problem, lda=lda),
+            *((Ptr("workspace"),) if stream else ()), smem=smem, cluster=cluster,
             sync=32 + 16 * pairs if side else 32 * hw.sm_count if stream else 0,
-            cooperative=side == "tiles",
+            cooperative=side == "tiles", **macros,
         )  # fmt: skip
-        if splits <= 1:
-            return (gemm,)
-        return (gemm, sum_of_parts(problem, splits))
+        return gemm if splits <= 1 else (*gemm, sum_of_parts(problem, splits))
 
 
 class SplitWgmma(DelegatingKernel):

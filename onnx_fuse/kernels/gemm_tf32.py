@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     each_has_steps,
@@ -15,17 +15,15 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
 )
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, matrices
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     Num,
     Ptr,
-    TensorMap,
     ld,
     operand,
 )
@@ -135,26 +133,18 @@ class Tf32(Kernel):
         m, n, k = problem.m, problem.n, problem.k
         lda, ldb = ld(problem)
 
-        def rows(name: str, count: int, stride: int, box: int) -> TensorMap:
-            return TensorMap(
-                Ptr(name), "tf32", (k, count, 1), (4 * stride, 4 * stride * count), (BK, box, 1)
-            )
-
         stage = (128 + bn) * 128 + 16
         room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
         stages = min(8, (room - 1024) // stage)
         kind = C_TYPES[problem.epilogue.bias_dtype or "float32"]
-        macros = {"BN": bn, "STAGES": stages, "RESIDENT": resident, "TV": kind}
-        if problem.epilogue.row_bias:
-            macros["TR"] = kind
-        more = epilogue_defines(problem) if splits == 1 else {}
-        args = (rows("a", m, lda, 128), rows("b", n, ldb, bn), *portable_args(problem))
-        product = Launch(
-            self.source, "gemm_tf32", (ceil(m / 128) * ceil(n / bn), splits, 1), (288, 1, 1),
-            (*args, Num("i32", ceil(ceil(k / BK) / splits))), as_defines(macros, more),
-            stages * stage,
+        macros: dict[str, object] = {"TR": kind} if problem.epilogue.row_bias else {}
+        macros |= epilogue_defines(problem) if splits == 1 else {}
+        product = self.one(
+            "gemm_tf32", (ceil(m / 128) * ceil(n / bn), splits, 1), 288,
+            matrices("a", "tf32", k, m, lda, (BK, 128)), matrices("b", "tf32", k, n, ldb, (BK, bn)),
+            *portable_args(problem), Num("i32", ceil(ceil(k / BK) / splits)), smem=stages * stage,
+            BN=bn, STAGES=stages, RESIDENT=resident, TV=kind, **macros,
         )  # fmt: skip
         if splits == 1:
-            return (product,)
-        parts = rename(product, {"y": Ptr("workspace")})
-        return parts, sum_of_parts(problem, splits)
+            return product
+        return rename(product[0], {"y": Ptr("workspace")}), sum_of_parts(problem, splits)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.kernel import launch
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
@@ -17,8 +18,8 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
+    args,
     ld,
 )
 
@@ -48,12 +49,12 @@ def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
     pitch = _pitch(columns)
     wide = columns * step >= INT32_LIMIT or rows * pitch >= INT32_LIMIT
     sizes = (rows, columns, step, pitch, 1, 1, *(0,) * 6)
-    launch = Launch(
-        "indexing/transpose.cu", "transpose", (ceil(rows / 32) * ceil(columns / 32), 1, 1),
-        (256, 1, 1), (Ptr("a0"), Ptr("y0"), *(Num("i64" if wide else "i32", n) for n in sizes)),
-        (("IDX", "i64" if wide else "int"), ("T", "u32"), ("VEC", "1")),
+    turning = launch(
+        "indexing/transpose.cu", "transpose", ceil(rows / 32) * ceil(columns / 32), 256,
+        *args(f"a0 y0, {'i64' if wide else 'i32'} sizes", sizes=sizes),
+        IDX="i64" if wide else "int", T="u32", VEC=1,
     )  # fmt: skip
-    return Copy(name, ceil(4 * rows * pitch / 256) * 256, launch)
+    return Copy(name, ceil(4 * rows * pitch / 256) * 256, turning)
 
 
 class _Turned(DelegatingKernel, ABC):
@@ -91,9 +92,9 @@ class _Turned(DelegatingKernel, ABC):
         calls: list[Launch] = []
         names: dict[str, Ptr] = {"workspace": Ptr("workspace", self._own_bytes(problem))}
         place = 0
-        for name, nbytes, launch in self._copies(problem):
+        for name, nbytes, turning in self._copies(problem):
             names[name] = Ptr("workspace", place)
-            calls.append(rename(launch, {"a0": Ptr(name), "y0": names[name]}))
+            calls.append(rename(turning, {"a0": Ptr(name), "y0": names[name]}))
             place += nbytes
         product = self.inner.launch(self._gemm(problem), config, hw)
         return (*calls, *(rename(call, names) for call in product))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     VECTOR,
     aligned,
@@ -25,7 +24,6 @@ from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     args,
     ld,
@@ -104,17 +102,14 @@ class Gemv(Kernel):
         types, epilogue = type_defines(problem), epilogue_defines(problem)
         if norm:
             fold_norm(types, epilogue)
-        defines = as_defines(
-            types, epilogue,
-            {"TRANS_B": problem.trans_b, "WARPS": warps, "STEPS": steps, "LN": norm,
-             "STATIC_B": problem.static_b},
-            {"EACH": each} if each else {"COLS": columns},
-            {"RMS": 1} if norm and problem.rms else {},
-        )  # fmt: skip
+        epilogue |= {"EACH": each} if each else {"COLS": columns}
+        epilogue |= {"RMS": 1} if norm and problem.rms else {}
         names = ("x", "wq", "r", "cs", "cv") if norm else ("a", "b", "c", "col0", "col1")
         x, w, c, col0, col1 = names
         text = f"{x} {w} y z {c}, i32 n k, i64 ldb, f32 epsilon, mean rstd"
-        vectors = epilogue_args(problem, (col0, col1))
-        made = (*args(text, problem, ldb=ld(problem)[1]), *vectors)
-        grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
-        return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), made, defines),)
+        return self.one(
+            "gemm_vector", ceil(problem.n / (columns * warps if each else columns)), 32 * warps,
+            *args(text, problem, ldb=ld(problem)[1]), *epilogue_args(problem, (col0, col1)),
+            TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm, STATIC_B=problem.static_b,
+            **types, **epilogue,
+        )  # fmt: skip

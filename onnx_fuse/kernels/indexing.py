@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
@@ -316,18 +316,16 @@ class Grouped(HeuristicKernel):
         sums = _RowSums(
             count, rows, inner, part, problem.dtype,
             (start, Ptr("stop"), Ptr("found"), row, order), Ptr("workspace", at),
-            (("FRESH", fresh), ("IDS", IDS), ("IDX", _INDEX_TYPES[problem.index]),
-             ("ELEMENTS", updates.elements), ("Q", updates.q),
-             ("REDUCE", _REDUCTIONS[problem.reduction])),
+            {"FRESH": fresh, "IDS": IDS, "IDX": _INDEX_TYPES[problem.index], "Q": updates.q,
+             "ELEMENTS": updates.elements, "REDUCE": _REDUCTIONS[problem.reduction]},
         )  # fmt: skip
         filling = -(-rows * inner // FILLED) if fresh else 0
-        sort = Launch(
-            self.source, "group_rows", (-(-rows // IDS) + filling, 1, 1), (1024, 1, 1),
-            (Ptr("index"), start, row, order,
-             *args("y, i32 count rows, i64 total sizes", updates, total=rows * inner)),
-            sums.macros, smem=4 * (32 * IDS + 32),
+        sort = self.one(
+            "group_rows", -(-rows // IDS) + filling, 1024, Ptr("index"), start, row, order,
+            *args("y, i32 count rows, i64 total sizes", updates, total=rows * inner),
+            smem=4 * (32 * IDS + 32), **sums.macros,
         )  # fmt: skip
-        return (sort, *sums.launches())
+        return sort + sums.launches()
 
 
 @dataclass(frozen=True)
@@ -345,7 +343,7 @@ class _RowSums:
     dtype: str
     order: tuple[Ptr, ...]
     sums: Ptr
-    more: tuple[tuple[str, object], ...]
+    more: dict[str, object]
 
     @property
     def _team(self) -> tuple[int, int]:
@@ -353,10 +351,10 @@ class _RowSums:
         return vec, lanes(-(-self.inner // vec))
 
     @property
-    def macros(self) -> tuple[tuple[str, str], ...]:
+    def macros(self) -> dict[str, Any]:
         """Those of the sort in the same source as well."""
         vec, team = self._team
-        return defines(T=STORAGE[self.dtype], VEC=vec, TEAM=team, **dict(self.more))
+        return {"T": STORAGE[self.dtype], "VEC": vec, "TEAM": team, **self.more}
 
     def launches(self) -> Launches:
         """The sums of parts if a row can have several, and the sums of rows."""
@@ -364,14 +362,10 @@ class _RowSums:
 
         def summing(entry: str, blocks: int, *more: Ptr) -> Launch:
             grid = (blocks, -(-self.inner // (team * vec)), 1)
-            made = (
-                *self.order,
-                Ptr("update"),
-                self.sums,
-                *more,
-                *args("i32 rows inner part", self),
-            )
-            return Launch("indexing/row_sums.cu", entry, grid, (THREADS, 1, 1), made, self.macros)
+            return launch(
+                "indexing/row_sums.cu", entry, grid, THREADS, *self.order, Ptr("update"), self.sums,
+                *more, *args("i32 rows inner part", self), **self.macros,
+            )  # fmt: skip
 
         parts = -(-self.count // self.part)
         return (
@@ -453,7 +447,7 @@ class Sorted(_Many):
         ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", kept_at))
         adding = _RowSums(
             updates.count, updates.rows, updates.inner, _part(problem), problem.dtype,
-            (*ends, row, order), Ptr("workspace", sums), (("FRESH", False), ("REDUCE", reduce)),
+            (*ends, row, order), Ptr("workspace", sums), {"FRESH": False, "REDUCE": reduce},
         )  # fmt: skip
         return (
             *keys,
@@ -467,15 +461,15 @@ class Sorted(_Many):
         updates = _Updates.of(problem)
         blocks = -(-updates.count // RUN_TILE)
         tiles, source = Ptr("workspace", sort.end), "indexing/run_sums.cu"
-        macros = defines(
-            T=STORAGE[problem.dtype], VALUES=sort.payload is not None,
-            REDUCE=_REDUCTIONS[problem.reduction],
-        )  # fmt: skip
+        macros: dict[str, Any] = {
+            "T": STORAGE[problem.dtype], "VALUES": sort.payload is not None,
+            "REDUCE": _REDUCTIONS[problem.reduction],
+        }  # fmt: skip
         sums = (*sort.sorted, *args("update y"), tiles, *args("i32 count rows", updates))
         left = (tiles, *args("y, i32 blocks rows", updates, blocks=blocks))
         return (
-            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), sums, macros),
-            Launch(source, "run_joins", (1, 1, 1), (1024, 1, 1), left, macros),
+            launch(source, "run_sums", blocks, THREADS, *sums, **macros),
+            launch(source, "run_joins", 1, 1024, *left, **macros),
         )
 
 

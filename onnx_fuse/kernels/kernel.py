@@ -5,7 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches
+from onnx_fuse.cuda.arguments import MAP_BYTES
+from onnx_fuse.cuda.macros import defines
+from onnx_fuse.program.problem import (
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Ptr,
+    TensorMap,
+)
+
+Blocks = int | tuple[int, int, int]
+
+
+def launch(
+    source: str, entry: str, blocks: Blocks, threads: int, *args: Arg, smem: Any = 0,
+    cluster: Any = 1, sync: Any = 0, cooperative: Any = False, **macros: object,
+) -> Launch:  # fmt: skip
+    """The launch of an entry of a source, of so many blocks and threads of each, by its macros."""
+    grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
+    made, block = defines(**macros), (threads, 1, 1)
+    return Launch(source, entry, grid, block, args, made, smem, cluster, sync, cooperative)
+
+
+def matrices(
+    name: str, dtype: str, line: int, lines: int, step: int, box: tuple[int, int], *,
+    count: int = 1, apart: int = 0,
+) -> TensorMap:  # fmt: skip
+    """The descriptor of boxes of `count` matrices, of `lines` that lie `step` elements apart.
+
+    The matrices lie `apart`, one behind another by default.
+    """
+    size = MAP_BYTES[dtype]
+    steps = (step * size, (apart or step * lines) * size)
+    return TensorMap(Ptr(name), dtype, (line, lines, count), steps, (*box, 1))
 
 
 class Kernel(Protocol):
@@ -16,6 +51,7 @@ class Kernel(Protocol):
     """
 
     name: str
+    source: str = ""
 
     @property
     def version(self) -> int:
@@ -40,6 +76,10 @@ class Kernel(Protocol):
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel calls, in order."""
+
+    def one(self, entry: str, blocks: Blocks, threads: int, *args: Arg, **how: Any) -> Launches:
+        """One launch of an entry of its source; `how`: macros, and what `launch` names."""
+        return (launch(self.source, entry, blocks, threads, *args, **how),)
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace", none by default, which may hold anything."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.rule_based import Planned
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import (
@@ -17,7 +17,6 @@ from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     Ptr,
     args,
@@ -181,30 +180,21 @@ class FewRows(Planned):
         dz = arena.allocate(ITEMSIZE[problem.dtype] * m * n) if act else Ptr("dy")
         g, rows = arena.allocate(4 * splits * m * k), arena.allocate(8 * row_parts * m)
         columns = arena.allocate(8 * column_parts * k)
-        defines = as_defines(
-            tiles.defines(),
-            {"T": C_TYPES[problem.dtype]},
-            activation_macros(act),
-        )
-        calls = []
+        macros = tiles.defines() | {"T": C_TYPES[problem.dtype]} | activation_macros(act)
+        calls: Launches = ()
         if act:
-            calls.append(Launch(
-                self.source, "grad_dz", (ceil(m * n / 2048), 1, 1), (256, 1, 1),
-                (*args("dy z, i64 size, f32 act_alpha", problem.epilogue, size=m * n), dz), defines,
-            ))  # fmt: skip
-        calls.append(Launch(
-            self.source, "grad_products", (splits * of_g + of_dw, 1, 1), (32 * tiles.warps, 1, 1),
-            (dz, *args("x gamma beta w mean rstd, i32 m n k splits", problem, splits=splits), g,
-             rows, columns, *args("dw dc")),
-            defines, tiles.smem,
-        ))  # fmt: skip
-        blocks = ceil(m * ceil(k / 256) / 4) + ceil(2 * k / 128)
-        calls.append(Launch(
-            self.source, "grad_finish", (blocks, 1, 1), (128, 1, 1),
-            (*args("x gamma mean rstd, i32 m k parts", problem,
-                   parts=(splits, row_parts, column_parts)),
-             g, rows, columns, Ptr({"": "none", "here": "dx"}.get(problem.add, "add")),
-             *args("dx dgamma dbeta")),
-            defines,
-        ))  # fmt: skip
-        return tuple(calls), arena.size
+            passed = args("dy z, i64 size, f32 act_alpha", problem.epilogue, size=m * n)
+            calls = self.one("grad_dz", ceil(m * n / 2048), 256, *passed, dz, **macros)
+        calls += self.one(
+            "grad_products", splits * of_g + of_dw, 32 * tiles.warps, dz,
+            *args("x gamma beta w mean rstd, i32 m n k splits", problem, splits=splits),
+            g, rows, columns, *args("dw dc"), smem=tiles.smem, **macros,
+        )  # fmt: skip
+        parts = (splits, row_parts, column_parts)
+        calls += self.one(
+            "grad_finish", ceil(m * ceil(k / 256) / 4) + ceil(2 * k / 128), 128,
+            *args("x gamma mean rstd, i32 m k parts", problem, parts=parts), g, rows, columns,
+            Ptr({"": "none", "here": "dx"}.get(problem.add, "add")), *args("dx dgamma dbeta"),
+            **macros,
+        )  # fmt: skip
+        return calls, arena.size

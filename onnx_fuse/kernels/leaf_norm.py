@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.norm_launches import rename, sum_parts
@@ -56,8 +56,8 @@ class WeightOnlyGrad(SimtSplitK):
         (product,) = super().launch(problem, config, hw)
         join = config.integer("join")
         args = (*product.args, *map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta")))
-        leaf = {"LEAF": 2 if problem.turned else 1, "JOIN": join}
-        macros = tuple(sorted((*product.defines, *as_defines(leaf))))
+        leaf = 2 if problem.turned else 1
+        macros = defines(**dict(product.defines), LEAF=leaf, JOIN=join)
         place = {"y": Ptr("dw"), "c": Ptr("w"), "part": Ptr("workspace")}
         product = replace(product, args=args, defines=macros, cluster=max(1, join))
         if join:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
@@ -18,7 +19,6 @@ from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     Ptr,
     args,
@@ -94,17 +94,15 @@ class FewRows(Kernel):
         columns, sets = self._columns(problem), self._sets(problem)
         block, run = problem.block, 128 // problem.bits
         scales = 2 * max(1, run // block)  # of a lane's two columns
-        defines = as_defines({
-            "T": C_TYPES[problem.dtype], "BITS": problem.bits,
-            "PAIRED": columns > 1 and problem.blocks % scales == 0,
-            "WHOLE": problem.row_bytes % 64 == 0 and problem.k % block == 0,
-            "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
-            "WARPS": warps, "ZERO": bool(problem.zero),
-            "BIAS": bool(problem.epilogue.bias), "AHEAD": problem.static_b,
-        })  # fmt: skip
-        made = args("a q scale zero bias y, i32 m n k row_bytes blocks", problem)
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (sets * 8 // columns)), 1)
-        return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), made, defines),)
+        return self.one(
+            "matmul_nbits", grid, 32 * warps,
+            *args("a q scale zero bias y, i32 m n k row_bytes blocks", problem),
+            T=C_TYPES[problem.dtype], BITS=problem.bits, BLOCK=block, CB=columns, SETS=sets,
+            TILES=tiles, WARPS=warps, ZERO=bool(problem.zero), BIAS=bool(problem.epilogue.bias),
+            PAIRED=columns > 1 and problem.blocks % scales == 0, AHEAD=problem.static_b,
+            WHOLE=problem.row_bytes % 64 == 0 and problem.k % block == 0,
+        )  # fmt: skip
 
 
 class TiledRows(Kernel):
@@ -202,18 +200,16 @@ class TiledRows(Kernel):
         sets, epilogue, kind = self._sets(problem), problem.epilogue, C_TYPES[problem.dtype]
         team, steps = self._team(problem, warps) if problem.norm else (0, 0)
         flags = {"EPI_BIAS": epilogue.bias, "EPI_RES": epilogue.residual, "GATE": epilogue.gate}
-        defines = as_defines({
-            "T": kind, "TO": kind, "BLOCK": problem.block, "SETS": sets,
-            "TILES": tiles, "WARPS": warps, "CHUNKS": self._chunks(problem, config),
-            "ZERO": bool(problem.zero), "NORM": ["", "rms", "layer"].index(problem.norm),
+        text = "a q scale bias c gamma beta y, i32 m n k, f32 epsilon act_alpha"
+        grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
+        return self.one(
+            "tiled_nbits", grid, 32 * warps, *args(text, problem, act_alpha=epilogue.act_alpha),
+            smem=self._smem(problem, config), T=kind, TO=kind, BLOCK=problem.block, SETS=sets,
+            TILES=tiles, WARPS=warps, CHUNKS=self._chunks(problem, config),
+            ZERO=bool(problem.zero), NORM=["", "rms", "layer"].index(problem.norm),
             **({"TEAM": team, "STEPS": steps} if team else {}),
             **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
-        })  # fmt: skip
-        text = "a q scale bias c gamma beta y, i32 m n k, f32 epsilon act_alpha"
-        made = args(text, problem, act_alpha=epilogue.act_alpha)
-        grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
-        smem = self._smem(problem, config)
-        return (Launch(self.source, "tiled_nbits", grid, (32 * warps, 1, 1), made, defines, smem),)
+        )  # fmt: skip
 
 
 GATED = ("wgmma", "mma")
@@ -261,7 +257,7 @@ class Unpacked(DelegatingKernel):
         """The launches that unpack the weights and multiply."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
-        macros = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}
+        macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}
         text = "q scale zero groups workspace, i64 size, i32 k row_bytes blocks"
         entry, each = "unpack", 2048
         if problem.tiled:
@@ -271,10 +267,8 @@ class Unpacked(DelegatingKernel):
         else:
             whole = problem.k % 8 == 0 and not problem.groups
             macros |= {"BITS": problem.bits, "GROUPS": problem.groups, "WHOLE": whole}
-        unpack = Launch(
-            "quant/unpack.cu", entry, (ceil(size / each), 1, 1), (256, 1, 1),
-            args(text, problem, size=size), as_defines(macros),
-        )  # fmt: skip
+        made = args(text, problem, size=size)
+        unpack = launch("quant/unpack.cu", entry, ceil(size / each), 256, *made, **macros)
         places = {
             "b": Ptr("workspace"), "col1": Ptr("bias"),
             "workspace": Ptr("workspace", self._own_bytes(problem)),

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES
+from onnx_fuse.kernels.kernel import launch
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Ptr, Table, TensorMap, args
 from onnx_fuse.program.size import coarse, minimum
@@ -47,19 +48,15 @@ def row_stats(
     tpr = next((t for t in (32, 64, 128, 256, 512) if vectors <= 4 * t), 512)
     held = min(8, ceil(vectors / tpr))
     rows = 4 if tpr == 32 else 1
-    return Launch(
-        "norm/row_stats.cu",
-        "row_stats",
-        # 1024 threads on each of 132 SMs, each walks over rows; bits do not depend on it
-        (minimum(ceil(m / rows), 132 * 1024 // (tpr * rows)), 1, 1),
-        (tpr * rows, 1, 1),
-        args("x, i32 m k, i64 ldx, f32 epsilon, mean rstd gamma beta out",
-             m=m, k=k, ldx=ldx, epsilon=epsilon),
-        as_defines({
-            "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[dtype],
-            "STATS": stats, "NORM": 2 if given else norm, "PLANES": planes,
-            "TPR": tpr, "ROWS": rows, "HELD": held, "VEC": vec,
-        } | ({"RMS": 1} if rms else {})),
+    # 1024 threads on each of 132 SMs, each walks over rows; bits do not depend on it
+    blocks = minimum(ceil(m / rows), 132 * 1024 // (tpr * rows))
+    return launch(
+        "norm/row_stats.cu", "row_stats", blocks, tpr * rows,
+        *args("x, i32 m k, i64 ldx, f32 epsilon, mean rstd gamma beta out",
+              m=m, k=k, ldx=ldx, epsilon=epsilon),
+        T=C_TYPES[dtype], TO=C_TYPES[out_dtype], TP=C_TYPES[dtype], STATS=stats,
+        NORM=2 if given else norm, PLANES=planes, TPR=tpr, ROWS=rows, HELD=held, VEC=vec,
+        **({"RMS": 1} if rms else {}),
     )  # fmt: skip
 
 
@@ -72,10 +69,10 @@ def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int 
     """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv."""
     if not trans_b:
         return fold_columns([(k, n)], dtype, hw, align=align)
-    return Launch(
-        "norm/fold.cu", "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1),
-        args("w gamma beta c, i32 k n, wq cs cv", k=k, n=n),
-        as_defines({"T": C_TYPES[dtype], "VEC": 8 if k % 8 == 0 and align % 16 == 0 else 1}),
+    return launch(
+        "norm/fold.cu", "fold_rows", ceil(n / 4), 128,
+        *args("w gamma beta c, i32 k n, wq cs cv", k=k, n=n),
+        T=C_TYPES[dtype], VEC=8 if k % 8 == 0 and align % 16 == 0 else 1,
     )  # fmt: skip
 
 
@@ -114,14 +111,13 @@ def fold_columns(
         fewest, held = min(fewest, parts), max(held, rows if rows <= 6 else 4)
     room = 1 << (len(shapes) - 1).bit_length()  # few distinct sources for many counts
     words += [0] * (len(words) // len(shapes) * (room - len(shapes)))
-    how: dict[str, object] = {"T": C_TYPES[dtype], "W": C_TYPES[dtype], "VEC": vec, "HELD": held}
+    how: dict[str, object] = {"W": C_TYPES[dtype], "VEC": vec, "HELD": held}
     if master:  # 16 bytes an access
-        how |= {"W": "float", "VEC": min(4, vec), "HELD": 4}
-    return Launch(
-        "norm/fold.cu", "fold_columns", (fewest * strips, 1, 1), (32 * warps, 1, 1),
-        (Table(tuple(words)), *args("i32 count", count=len(shapes))),
-        as_defines(how, {"COLS": cols, "WARPS": warps, "PARTS": fewest, "ROWS": room}),
-        cluster=fewest,
+        how = {"W": "float", "VEC": min(4, vec), "HELD": 4}
+    return launch(
+        "norm/fold.cu", "fold_columns", fewest * strips, 32 * warps, Table(tuple(words)),
+        *args("i32 count", count=len(shapes)), cluster=fewest, T=C_TYPES[dtype], COLS=cols,
+        WARPS=warps, PARTS=fewest, ROWS=room, **how,
     )  # fmt: skip
 
 
@@ -134,10 +130,10 @@ def fold_planes(
     """
     rows = 64 if planes else 32  # whose loads fit into the registers
     ragged = {} if n % 4 == 0 and align % 16 == 0 else {"RAGGED": 1}
-    call = Launch(
-        "norm/fold_planes.cu", "fold_planes", (ceil(n / 128), ceil(k / rows), 1), (256, 1, 1),
-        args("w gamma beta c, i32 k n, wq part", k=k, n=n),
-        as_defines({"PLANES": planes, "ROWS": rows} | ragged | ({"TURNED": 1} if turned else {})),
+    call = launch(
+        "norm/fold_planes.cu", "fold_planes", (ceil(n / 128), ceil(k / rows), 1), 256,
+        *args("w gamma beta c, i32 k n, wq part", k=k, n=n),
+        PLANES=planes, ROWS=rows, **ragged, **({"TURNED": 1} if turned else {}),
     )  # fmt: skip
     return call, ceil(k / rows)
 
@@ -151,12 +147,12 @@ def row_dots(
     ragged = {} if n % 8 == 0 and align % 16 == 0 else {"RAGGED": 1}
     rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
-    call = Launch(
-        "norm/row_dots.cu", "row_dots", (parts, 1, 1), (512, 1, 1),
-        args("dy z cs cv, i32 m n, f32 mean act_alpha, dz c1 c2 part",
-             m=m, n=n, mean=1.0 / k, act_alpha=act_alpha),
-        as_defines({"T": C_TYPES[dtype], "RPW": rpw}, activation_macros(act),
-                   {"PLANES": planes} if planes else {}, ragged),
+    call = launch(
+        "norm/row_dots.cu", "row_dots", parts, 512,
+        *args("dy z cs cv, i32 m n, f32 mean act_alpha, dz c1 c2 part",
+              m=m, n=n, mean=1.0 / k, act_alpha=act_alpha),
+        T=C_TYPES[dtype], RPW=rpw, **activation_macros(act),
+        **({"PLANES": planes} if planes else {}), **ragged,
     )  # fmt: skip
     return call, parts
 
@@ -169,18 +165,16 @@ def act_parts(m: int, n: int) -> int:
 
 def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> Launch:
     """Pointers dy, z -> dz, part [`act_parts`, n] (or, with one part, dbias)."""
-    return Launch(
-        "pointwise/act_grad.cu", "act_grad_rows", (ceil(n / 256), act_parts(m, n), 1),
-        (256, 1, 1),
-        args("dy z, i32 m n, f32 act_alpha, dz part dbias", m=m, n=n, act_alpha=act_alpha),
-        as_defines({"T": C_TYPES[dtype]}, activation_macros(act)),
+    return launch(
+        "pointwise/act_grad.cu", "act_grad_rows", (ceil(n / 256), act_parts(m, n), 1), 256,
+        *args("dy z, i32 m n, f32 act_alpha, dz part dbias", m=m, n=n, act_alpha=act_alpha),
+        T=C_TYPES[dtype], **activation_macros(act),
     )  # fmt: skip
 
 
 def sum_parts(parts: int, n: int, vectors: int, out_dtype: str) -> Launch:
     """Pointers part [parts, vectors, n] -> wide [n] float32, out0, out1 [n]: where bound."""
-    return Launch(
-        "norm/sum_parts.cu", "sum_parts", (ceil(n / 32), vectors, 1), (256, 1, 1),
-        args("part, i32 parts n, wide out0 out1", parts=parts, n=n),
-        as_defines({"TO": C_TYPES[out_dtype]}),
+    return launch(
+        "norm/sum_parts.cu", "sum_parts", (ceil(n / 32), vectors, 1), 256,
+        *args("part, i32 parts n, wide out0 out1", parts=parts, n=n), TO=C_TYPES[out_dtype],
     )  # fmt: skip

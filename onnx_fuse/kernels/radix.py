@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx_fuse.cuda.macros import defines
-from onnx_fuse.program.problem import Launch, Launches, Num, Ptr
+from onnx_fuse.kernels.kernel import launch
+from onnx_fuse.program.problem import Launch, Launches, Ptr, args
 
 THREADS = 256
 DIGIT = 8
@@ -105,26 +105,26 @@ class RadixSort:
         counts, totals = Ptr("workspace", self._counts), Ptr("workspace", self._totals)
         bits = Ptr("workspace", self._bits)
         sides = Ptr("workspace", self._sides) if self._may_skip else Ptr("sides")  # null
-        length, tiles, passes = Num("i64", self.length), Num("i64", self.tiles), self.passes
-        blocks = self.rows * self.tiles
+        passes, blocks = self.passes, self.rows * self.tiles
         launches: list[Launch] = []
 
-        def add(entry: str, blocks: int, first: bool, *args: Ptr | Num) -> None:
-            grid, block = (blocks, 1, 1), (THREADS, 1, 1)
-            macros = defines(KEY=self.key, FIRST=first)
-            launches.append(Launch("scan/radix.cu", entry, grid, block, args, macros))
+        def add(entry: str, blocks: int, first: bool, *made: Ptr, numbers: str, k: int = 0) -> None:
+            more = args(numbers, self, k=k)
+            macros = {"KEY": self.key, "FIRST": first}
+            launches.append(launch("scan/radix.cu", entry, blocks, THREADS, *made, *more, **macros))
 
         if self._may_skip:
-            add("radix_bits", blocks, False, self.keys, bits, length, tiles)
-            add("radix_sides", self.rows, False, bits, sides, tiles, Num("i32", passes))
+            add("radix_bits", blocks, False, self.keys, bits, numbers="i64 length tiles")
+            add("radix_sides", self.rows, False, bits, sides, numbers="i64 tiles, i32 passes")
         for k in range(passes):
             (key, at), (key_to, at_to) = self._pair(k % 2), self._pair((k + 1) % 2)
             first = not k and self.payload is None
             if not k and self.payload is not None:
                 at = self.payload
-            which = Num("i32", k), Num("i32", passes)
-            add("radix_count", blocks, first, key, key_to, sides, counts, length, tiles, *which)
-            add("radix_offsets", self.rows << DIGIT, first, sides, counts, totals, tiles, *which)
+            which = "i64 length tiles, i32 k passes"
+            add("radix_count", blocks, first, key, key_to, sides, counts, numbers=which, k=k)
+            add("radix_offsets", self.rows << DIGIT, first, sides, counts, totals,
+                numbers="i64 tiles, i32 k passes", k=k)  # fmt: skip
             add("radix_scatter", blocks, first, key, at, key_to, at_to, sides, counts, totals,
-                length, tiles, *which)  # fmt: skip
+                numbers=which, k=k)  # fmt: skip
         return tuple(launches)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import defines
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, launch
 from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
 from onnx_fuse.program.data_movement import Recurrence
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
 
 _PARTS = 8  # PARTS_MOST of steps.cuh
 
@@ -69,11 +68,10 @@ class Steps(HeuristicKernel):
         if problem.grad:
             names = "z z2 before r rn c0 lengths dy dh_T dc_T cells dz dz2 dh0 dc0"
             end = "_grad"
-        return (Launch(
-            f"recurrent/steps{end}.cu", f"recurrent_steps{end}", (blocks, 1, 1),
-            (macros["BLOCK"], 1, 1), args(f"{names}, i32 steps batch", problem),
-            defines(KIND=problem.kind, REVERSE=problem.reverse, **macros),
-            smem=smem, cluster=macros["CLUSTER"],
+        return (launch(
+            f"recurrent/steps{end}.cu", f"recurrent_steps{end}", blocks, macros["BLOCK"],
+            *args(f"{names}, i32 steps batch", problem), smem=smem, cluster=macros["CLUSTER"],
+            KIND=problem.kind, REVERSE=problem.reverse, **macros,
         ),)  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
@@ -155,13 +155,12 @@ class Squares(HeuristicKernel):
                 for i, first in zip(few, firsts, strict=False):
                     words += [Ptr(f"x.{i}"), problem.sizes[i], first]
                 words += [0] * (3 * (rows - len(few)))
-                launches.append(Launch(
-                    self.source, "sum_squares", (firsts[-1], 1, 1), (256, 1, 1),
-                    (Table(tuple(words)), *args("i32 count", count=len(few)),
-                     Ptr("workspace", begun * size)),
-                    defines(T=C_TYPES[dtype], U=C_TYPES[problem.out_dtype], ACC=wide,
-                            CHUNK=CHUNK, ROWS=rows),
-                ))  # fmt: skip
+                launches += self.one(
+                    "sum_squares", firsts[-1], 256, Table(tuple(words)),
+                    *args("i32 count", count=len(few)), Ptr("workspace", begun * size),
+                    T=C_TYPES[dtype], U=C_TYPES[problem.out_dtype], ACC=wide, CHUNK=CHUNK,
+                    ROWS=rows,
+                )  # fmt: skip
                 begun += firsts[-1]
         ends = args("workspace, i64 begun, y", begun=begun)
         macros: dict[str, Any] = dict(launches[-1].defines)

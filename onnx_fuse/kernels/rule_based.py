@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     AnyProblem,
-    Arg,
     Hardware,
     KernelConfig,
-    Launch,
     Launches,
     args,
 )
@@ -84,7 +82,6 @@ class HeuristicKernel(Kernel):
     """
 
     name = "plain"
-    source = ""
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """Every problem of its operator whose tail is one."""
@@ -117,15 +114,6 @@ class HeuristicKernel(Kernel):
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         raise TypeError(f"{type(self).__name__} has no launch")
-
-    def one(
-        self, entry: str, blocks: int | tuple[int, int, int], threads: int, *args: Arg,
-        smem: int = 0, cluster: int = 1, sync: int = 0, **macros: object,
-    ) -> Launches:  # fmt: skip
-        """One launch of an entry of its source, of so many blocks and threads of each."""
-        grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
-        made = defines(**macros)
-        return (Launch(self.source, entry, grid, (threads, 1, 1), args, made, smem, cluster, sync),)
 
 
 class Each(HeuristicKernel):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, sqrt
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
+from onnx_fuse.kernels.kernel import Kernel, launch
 from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad
@@ -21,7 +21,6 @@ from onnx_fuse.program.problem import (
     KernelConfig,
     Launch,
     Launches,
-    Num,
     Ptr,
     TensorMap,
     args,
@@ -91,9 +90,9 @@ def _narrow(p: Attention) -> str | None:
 UNBOUNDED = 1 << 29
 
 
-def reach(p: Attention) -> tuple[Num, ...]:
+def reach(p: Attention) -> tuple[Arg, ...]:
     """How many keys before and behind its own a query sees, as arguments; none without a window."""
-    return tuple(Num("i32", n if n >= 0 else UNBOUNDED) for n in p.window)
+    return args("i32 keys", keys=tuple(n if n >= 0 else UNBOUNDED for n in p.window))
 
 
 def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
@@ -151,9 +150,8 @@ class _Attention(Kernel, ABC):
         return problem.batches * problem.m * size
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
-        p, macros = problem, defines(**self.macros(problem, config))
-        _, heads = p.batch
-        rows, block = self.rows(config), (self.threads(config), 1, 1)
+        p, macros = problem, self.macros(problem, config)
+        rows, threads = self.rows(config), self.threads(config)
         grad = p.op == "SdpaGrad"
         arguments = (*_operands(p), *map(Ptr, ("dy",) * grad))
         strides = _strides(p, "dy" if grad else "y")
@@ -164,18 +162,17 @@ class _Attention(Kernel, ABC):
             launches = []
             for size, at in parts_of_batch(p):
                 grid = (-(-tall // rows), size[1] // group, size[0])
-                launch = Launch(self.source, entry, grid, block, made, macros, smem)
-                launches.append(rename(launch, at) if at else launch)
+                (one,) = self.one(entry, grid, threads, *made, smem=smem, **macros)
+                launches.append(rename(one, at) if at else one)
             return launches
 
         if not grad:
             return tuple(each("sdpa_forward", p.m, 1, "y", "lse"))
         count = p.batches * p.m
-        simt = defines(**common_macros(p), ACC=accumulator(p.dtype))
-        delta = Launch(
-            "sdpa/simt.cu", "sdpa_delta", (-(-count // 8), 1, 1), (256, 1, 1),
-            (*args("dy y workspace, i64 count, i32 heads m", p, count=count, heads=heads),
-             *_strides(p, "dy"), *_strides(p, "y")), simt,
+        delta = launch(
+            "sdpa/simt.cu", "sdpa_delta", -(-count // 8), 256,
+            *args("dy y workspace, i64 count, i32 heads m", p, count=count, heads=p.batch[1]),
+            *_strides(p, "dy"), *_strides(p, "y"), **common_macros(p), ACC=accumulator(p.dtype),
         )  # fmt: skip
         return (
             delta,
@@ -444,11 +441,11 @@ class Wgmma(Kernel):
         how = {name.upper(): value for name, value in config.attrs}
         how |= {"WINDOW": 1} if p.window or p.lengths else {}
         how |= {"LENGTHS": 1} if p.lengths else {}
-        macros = defines(**{**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how})
+        macros = {**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how}
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
-        block = (128 * wgs + loaders, 1, 1)
-        return (Launch(self.source, "sdpa_wgmma", grid, block, made, macros, self.smem(p, config)),)
+        smem = self.smem(p, config)
+        return self.one("sdpa_wgmma", grid, 128 * wgs + loaders, *made, smem=smem, **macros)
 
 
 class Simt(_Attention):
@@ -565,15 +562,11 @@ class OneQuery(Kernel):
             left = p.window[0] if p.window else UNBOUNDED
             made = (*made, *args("lengths, i32 left", left=left))
             how |= {"LENGTHS": 1}
-        block = (32 * config.integer("warps"), 1, 1)
-        macros = defines(**{**common_macros(p), **how})
-        grid = (cluster, heads // config.integer("heads"), batch)
-        smem = self._smem(p, config)
-        return (
-            Launch(
-                self.source, "sdpa_one_query", grid, block, made, macros, smem=smem, cluster=cluster
-            ),
-        )
+        return self.one(
+            "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
+            32 * config.integer("warps"), *made, smem=self._smem(p, config), cluster=cluster,
+            **{**common_macros(p), **how},
+        )  # fmt: skip
 
 
 class Direct(Kernel):
@@ -628,11 +621,9 @@ class Direct(Kernel):
             "MASK": MMA.mask(p), "MASK_PIECES": MMA.macros(p, KernelConfig())["MASK_PIECES"],
             "GROUPED": p.group > 1,
         }  # fmt: skip
-        macros = defines(**{**common_macros(p), **how})
         made = (*_operands(p), *args("y lse"), *_strides(p, "y"))
-        grid = (-(-p.m // (16 * tiles)), heads, batch)
-        block = (32 * sharers * tiles, 1, 1)
-        return (Launch(self.source, "sdpa_direct", grid, block, made, macros),)
+        grid, macros = (-(-p.m // (16 * tiles)), heads, batch), {**common_macros(p), **how}
+        return self.one("sdpa_direct", grid, 32 * sharers * tiles, *made, **macros)
 
 
 class Append(HeuristicKernel):

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
 from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import (
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Num,
-    Ptr,
-    TensorMap,
-)
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Ptr, TensorMap, args
 from onnx_fuse.program.size import minimum
 
 TILE, KEYS, LONGEST = 64, 128, 2048
@@ -80,21 +70,13 @@ class WgmmaGradJoint(Kernel):
         sums = TensorMap(
             Ptr("workspace"), "float32", (256, 4, parts), (1024, 4096), (256, 4, 1), swizzle=0
         )
-        args: tuple[Arg, ...] = (
+        return self.one(
+            "sdpa_gradients_joint", self._clusters(p, config, hw) * split, 384,
             *(boxes(p, name, TILE) for name in ("q", "dy", "k", "v")),
             *(boxes(p, name, 16) for name in ("dq", "dk", "dv")), sums,
-            Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]),
-            Ptr("dy"), *(Num("i64", s) for s in p.layout("dy")[1]),
-            Ptr("lse"), Ptr("workspace"),
-            *(Num("i32", n) for n in (p.batches, p.batch[1], p.m, p.n)), Num("f32", p.scale),
-        )  # fmt: skip
-        macros = defines(**common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES)
-        grid = (self._clusters(p, config, hw) * split, 1, 1)
-        return (
-            Launch(
-                self.source, "sdpa_gradients_joint", grid, (384, 1, 1), args,
-                macros, _SMEM, cluster=split,
-            ),
+            *args("y, i64 of_y, dy, i64 of_dy, lse workspace, i32 batches heads m n, f32 scale", p,
+                  of_y=p.layout("y")[1], of_dy=p.layout("dy")[1], heads=p.batch[1]),
+            smem=_SMEM, cluster=split, **common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES,
         )  # fmt: skip
 
     def _most(self, split: int, hw: Hardware) -> int:

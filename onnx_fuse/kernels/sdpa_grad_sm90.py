@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.sdpa import MMA, SIMT, boxes, common_macros, mask_boxes, reach, tma_refusal
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 
 TILE = 64
 
@@ -79,37 +78,31 @@ class WgmmaGrad(Kernel):
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         """The gradients of queries, which leave what those of keys and values take."""
-        return tuple(self._gradients(problem, config, keys) for keys in (False, True))
+        queries, keys = (self._gradients(problem, config, keys) for keys in (False, True))
+        return queries + keys
 
-    def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launch:
+    def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launches:
         """The launch for keys and values, or for queries."""
         (batch, heads), group = p.batch, p.group
         resident, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
         results = ("dk", "dv") if keys else ("dq", "none")
         count = config.integer("keys" if keys else "queries")
         mask = p.mask or (0, 0, 0, 0)
-        args: tuple[Arg, ...] = (
+        made = (
             *(boxes(p, name, 64) for name in resident), *(boxes(p, name, TILE) for name in other),
             *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
-            Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)),
-            Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]), Ptr("lse"), Ptr("workspace"),
-            *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
-            *(Num("f32", number) for number in (p.scale, p.lowest)),
-            Num("f64", p.fill), *reach(p),
+            *args("mask, i64 by, y, i64 steps, lse workspace, i32 group m n padded, "
+                  "f32 scale lowest, f64 fill", p, by=(*mask[:2], mask[3]),
+                  steps=p.layout("y")[1], padded=self._padded(p)),
+            *reach(p),
         )  # fmt: skip
-        macros = defines(**self._macros(p, config, keys))
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
-        grid, block = (-(-rows // (64 * count)), over, batch), (128 * count, 1, 1)
-        smem = self._smem(p, config, keys)
-        return Launch(self.source, "sdpa_gradients", grid, block, args, macros, smem)
-
-    def _macros(self, p: Attention, config: KernelConfig, keys: bool) -> dict[str, object]:
-        return {
-            **common_macros(p), "MASK": MMA.mask(p), "KEYS": keys, "TILE": TILE,
-            "WGS": config.integer("keys" if keys else "queries"), "STAGES": self._stages(p),
-            "BLOCKS": 1 if keys else config.integer("blocks"),
-            **({"WINDOW": 1} if p.window else {}),
-        }  # fmt: skip
+        macros = {**common_macros(p), "MASK": MMA.mask(p)} | ({"WINDOW": 1} if p.window else {})
+        return self.one(
+            "sdpa_gradients", (-(-rows // (64 * count)), over, batch), 128 * count, *made,
+            smem=self._smem(p, config, keys), KEYS=keys, TILE=TILE, WGS=count,
+            STAGES=self._stages(p), BLOCKS=1 if keys else config.integer("blocks"), **macros,
+        )  # fmt: skip
 
     def _stages(self, p: Attention) -> int:
         return 4 if max(p.k, p.dv) <= 64 else 3

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from onnx_fuse import config
 from onnx_fuse.cuda.launch import bind
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.files import private_folder, read_private
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Num, Ptr
@@ -119,7 +119,7 @@ def measured(hw: Hardware, timer: Timer) -> Hardware:
         macros = {macro: 1} | ({"SHAPE": f'"{_SHAPES[macro]}"'} if macro in _SHAPES else {})
         args = (Ptr("out"), Num("i32", _ROUNDS))
         grid, block = (blocks, 1, 1), (256, 1, 1)
-        launch = Launch(PEAK, "peak", grid, block, args, as_defines(macros))
+        launch = Launch(PEAK, "peak", grid, block, args, defines(**macros))
         total = 8 * blocks * _ROUNDS * operations
         rate = REACHED * total / _held(kind, timer.seconds(launch, {"out": 4}))
         flops.append((kind, rate * (HOPPER if hw.cc == 90 and macro in _SHAPES else 1)))

@@ -6,7 +6,7 @@ from curves import CURVES, PIECEWISE
 from on_device import TYPES, Memory, wide
 
 from onnx_fuse.cuda.launch import BoundLaunch
-from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr
 
@@ -35,9 +35,8 @@ def test_an_activation_of_every_16_bit_value(
     types = {"bfloat16": "bf16", "float16": "f16"}
     launch = Launch(
         ACTIVATE, "activate", (256, 1, 1), (256, 1, 1), (Ptr("x"), Ptr("y"), Ptr("slope")),
-        as_defines(
-            {"PAIRS": pairs, "T": types[dtype], "ALPHA_": f"{BY_KEY[act].alpha}f"},
-            activation_macros(act),
+        defines(
+            PAIRS=pairs, T=types[dtype], ALPHA_=f"{BY_KEY[act].alpha}f", **activation_macros(act)
         ),
     )  # fmt: skip
     pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
