@@ -20,8 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unpaired,
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
-from onnx_fuse.kernels.kernel import Kernel, launch, matrices
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import Kernel, launch, matrices, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed, window_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,

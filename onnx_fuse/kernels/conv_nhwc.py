@@ -14,8 +14,7 @@ from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.kernel import launch, matrices
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import launch, matrices, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, typed, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue

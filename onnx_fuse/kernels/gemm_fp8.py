@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import FLOAT8, epilogue_refusal, result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig, Launches, Ptr, ld
 

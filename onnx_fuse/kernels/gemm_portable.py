@@ -8,8 +8,7 @@ from functools import cache
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,

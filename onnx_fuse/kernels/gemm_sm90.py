@@ -19,8 +19,8 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.kernel import Kernel, launch, matrices
-from onnx_fuse.kernels.norm_launches import rename, row_stats
+from onnx_fuse.kernels.kernel import Kernel, launch, matrices, rename
+from onnx_fuse.kernels.norm_launches import row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.problem import (
@@ -542,10 +542,10 @@ class SplitWgmma(DelegatingKernel):
     def _own_bytes(self, problem: GemmProblem) -> int:
         return sum(self._sizes(problem))
 
-    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """Split a, split b, multiply."""
+    def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+        """The passes that split a and b."""
         lda, ldb = ld(problem)
-        a, b = self._sizes(problem)
+        a, _ = self._sizes(problem)
         rows_a, line_a = (problem.k, problem.m) if problem.trans_a else (problem.m, problem.k)
         rows_b, line_b = (problem.n, problem.k) if problem.trans_b else (problem.k, problem.n)
         planes, align = self.planes(problem), problem.align
@@ -556,10 +556,6 @@ class SplitWgmma(DelegatingKernel):
             )
             return rename(call, {"x": Ptr(name), "out": to})
 
-        names = {"a": Ptr("workspace"), "b": Ptr("workspace", a),
-                 "workspace": Ptr("workspace", a + b)}  # fmt: skip
-        return (
-            split("a", rows_a, line_a, lda, Ptr("workspace")),
-            split("b", rows_b, line_b, ldb, Ptr("workspace", a)),
-            *(rename(call, names) for call in self.inner.launch(self._gemm(problem), config, hw)),
-        )
+        to = {"a": Ptr("workspace"), "b": Ptr("workspace", a)}
+        parts = split("a", rows_a, line_a, lda, to["a"]), split("b", rows_b, line_b, ldb, to["b"])
+        return parts, to

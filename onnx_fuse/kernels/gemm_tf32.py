@@ -15,8 +15,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
 )
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
-from onnx_fuse.kernels.kernel import Kernel, matrices
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import Kernel, matrices, rename
 from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.kernel import launch
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import launch, rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
 from onnx_fuse.program.problem import (
@@ -87,17 +86,16 @@ class _Turned(DelegatingKernel, ABC):
         passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * TRANSPOSE_SECONDS
         return self.inner.cost(self._gemm(problem), config, hw) + passes
 
-    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The transposes, then the product."""
+    def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+        """The transposes."""
         calls: list[Launch] = []
-        names: dict[str, Ptr] = {"workspace": Ptr("workspace", self._own_bytes(problem))}
+        names: dict[str, Ptr] = {}
         place = 0
         for name, nbytes, turning in self._copies(problem):
             names[name] = Ptr("workspace", place)
             calls.append(rename(turning, {"a0": Ptr(name), "y0": names[name]}))
             place += nbytes
-        product = self.inner.launch(self._gemm(problem), config, hw)
-        return (*calls, *(rename(call, names) for call in product))
+        return tuple(calls), names
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""

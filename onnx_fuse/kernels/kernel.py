@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
@@ -14,6 +15,7 @@ from onnx_fuse.program.problem import (
     Launch,
     Launches,
     Ptr,
+    Table,
     TensorMap,
 )
 
@@ -41,6 +43,23 @@ def matrices(
     size = MAP_BYTES[dtype]
     steps = (step * size, (apart or step * lines) * size)
     return TensorMap(Ptr(name), dtype, (line, lines, count), steps, (*box, 1))
+
+
+def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
+    """`launch` with the pointers called `names` replaced: how launches are composed."""
+
+    def change(ptr: Ptr) -> Ptr:
+        new = names.get(ptr.name)
+        return ptr if new is None else Ptr(new.name, new.offset + ptr.offset)
+
+    def changed(arg: Arg) -> Arg:
+        if isinstance(arg, Ptr):
+            return change(arg)
+        if isinstance(arg, Table):
+            return Table(tuple(change(x) if isinstance(x, Ptr) else x for x in arg.words))
+        return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
+
+    return replace(launch, args=tuple(changed(arg) for arg in launch.args))
 
 
 class Kernel(Protocol):

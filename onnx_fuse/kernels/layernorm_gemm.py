@@ -21,8 +21,8 @@ from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
-from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.norm_launches import fold, fold_seconds, rename, row_stats
+from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.norm_launches import fold, fold_seconds, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -214,21 +214,20 @@ class ApplyNorm(DelegatingKernel):
             return 0
         return _pad(ITEMSIZE[problem.dtype] * problem.m * problem.k)
 
+    def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+        """The launch of the norm."""
+        inner, planes, kind = self.inner, 1, problem.dtype
+        if isinstance(inner, SplitWgmma):
+            planes, kind = inner.planes(self._gemm(problem)), "bfloat16"
+        norm, rows = _rows(problem, norm=True, planes=planes, out_dtype=kind), Ptr("workspace")
+        names = {"a": rows, "b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
+        return (rename(norm, {"out": rows}),), names
+
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The launches of the norm and of the product."""
-        inner = self._gemm(problem)
-        calls = self.inner.launch(inner, config, hw)
-        fused = isinstance(self.inner, SplitWgmma)
-        planes = self.inner.planes(inner) if isinstance(self.inner, SplitWgmma) else 1
-        kind = "bfloat16" if fused else problem.dtype
-        norm = _rows(problem, norm=True, planes=planes, out_dtype=kind)
-        rest = {"b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
-        if fused:  # its first call makes a's planes at the workspace's start: ours takes its place
-            first = rename(norm, {"out": Ptr("workspace")})
-            return (first, *(rename(call, rest) for call in calls[1:]))
-        rest |= {"a": Ptr("workspace"), "workspace": Ptr("workspace", self._own_bytes(problem))}
-        first = rename(norm, {"out": Ptr("workspace")})
-        return (first, *(rename(call, rest) for call in calls))
+        norm, *product = super().launch(problem, config, hw)
+        # SplitWgmma's first makes a's planes at the workspace's start: the norm takes its place
+        return (norm, *product[isinstance(self.inner, SplitWgmma) :])
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

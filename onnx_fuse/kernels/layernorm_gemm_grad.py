@@ -25,16 +25,9 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
-from onnx_fuse.kernels.norm_launches import (
-    fold,
-    fold_planes,
-    rename,
-    row_dots,
-    row_stats,
-    sum_parts,
-)
+from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Planned
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 from onnx_fuse.program.size import maximum

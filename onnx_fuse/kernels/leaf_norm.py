@@ -12,8 +12,8 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
-from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.norm_launches import rename, sum_parts
+from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.norm_launches import sum_parts
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 
 

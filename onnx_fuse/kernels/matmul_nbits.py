@@ -9,7 +9,6 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.kernel import Kernel, launch
-from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.contractions import PackedProduct
@@ -253,8 +252,8 @@ class Unpacked(DelegatingKernel):
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
-        """The launches that unpack the weights and multiply."""
+    def _before(self, problem: PackedProduct, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+        """The launch that unpacks the weights."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}
@@ -269,12 +268,7 @@ class Unpacked(DelegatingKernel):
             macros |= {"BITS": problem.bits, "GROUPS": problem.groups, "WHOLE": whole}
         made = args(text, problem, size=size)
         unpack = launch("quant/unpack.cu", entry, ceil(size / each), 256, *made, **macros)
-        places = {
-            "b": Ptr("workspace"), "col1": Ptr("bias"),
-            "workspace": Ptr("workspace", self._own_bytes(problem)),
-        }  # fmt: skip
-        product = self.inner.launch(self._gemm(problem), config, hw)
-        return (unpack, *(rename(call, places) for call in product))
+        return (unpack,), {"b": Ptr("workspace"), "col1": Ptr("bias")}
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import launch
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Ptr, Table, TensorMap, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr, Table, args
 from onnx_fuse.program.size import coarse, minimum
-
-
-def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
-    """`launch` with the pointers called `names` replaced: how launches are composed."""
-
-    def change(ptr: Ptr) -> Ptr:
-        new = names.get(ptr.name)
-        return ptr if new is None else Ptr(new.name, new.offset + ptr.offset)
-
-    def changed(arg: Arg) -> Arg:
-        if isinstance(arg, Ptr):
-            return change(arg)
-        if isinstance(arg, Table):
-            return Table(tuple(change(x) if isinstance(x, Ptr) else x for x in arg.words))
-        return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
-
-    return replace(launch, args=tuple(changed(arg) for arg in launch.args))
 
 
 def row_stats(

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -16,6 +16,7 @@ from onnx_fuse.program.problem import (
     Hardware,
     KernelConfig,
     Launches,
+    Ptr,
     args,
 )
 from onnx_fuse.program.problems import Window
@@ -59,6 +60,17 @@ class DelegatingKernel(Kernel):
     def _own_bytes(self, problem: Any) -> int:
         """The bytes of scratch in front of the product's own."""
         return 0
+
+    def _before(self, problem: Any, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+        """The launches in front of the product's, and where its operands are."""
+        return (), {}
+
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+        """The candidate's own launches, then the product's."""
+        before, names = self._before(problem, hw)
+        names["workspace"] = Ptr("workspace", self._own_bytes(problem))
+        product = self.inner.launch(self._gemm(problem), config, hw)
+        return (*before, *(rename(call, names) for call in product))
 
     def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations of the product."""

@@ -8,8 +8,7 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
-from onnx_fuse.kernels.kernel import Kernel, launch
-from onnx_fuse.kernels.norm_launches import rename
+from onnx_fuse.kernels.kernel import Kernel, launch, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.data_movement import CacheAppend
