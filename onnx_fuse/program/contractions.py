@@ -19,6 +19,7 @@ class Attention(AnyProblem):
     """
 
     op = "Sdpa"
+    moves = "q: dtype batch m k; k: dtype batch k n; scores: dtype batch m n"
     m: int
     n: int
     k: int
@@ -80,12 +81,6 @@ class Attention(AnyProblem):
         if not self.window or min(self.window) < 0:
             return length
         return minimum(length, sum(self.window) + block)
-
-    @property
-    def bytes(self) -> int:
-        """A head's queries and keys read and its scores written, as of one product."""
-        numbers = self.m * self.k + self.k * self.n + self.m * self.n
-        return self.batches * numbers * ITEMSIZE[self.dtype]
 
     @property
     def empty(self) -> bool:

@@ -221,6 +221,8 @@ class ScatterND(AnyProblem):
     """
 
     operands = "index: index count #dims; update: dtype count inner; y: dtype rows inner"
+    moves = """index: index count #dims; update: dtype count inner; y: dtype rows inner fresh;
+        places: dtype count inner !fresh"""
     count: int
     dims: tuple[int, ...]
     inner: int
@@ -233,13 +235,6 @@ class ScatterND(AnyProblem):
     def rows(self) -> int:
         """The runs of `inner` elements that y has."""
         return prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        """Indices and updates read, y written, where it is not fresh at the indices alone."""
-        written = self.rows if self.fresh else self.count
-        tuples = self.count * len(self.dims) * ITEMSIZE[self.index]
-        return (self.count + written) * self.inner * ITEMSIZE[self.dtype] + tuples
 
 
 @dataclass(frozen=True)
@@ -371,6 +366,8 @@ class CacheAppend(AnyProblem):
     turned present_key present_value.
     """
 
+    moves = """q turned: dtype batch rows heads size;
+        k v present_key present_value: dtype batch rows kv_heads size"""
     batch: int
     rows: int
     heads: int
@@ -403,12 +400,6 @@ class CacheAppend(AnyProblem):
     normed: bool = False
     """Each head of q and k goes through an RMSNormalization with q_scale or k_scale [D] first."""
     epsilon: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        """The new rows read and written."""
-        heads = self.heads + 2 * self.kv_heads
-        return 2 * self.batch * self.rows * heads * self.size * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -492,6 +483,8 @@ class Fourier(AnyProblem):
     half of a symmetric spectrum is stored, or read if `inverse`, for a real result.
     """
 
+    moves = """x: dtype outer length inner parts; y: dtype count results;
+        imaginary: dtype count results !half"""
     outer: int
     frames: int
     step: int
@@ -524,12 +517,6 @@ class Fourier(AnyProblem):
     def flops(self) -> int:
         """In float64: 5 n log2 n a transform."""
         return 5 * self.count * self.points * max(1, self.points.bit_length() - 1)
-
-    @property
-    def bytes(self) -> int:
-        """x read, y written."""
-        stored = self.count * self.results * (1 if self.half else 2)
-        return (self.outer * self.length * self.inner * self.parts + stored) * ITEMSIZE[self.dtype]
 
     @property
     def empty(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from onnx_fuse.errors import DeviceError
@@ -106,8 +107,8 @@ def rows_of(p: AnyProblem, text: str) -> Iterator[OperandRow]:
 
     The dtype is a type's name, the problem's field that holds it, "result" for what a tail or the
     problem stores, or "any". The product of the factors, which are numbers, fields of the problem
-    (a text is 1, or 0 if it is empty) and lengths of such (#dims), is the number of elements;
-    without factors, none is known.
+    (a text is 1, or 0 if it is empty), lengths of such (#dims) and whether one is not set (!dims),
+    is the number of elements; without factors, or where one is 0, none is known.
     """
     for names, (dtype, *factors) in _parsed(text):
         if dtype == "result":
@@ -122,7 +123,9 @@ def _factor(p: AnyProblem, name: str) -> int:
         return int(name)
     if name[0] == "#":
         return len(getattr(p, name[1:]))
-    size = getattr(p, name)
+    if name[0] == "!":
+        return not getattr(p, name[1:])
+    size = attrgetter(name)(p)
     return bool(size) if isinstance(size, str) else prod(size) if isinstance(size, tuple) else size
 
 

@@ -60,6 +60,8 @@ class NormGrad(AnyProblem):
     "dy" [rows, k] and "b" [k, length] (`turned`: [length, k]).
     """
 
+    moves = """x: dtype rows length; dy: dtype rows length !k; dx: dtype rows length dx;
+        ds: dtype rows length skip"""
     rows: int
     length: int
     dtype: str
@@ -77,12 +79,6 @@ class NormGrad(AnyProblem):
     def flops(self) -> int:
         """The operations of the product that makes dy."""
         return 2 * self.rows * self.length * self.k
-
-    @property
-    def bytes(self) -> int:
-        """dy and x read, dx written."""
-        tensors = 1 + (not self.k) + self.dx + self.skip
-        return tensors * self.rows * self.length * ITEMSIZE[self.dtype]
 
     @property
     def stored(self) -> str:
@@ -240,6 +236,9 @@ class Conv(_Filtering):
     "part" [pixels / 64, filters, 2] takes y's moments, as of an `Epilogue`, or of 4 rows of 16.
     """
 
+    operands = """x: dtype batch groups channels inner !x_strides; bias slope: any groups filters;
+        weight: dtype groups filters depth !planar; y: result batch groups filters outer !y_strides;
+        e1 e2 e3: any batch groups filters outer !y_strides"""
     moves = """x: dtype batch groups channels inner; weight: dtype groups filters depth;
         y: dtype batch groups filters outer"""
     op = "Conv"
@@ -305,6 +304,8 @@ class PixelBlocks(AnyProblem):
     point by which x is quantized; () where it holds codes.
     """
 
+    operands = "x: dtype; y: out_dtype batch high width 16"
+    moves = "x: dtype batch high columns block channels; y: out_dtype batch high width 16"
     op = "PixelBlocks"
     batch: int
     channels: int
@@ -319,12 +320,6 @@ class PixelBlocks(AnyProblem):
     border: int
     quantize: tuple[float, int] | tuple[()] = ()
 
-    @property
-    def bytes(self) -> int:
-        """x and y once each."""
-        each = prod(self.block) * self.channels * ITEMSIZE[self.dtype]
-        return self.batch * self.high * (self.columns * each + self.width * 16)
-
 
 @dataclass(frozen=True)
 class ConvWeightGrad(_Filtering):
@@ -334,6 +329,8 @@ class ConvWeightGrad(_Filtering):
     groups * filters]. A ConvTranspose has it too, its x as dy, its dy as x. `math`: as a Conv's.
     """
 
+    operands = """x: dtype batch groups channels inner !x_strides;
+        dy: dtype batch groups filters outer; dw: out_dtype groups filters depth"""
     moves = """x: dtype batch groups channels inner; dy: dtype batch groups filters outer;
         dw: out_dtype groups filters depth"""
     out_dtype: str
@@ -524,16 +521,12 @@ class GridSample(AnyProblem):
 class Col2Im(AnyProblem):
     """y of `size` elements, images `image`: each pixel the sum of what x's `blocks` hold of it."""
 
+    moves = "x: dtype size window.kernel; y: dtype size"
     size: int
     image: Triple
     blocks: Triple
     window: Window
     dtype: str
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return (1 + prod(self.window.kernel)) * self.size * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)

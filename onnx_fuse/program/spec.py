@@ -137,34 +137,16 @@ def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
     yield "positions", "int64", counts.get(p.placed or p.positions, 0)
 
 
-def _conv(p: problems.Conv) -> Iterator[OperandRow]:
-    yield from rows_of(p, "bias slope: any groups filters")
-    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
-    yield from rows_of(p, "weight: dtype" + " groups filters depth" * (not p.planar))
-    y = " batch groups filters outer" * (not p.y_strides)
-    yield from rows_of(p, f"y: result{y}; e1 e2 e3: any{y}")
-
-
 def _integer_conv(p: problems.IntegerConv) -> Iterator[OperandRow]:
     yield from rows_of(
         p,
         """weight: int8 groups filters depth; shift: int32 groups filters;
-        scale bias: float32 groups filters""",
+        scale bias: float32 groups filters; x: dtype batch groups channels inner !x_strides""",
     )
-    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
     yield "y", p.tail.dtype if p.tail else "float32", filters * pixels
     for i, dtype in enumerate(p.tail.reads if p.tail else ()):
         yield f"e{i + 1}", dtype, filters * (1 if p.tail and i in p.tail.rows else pixels)
-
-
-def _conv_weights(p: problems.ConvWeightGrad) -> Iterator[OperandRow]:
-    yield from rows_of(
-        p,
-        """dy: dtype batch groups filters outer;
-        dw: out_dtype groups filters depth""",
-    )
-    yield from rows_of(p, "x: dtype" + " batch groups channels inner" * (not p.x_strides))
 
 
 def _norm(p: problems.Norm) -> Iterator[OperandRow]:
@@ -219,8 +201,6 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[OperandRow]]] = {
     ),
     contractions.Attention: _attention,
     contractions.AttentionGrad: _attention,
-    problems.Conv: _conv,
-    problems.ConvWeightGrad: _conv_weights,
     problems.IntegerConv: _integer_conv,
     problems.Norm: _norm,
     problems.NormGrad: _norm_grad,
@@ -241,10 +221,6 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[OperandRow]]] = {
     problems.Col2Im: lambda p: (
         ("x", p.dtype, p.size // max(1, prod(p.image)) * prod((*p.window.kernel, *p.blocks))),
         ("y", p.dtype, p.size),
-    ),
-    problems.PixelBlocks: lambda p: (
-        ("x", p.dtype, 0),
-        ("y", p.out_dtype, p.batch * p.high * p.width * 16),
     ),
     problems.Registered: lambda p: (
         (name, dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
