@@ -49,8 +49,7 @@ _INTEGERS = (int, OpenSize)
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
-    """The names of a dataclass's fields."""
+def _names_of(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 
@@ -65,14 +64,13 @@ def _sizes(value: object) -> Iterator[OpenSize]:
         for part in value:
             yield from _sizes(part)
     elif is_dataclass(value):
-        for name in _names(kind):
+        for name in _names_of(kind):
             inner = getattr(value, name)
             if type(inner) not in _PLAIN:
                 yield from _sizes(inner)
 
 
-def _open(value: object) -> bool:
-    """Whether there is an open size in a field or an extra."""
+def _is_open(value: object) -> bool:
     return any(True for _ in _sizes(value))
 
 
@@ -83,7 +81,7 @@ def _with(value: Any, number: Callable[[Any], int]) -> Any:
     if isinstance(value, tuple):
         return tuple(_with(part, number) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        inner = {name: _with(getattr(value, name), number) for name in _names(type(value))}
+        inner = {name: _with(getattr(value, name), number) for name in _names_of(type(value))}
         return replace(value, **inner)
     return value
 
@@ -154,7 +152,7 @@ class AnyProblem:
 
     def fields(self) -> dict[str, Any]:
         """The values of the fields by name."""
-        return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names_of(type(self))}  # type: ignore[arg-type]
 
     @property
     def fields_given(self) -> dict[str, Any]:
@@ -180,14 +178,14 @@ class AnyProblem:
             return self
         changed = {}
         for name, value in self.fields().items():
-            if type(value) not in _PLAIN and _open(value):
+            if type(value) not in _PLAIN and _is_open(value):
                 classes = wide_size_class if name in self.wide else size_class
                 changed[name] = _with(value, partial(upper_bound, classes=classes))
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     def concrete(self: P) -> P:
         """This problem with plain numbers for its open sizes, for messages: nothing is guarded."""
-        changed = {k: _with(v, hint) for k, v in self.fields().items() if _open(v)}
+        changed = {k: _with(v, hint) for k, v in self.fields().items() if _is_open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property
@@ -329,7 +327,7 @@ class Contraction(AnyProblem):
 @cache
 def _beside_a_product(kind: type[Contraction]) -> dict[str, Any]:
     """The defaults of the fields that a kind of product has beside a plain one's."""
-    return {f.name: f.default for f in fields(kind) if f.name not in _names(Contraction)}
+    return {f.name: f.default for f in fields(kind) if f.name not in _names_of(Contraction)}
 
 
 @dataclass(frozen=True)
