@@ -49,7 +49,7 @@ _INTEGERS = (int, OpenSize)
 
 
 @cache
-def _names_of(kind: Any) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 
@@ -64,7 +64,7 @@ def _sizes(value: object) -> Iterator[OpenSize]:
         for part in value:
             yield from _sizes(part)
     elif is_dataclass(value):
-        for name in _names_of(kind):
+        for name in _names(kind):
             inner = getattr(value, name)
             if type(inner) not in _PLAIN:
                 yield from _sizes(inner)
@@ -81,7 +81,7 @@ def _with(value: Any, number: Callable[[Any], int]) -> Any:
     if isinstance(value, tuple):
         return tuple(_with(part, number) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        inner = {name: _with(getattr(value, name), number) for name in _names_of(type(value))}
+        inner = {name: _with(getattr(value, name), number) for name in _names(type(value))}
         return replace(value, **inner)
     return value
 
@@ -152,7 +152,7 @@ class AnyProblem:
 
     def fields(self) -> dict[str, Any]:
         """The values of the fields by name."""
-        return {name: getattr(self, name) for name in _names_of(type(self))}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
 
     @property
     def fields_given(self) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class Contraction(AnyProblem):
 @cache
 def _beside_a_product(kind: type[Contraction]) -> dict[str, Any]:
     """The defaults of the fields that a kind of product has beside a plain one's."""
-    return {f.name: f.default for f in fields(kind) if f.name not in _names_of(Contraction)}
+    return {f.name: f.default for f in fields(kind) if f.name not in _names(Contraction)}
 
 
 @dataclass(frozen=True)
