@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from onnx_fuse.torch import eager, gpu
+from onnx_fuse.torch import eager, gpu, library
 from onnx_fuse.torch.graph import Graph
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls on tensors of the CPU go as those on CUDA tensors do."""
     monkeypatch.setattr(eager, "on_gpu", lambda x: True)
+    monkeypatch.setattr(library, "by_torch", lambda x: False)
     monkeypatch.setattr(gpu, "current_device", lambda: -1)
     monkeypatch.setattr(gpu, "state", lambda: (-1, 0, "highest"))
     monkeypatch.setattr(Graph, "turn", lambda graph, tensors: HostTurn(graph, tensors))

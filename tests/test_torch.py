@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import UsageError  # noqa: E402
+from onnx_fuse.torch import library  # noqa: E402
 from onnx_fuse.torch.functional import ACTIVATIONS  # noqa: E402
 
 ACTS: dict[str | None, Callable[..., Any]] = {
@@ -37,13 +38,28 @@ ACTS: dict[str | None, Callable[..., Any]] = {
 }
 
 
+BY_TORCH = library.by_torch
+
+
 @pytest.fixture(autouse=True)
-def seeded() -> Any:
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Functions run as graphs, as CUDA tensors let them, where a test has no other `way`."""
     torch.manual_seed(0)
+    monkeypatch.setattr(library, "by_torch", lambda x: False)
     with warnings.catch_warnings():  # float64 runs on ONNX's own evaluator, and says so
         warnings.filterwarnings("ignore", message="runs slowly")
         yield
 
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, seeded: None) -> str:
+    """ "graph", or "torch": torch's own operators, as CPU tensors have them."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "by_torch", BY_TORCH)
+    return str(request.param)
+
+
+both_ways = pytest.mark.parametrize("way", ["graph", "torch"], indirect=True)
 
 Case = tuple[Any, Any, tuple[tuple[int, ...], ...]]
 
@@ -157,18 +173,20 @@ def compare(ours: Any, theirs: Any, given: list[Any]) -> None:
         close(found, wanted, dtype)
 
 
+@both_ways
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_torch_s(name: str) -> None:
+def test_values_and_gradients_are_torch_s(way: str, name: str) -> None:
     ours, theirs, shapes = CASES[name]
     compare(ours, theirs, drawn(shapes, torch.float32))
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "name",
     ["layer norm gelu", "rms norm silu", "linear relu", "attention rows", "loss mean 0.1 False"],
 )
-def test_sixteen_bits(name: str, dtype: Any) -> None:
+def test_sixteen_bits(way: str, name: str, dtype: Any) -> None:
     ours, theirs, shapes = CASES[name]
     compare(ours, theirs, drawn(shapes, dtype))
 
@@ -177,18 +195,20 @@ def test_every_activation_has_a_row() -> None:
     assert set(ACTS) == {None, *ACTIVATIONS}
 
 
+@both_ways
 @pytest.mark.parametrize(
     "name",
     ["layer norm gelu", "layer norm None", "rms norm silu", "linear gelu_tanh", "attention causal",
      "loss mean 0.1 False"],
 )  # fmt: skip
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(way: str, name: str) -> None:
     ours, _, shapes = CASES[name]
     # the statistics of a LayerNormalization are float32 numbers
     assert gradcheck(ours, drawn(shapes, torch.float64), atol=1e-5)
 
 
-def test_gradients_of_gradients() -> None:
+@both_ways
+def test_gradients_of_gradients(way: str) -> None:
     ours, _, _ = CASES["layer norm tanh"]
     given = drawn(((2, 3), (2, 3), (2,), (3,), (3,)), torch.float64)
     assert gradgradcheck(ours, given, atol=1e-4)
@@ -231,13 +251,15 @@ def test_eager_calls_without_the_dispatcher(name: str, monkeypatch: pytest.Monke
 # ---- odd tensors -----------------------------------------------------------------------------
 
 
+@both_ways
 @pytest.mark.parametrize("lead", [(), (1,), (0,), (2, 0, 3), (2, 1, 3)])
-def test_any_leading_axes(lead: tuple[int, ...]) -> None:
+def test_any_leading_axes(way: str, lead: tuple[int, ...]) -> None:
     ours, theirs, (_, *others) = CASES["layer norm gelu"]
     compare(ours, theirs, drawn(((*lead, 6), *others), torch.float32))
 
 
-def test_tensors_that_are_not_contiguous() -> None:
+@both_ways
+def test_tensors_that_are_not_contiguous(way: str) -> None:
     ours, theirs, _ = CASES["layer norm silu"]
     x = torch.randn(6, 7).t().requires_grad_()
     w = torch.randn(6, 5).t().requires_grad_()
@@ -246,8 +268,9 @@ def test_tensors_that_are_not_contiguous() -> None:
     compare(ours, theirs, [x, w, c, s, b])
 
 
+@both_ways
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e15, 1e-30, -0.0])
-def test_rows_of_odd_values_stay_by_themselves(value: float) -> None:
+def test_rows_of_odd_values_stay_by_themselves(way: str, value: float) -> None:
     ours, theirs, shapes = CASES["layer norm relu"]
     given = drawn(shapes, torch.float32)
     with torch.no_grad():
@@ -259,7 +282,8 @@ def test_rows_of_odd_values_stay_by_themselves(value: float) -> None:
         close(y, expected, torch.float32)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+@both_ways
+def test_what_does_not_fit_is_refused(way: str) -> None:
     x, w = torch.randn(2, 4), torch.randn(3, 5)
     with pytest.raises(ValueError, match="weight has size 5 at axis 1, not 4"):
         oft.linear_activation(x, w, None, "gelu")
@@ -269,6 +293,42 @@ def test_what_does_not_fit_is_refused() -> None:
         oft.linear_activation(x, w, None, "swish")
     with pytest.raises(UsageError, match=r"no fused function of torch\.int64"):
         oft.linear_activation(x.long(), w.long(), None, "gelu")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("attention")])
+@pytest.mark.parametrize("way", ["torch"], indirect=True)
+def test_a_row_of_nan_is_not_hidden(way: str, name: str) -> None:
+    """torch's flash kernel for the CPU makes zeros of it; its formula does not."""
+    ours, theirs, shapes = CASES[name]
+    given = drawn(shapes, torch.float32)
+    with torch.no_grad():
+        given[0][1, -1, 2, 3] = torch.nan
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = theirs(*given)
+    assert expected[1, -1, 2].isnan().all()
+    torch.testing.assert_close(ours(*given), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 2), (2, 0, 2), (2, 3, 0), (1, 1, 1)])
+@both_ways
+def test_attention_of_any_size(way: str, sizes: tuple[int, int, int]) -> None:
+    batch, rows, keys = sizes
+    ours, theirs, _ = CASES["attention causal"]
+    compare(ours, theirs, drawn(((batch, 4, rows, 6), *[(batch, 4, keys, 6)] * 2), torch.float32))
+
+
+@both_ways
+def test_a_mask_and_causal_at_once(way: str) -> None:
+    given = drawn(CASES["attention "][2], torch.float32)
+    earlier = torch.ones(4, 5, dtype=torch.bool).tril()
+    masks = (torch.arange(20).reshape(4, 5) % 3 > 0, torch.linspace(-2, 2, 20).reshape(4, 5))
+    for mask in masks:
+        joint = mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, -1e9)
+        compare(
+            lambda *args, mask=mask: oft.attention(*args, mask, causal=True),
+            lambda *args, joint=joint: F.scaled_dot_product_attention(*args, joint),
+            given,
+        )
 
 
 # ---- torch.compile, torch.func, autocast, export ---------------------------------------------
@@ -284,9 +344,10 @@ def test_opcheck(save: bool) -> None:
     torch.library.opcheck(torch.ops.onnx_fuse.layernorm_linear.default, given)
 
 
+@both_ways
 @pytest.mark.parametrize("name", ["layer norm gelu", "attention causal", "loss mean 0.0 True"])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_without_a_break(name: str, dynamic: bool) -> None:
+def test_compiled_without_a_break(way: str, name: str, dynamic: bool) -> None:
     ours, _, shapes = CASES[name]
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -299,7 +360,8 @@ def test_compiled_without_a_break(name: str, dynamic: bool) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_transforms() -> None:
+@both_ways
+def test_transforms(way: str) -> None:
     ours, theirs, shapes = CASES["layer norm gelu"]
     x, *rest = (t.detach() for t in drawn(shapes, torch.float32))
 
@@ -322,8 +384,9 @@ def test_transforms() -> None:
     close(hessian(ours), hessian(theirs), torch.float32)
 
 
+@both_ways
 @pytest.mark.parametrize("axis", [0, 1])
-def test_vmap(axis: int) -> None:
+def test_vmap(way: str, axis: int) -> None:
     ours, theirs, _ = CASES["layer norm gelu"]
     x, w, *rest = (torch.randn(*s) for s in ((4, 4, 6), (4, 5, 6), (5,), (6,), (6,)))
     for dims in ((axis, None), (axis, 0), (None, 0)):
@@ -333,7 +396,8 @@ def test_vmap(axis: int) -> None:
         close(found, wanted, torch.float32)
 
 
-def test_autocast() -> None:
+@both_ways
+def test_autocast(way: str) -> None:
     ours, _, shapes = CASES["layer norm gelu"]
     given = drawn(shapes, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -35,10 +35,14 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def plain(x: Tensor) -> bool:
-    """Whether nothing asks to see an operator on `x` before its kernel: no tracing, no mode."""
+    """Whether a kernel may run on `x` in GPU memory without the dispatcher: nobody watches."""
+    return on_gpu(x) and unwatched()
+
+
+def unwatched() -> bool:
+    """Whether nothing asks to see operators before their kernels: no tracing, no mode."""
     return (
-        on_gpu(x)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import index
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onnx_fuse import rewrite, session
 from onnx_fuse.autodiff import Emitter
@@ -20,6 +22,7 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
+from onnx_fuse.torch.eager import OWN, unwatched
 from onnx_fuse.torch.graph import BUILDERS, Graph, built
 from onnx_fuse.torch.host import DTYPES
 from onnx_fuse.torch.library import Fused
@@ -119,6 +122,83 @@ def _linear_cross_entropy_graph(
 BUILDERS.update(attention=_attention_graph, linear_cross_entropy=_linear_cross_entropy_graph)
 
 
+# ---- torch's own operators, for CPU tensors ---------------------------------------------------
+
+
+_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "relu": F.relu,
+    "clipped_relu": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
+    "silu": F.silu,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "hard_sigmoid": lambda z: (0.2 * z + 0.5).clamp(0, 1),  # torch's own has a slope of 1/6
+    "hard_swish": F.hardswish,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+}
+
+
+def _torch_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, transposed: bool
+) -> Tensor:
+    return _TORCH[activation](F.linear(x, weight.t() if transposed else weight, bias))
+
+
+def _torch_layernorm_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+    ln_weight, ln_bias, eps, *rest = more
+    rows = F.layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
+    return _torch_linear(rows, weight, bias, *rest)
+
+
+def _torch_rms_norm_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+    norm_weight, eps, *rest = more
+    return _torch_linear(F.rms_norm(x, x.shape[-1:], norm_weight, eps), weight, bias, *rest)
+
+
+def _torch_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+) -> Tensor:
+    ignore_index, smoothing, reduction, wide = options
+    logits = F.linear(x, weight, bias).flatten(0, -2)
+    kind = logits.dtype
+    narrow = kind in (torch.float16, torch.bfloat16)
+    loss = F.cross_entropy(
+        logits.float() if narrow else logits, target, ignore_index=ignore_index,
+        label_smoothing=smoothing, reduction=reduction,
+    )  # fmt: skip
+    return loss.to(kind) if narrow and not wide else loss
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    if mask is not None and causal:  # torch takes one of them
+        earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask & earlier if mask.dtype == torch.bool else mask.masked_fill(~earlier, -math.inf)
+        causal = False
+
+    def attend() -> Tensor:
+        grouped = index(q.shape[1]) != index(k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    # torch's flash kernel has no tangents, and makes zeros of a row whose scores are all NaN
+    if not torch._C._are_functorch_transforms_active():
+        y = attend()
+        if not unwatched() or type(y) not in OWN or y.detach()[..., :1].all():
+            return y
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend()
+
+
 # ---- operators -------------------------------------------------------------------------------
 
 
@@ -137,7 +217,7 @@ def _flag(value: object) -> str:
     return "0" if value is None or value is False else "1"
 
 
-def _product(name: str, norm: str, *affine: str) -> Fused:
+def _product(name: str, as_torch: Callable[..., Tensor], norm: str, *affine: str) -> Fused:
     """act(linear(norm(x))), whose norm has these parameters."""
 
     @cache
@@ -162,18 +242,21 @@ def _product(name: str, norm: str, *affine: str) -> Fused:
         return _dtype(x.dtype), *map(_exact, epsilon), activation, _flag(bias), _flag(transposed)
 
     BUILDERS[name] = graph
-    return Fused(name, 3 + len(affine), 2, parts, flat=2, rows=True)
+    return Fused(name, 3 + len(affine), 2, parts, as_torch, flat=2, rows=True)
 
 
-_LAYERNORM_LINEAR = _product("layernorm_linear", "LayerNorm", "ln_weight", "ln_bias")
-_RMS_NORM_LINEAR = _product("rms_norm_linear", "RMSNorm", "norm_weight")
-_LINEAR_ACTIVATION = _product("linear_activation", "")
+_LAYERNORM_LINEAR = _product(
+    "layernorm_linear", _torch_layernorm_linear, "LayerNorm", "ln_weight", "ln_bias"
+)
+_RMS_NORM_LINEAR = _product("rms_norm_linear", _torch_rms_norm_linear, "RMSNorm", "norm_weight")
+_LINEAR_ACTIVATION = _product("linear_activation", _torch_linear, "")
 _LINEAR_CROSS_ENTROPY = Fused(
     "linear_cross_entropy", 4, 2,
     lambda x, weight, bias, target, ignore_index, smoothing, reduction, wide: (
         _dtype(x.dtype), _flag(wide), str(index(ignore_index)), _exact(smoothing), reduction,
         _flag(bias),
     ),
+    _torch_cross_entropy,
     flat=2,
 )  # fmt: skip
 
@@ -191,7 +274,7 @@ def _attention_parts(
     return _dtype(q.dtype), heads, groups, width, _flag(causal), factor, mask_kind
 
 
-_ATTENTION = Fused("attention", 4, 3, _attention_parts)
+_ATTENTION = Fused("attention", 4, 3, _attention_parts, _torch_attention)
 
 
 # ---- functions -------------------------------------------------------------------------------

@@ -119,6 +119,14 @@ def _wants_gradients(tensors: Sequence[Tensor]) -> bool:
     return False
 
 
+def by_torch(x: Tensor) -> bool:
+    """Whether torch's own operators compute a function of `x`: on the CPU they are the fastest.
+
+    An exported program has the function as one operator, for whatever device it will run on.
+    """
+    return x.is_cpu and not torch.compiler.is_exporting()
+
+
 def _transformed() -> bool:
     """Whether torch.func's transforms are at work, outside of torch.compile's own."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
@@ -278,6 +286,8 @@ class Fused:
     """The number of the one that may be None."""
     parts: Callable[..., tuple[str, ...]]
     """Gives what the builder takes, from what the function is called with."""
+    as_torch: Callable[..., Tensor]
+    """The same function of the same arguments by torch's own operators."""
     flat: int = 0
     """The rank to which the first tensor is flattened by merging leading axes; 0 keeps its rank."""
     rows: bool = False
@@ -294,6 +304,10 @@ class Fused:
         missing = tensors[self.optional] is None
         present = [x for x in tensors if x is not None] if missing else tensors
         first = present[0]
+        if by_torch(first):
+            if not torch.compiler.is_compiling():
+                self._check(args, present)
+            return self.as_torch(*args)
         if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
             key = missing, torch.is_grad_enabled(), args[count:], *gpu.state()
             ready = self.ready.find(key, present)
@@ -309,6 +323,14 @@ class Fused:
         if self.rows and first.dim() != self.flat:
             y = y.reshape(*first.shape[: first.dim() - self.flat + 1], *y.shape[1:])
         return y
+
+    def _check(self, args: Sequence[Any], present: Sequence[Tensor]) -> None:
+        """Raise ValueError for tensors that do not fit each other, as the graph does."""
+        key = len(present), args[self.count :]
+        if self.ready.find(key, present) is None:
+            graph = BUILDERS[self.name](*self.parts(*args))
+            graph.symbols([flattened(present[0], self.flat), *present[1:]])
+            self.ready.enter(key, present, True)
 
     def _ready(self, args: Sequence[Any], present: Sequence[Tensor]) -> CompiledForward | bool:
         """What runs calls like this one; False where only the dispatcher can run them."""
