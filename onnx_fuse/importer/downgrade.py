@@ -155,7 +155,7 @@ def _shape_as_slice(node: ir.Node, op: Builder) -> list[ir.Value]:
     sizes, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
     ends = (("start", 0), ("end", last))
     bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]
-    return [op.Slice(sizes, *bounds, op.constant([0]))]
+    return [op.Slice(sizes, *bounds, [0])]
 
 
 def _reshape(node: ir.Node, op: Builder) -> list[ir.Value] | None:

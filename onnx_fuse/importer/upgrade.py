@@ -278,11 +278,11 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
         raise ModelError(
             f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
         )
-    each = op.Div(op.Shape(_first_input(node), start=1, end=2), op.constant([groups]))
-    each = op.Concat(op.constant([groups]), op.Max(each, op.constant([1])), axis=0)
+    each = op.Div(op.Shape(_first_input(node), start=1, end=2), [groups])
+    each = op.Concat([groups], op.Max(each, [1]), axis=0)
     for i in (1, 2):  # or one for all groups
-        wide = op.Expand(op.Unsqueeze(given(node, i), op.constant([1])), each)
-        _set_input(node, i, op.Reshape(wide, op.constant([-1])))
+        wide = op.Expand(op.Unsqueeze(given(node, i), [1]), each)
+        _set_input(node, i, op.Reshape(wide, [-1]))
 
 
 @_rule(9, "Upsample")

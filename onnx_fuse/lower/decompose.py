@@ -286,7 +286,7 @@ def stft(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | 
     window = node.inputs[2] if len(node.inputs) > 2 else None
     x = signal
     if len(shape) == 2:
-        x, shape = op.Unsqueeze(signal, op.constant([2])), (*shape, 1)
+        x, shape = op.Unsqueeze(signal, [2]), (*shape, 1)
     wide = () if window is None else shapes[2]
     n = int(length.reshape(-1)[0]) if length is not None else (*wide, 0)[0]
     every = int(step.reshape(-1)[0])

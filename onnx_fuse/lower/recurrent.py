@@ -45,7 +45,7 @@ def recurrent(
         return None
     lengths = node.inputs[4] if len(node.inputs) > 4 else None
     if lengths is not None:
-        lengths = op.Unsqueeze(lengths, op.constant([1]))
+        lengths = op.Unsqueeze(lengths, [1])
     rows = op.Transpose(x, perm=[1, 0, 2]) if layout else x
     zeros = op.constant(np.zeros((batch, hidden), (x.dtype or ir.DataType.FLOAT).numpy()))
     ys, hs, cs = [], [], []
@@ -70,7 +70,7 @@ def recurrent(
             cell.h, cell.c = h, c
         first = op.constant([0])
         stack = op.Concat(*(op.Unsqueeze(states[t], first) for t in range(steps)), axis=0)
-        ys.append(op.Unsqueeze(stack, op.constant([1])))
+        ys.append(op.Unsqueeze(stack, [1]))
         hs.append(op.Unsqueeze(cell.h, first))
         cs.append(None if cell.c is None else op.Unsqueeze(cell.c, first))
     results = [op.Concat(*ys, axis=1), op.Concat(*hs, axis=0)]
@@ -128,7 +128,7 @@ def _in_steps(
             value.dtype = x.dtype
         y, *ends = outputs
         if lens is not None:  # an empty sequence ends in 0, as onnxruntime has it
-            some = op.Unsqueeze(op.Greater(lens, op.constant(np.int32(0))), op.constant([1]))
+            some = op.Unsqueeze(op.Greater(lens, op.constant(np.int32(0))), [1])
             ends = [op.Where(some, end, zeros) for end in ends]
         directions.append([op.Unsqueeze(y, [1]), *(op.Unsqueeze(end, [0]) for end in ends)])
     results = [

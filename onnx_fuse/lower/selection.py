@@ -116,10 +116,10 @@ def unique(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequence
     if width > 1:
         changed = op.ReduceMax(changed, [1], keepdims=0)
     # groups count from 0, and the first element begins one in any case
-    group = op.CumSum(op.Concat(op.constant([0]), changed, axis=0), op.constant(0))
-    keep = op.Cast(op.Concat(op.constant([1]), changed, axis=0), to=ir.DataType.BOOL)
+    group = op.CumSum(op.Concat([0], changed, axis=0), op.constant(0))
+    keep = op.Cast(op.Concat([1], changed, axis=0), to=ir.DataType.BOOL)
     begins, total = _kept(op, keep, count)
-    ends = op.Concat(op.Slice(begins, [1], [count], [0]), op.constant([count]), axis=0)
+    ends = op.Concat(op.Slice(begins, [1], [count], [0]), [count], axis=0)
     often = op.Sub(ends, begins)
     where = op.Gather(order, begins)
     inverse = op.ScatterElements(op.constant(np.zeros(count, np.int64)), order, group, axis=0)

@@ -292,7 +292,7 @@ def _attention(op: Writer, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, cau
     n = len(k.shape)
     order = [*range(n - 2), n - 1, n - 2]
     if scale is None:
-        width = op.CastLike(op.Squeeze(op.Shape(q, start=-1), op.constant([0])), q)
+        width = op.CastLike(op.Squeeze(op.Shape(q, start=-1), [0]), q)
         scale = op.Reciprocal(op.Sqrt(width))
     scores = op.MatMul(op.Mul(q, scale), op.Transpose(k, perm=order))
     if causal:

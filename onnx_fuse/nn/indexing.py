@@ -158,10 +158,10 @@ def _slice(
 ) -> Any:
     """Slices along `axes`, without the axes `drop`, and then with new ones at `new`."""
     if axes:
-        x = op.Slice(x, starts, ends, op.constant(list(axes)), op.constant(list(steps)))
+        x = op.Slice(x, starts, ends, list(axes), list(steps))
     if drop:
-        x = op.Squeeze(x, op.constant(list(drop)))
-    return op.Unsqueeze(x, op.constant(list(new))) if new else x
+        x = op.Squeeze(x, list(drop))
+    return op.Unsqueeze(x, list(new)) if new else x
 
 
 @operation

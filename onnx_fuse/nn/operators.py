@@ -159,7 +159,7 @@ clip, select = emitter("Clip"), emitter("Where")
 @operation
 def flatten(op: Writer, x: Any, *, start: int, end: int) -> Any:
     if start == end:
-        return op.Unsqueeze(x, op.constant([0])) if not len(x.shape) else op.Identity(x)
+        return op.Unsqueeze(x, [0]) if not len(x.shape) else op.Identity(x)
     if end == len(x.shape) - 1 and start == 1:
         return op.Flatten(x, axis=1)
     head, tail = op.Shape(x, start=0, end=start), op.Shape(x, start=end + 1)

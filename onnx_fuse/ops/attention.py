@@ -29,7 +29,7 @@ from onnx_fuse.ops.shape_ops import (
 
 def _heads(op: Writer, x: Tensor, heads: int) -> Tensor:
     """[B, S, H D] as [B, H, S, D]."""
-    return op.Transpose(op.Reshape(x, op.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
+    return op.Transpose(op.Reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
 
 
 SHORTER = 24
@@ -146,8 +146,8 @@ def _attention(op: Writer, node: ir.Node, dys: Values) -> Values:
         # rowsum(P ⊙ dP) is rowsum(dY ⊙ Y), which has no [S, T] in it
         product = op.Mul(dy, y)
         if flat:
-            product = op.Reshape(product, op.constant([0, 0, heads, -1]))
-        delta = op.ReduceSum(product, op.constant([-1]), keepdims=1)
+            product = op.Reshape(product, [0, 0, heads, -1])
+        delta = op.ReduceSum(product, [-1], keepdims=1)
         if flat:
             delta = op.Transpose(delta, perm=[0, 2, 1, 3])
         rows = fold(dy4)
@@ -220,13 +220,13 @@ def keys_in_view(
 
     The first query stands behind the past, or so that the last one stands at the last key.
     """
-    queries = op.Unsqueeze(op.counted(op.size_of(q, 2)), op.constant([1]))
+    queries = op.Unsqueeze(op.counted(op.size_of(q, 2)), [1])
     keys = op.counted(op.size_of(k, 2))
     bounds = []
     if past is not None:
         queries = op.Add(queries, op.size_of(past, 2))
     if lengths is not None:
-        ends = op.Reshape(lengths, op.constant([-1, 1, 1, 1]))
+        ends = op.Reshape(lengths, [-1, 1, 1, 1])
         bounds.append(op.Less(keys, ends))
         queries = op.Add(queries, op.Sub(ends, op.size_of(q, 2)))
     if view.right >= 0:
@@ -268,7 +268,7 @@ def _rotary(op: Writer, node: ir.Node, dys: Values) -> Values:
     dcos = op.ReduceSum(op.Add(op.Mul(dy1, x1), op.Mul(dy2, x2)), axis, keepdims=0)
     dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
     if positions is not None:
-        rows = op.Unsqueeze(positions, op.constant([-1]))
+        rows = op.Unsqueeze(positions, [-1])
         dcos = op.scatter_add("ScatterND", op.zeros_like(cos), rows, dcos)
         dsin = op.scatter_add("ScatterND", op.zeros_like(sin), rows, dsin)
     return [dx, dcos, dsin]

@@ -193,7 +193,7 @@ def _products_over_places(
     spatial = list(range(2, 2 + n))
     image = op.Transpose(x, perm=[1, 0, *spatial])
     if any(pads):
-        image = op.Pad(image, op.constant([0, 0, *pads[:n], 0, 0, *pads[n:]]))
+        image = op.Pad(image, [0, 0, *pads[:n], 0, 0, *pads[n:]])
     swapped = op.Transpose(dy, perm=[1, 0, *spatial])
     (count, channels, *_), length = op.sizes_of(weight), op.elements(swapped, 1)
     rows = op.reshape(swapped, [count, length])
@@ -218,12 +218,12 @@ def _pointwise_weight_grad(op: Writer, x: ir.Value, dy: ir.Value, weight: ir.Val
     rows = op.reshape(dy, [*op.sizes_of(dy)[:2], op.elements(dy, 2)])
     image = op.reshape(x, [*op.sizes_of(x)[:2], op.elements(x, 2)])
     columns = op.Transpose(image, perm=[0, 2, 1])
-    product = op.ReduceSum(op.MatMul(rows, columns), op.constant([0]), keepdims=0)
+    product = op.ReduceSum(op.MatMul(rows, columns), [0], keepdims=0)
     return op.reshape_like(product, weight)
 
 
 def _bias_grad(op: Writer, dy: ir.Value, n: int) -> Tensor:
-    return op.ReduceSum(dy, op.constant([0, *range(2, 2 + n)]), keepdims=0)
+    return op.ReduceSum(dy, [0, *range(2, 2 + n)], keepdims=0)
 
 
 def conv_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
@@ -331,7 +331,7 @@ def _add_to_windows(op: Writer, node: ir.Node, dy: Tensor, x: ir.Value) -> Tenso
         batch, channels, *size = op.sizes_of(dy)
         pairs = [(s, k) for s, k in zip(size, kernel, strict=True)]
         ones = op.reshape(dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
-        tiles = op.Expand(ones, op.constant([1, 1, *(v for k in kernel for v in (1, k))]))
+        tiles = op.Expand(ones, [1, 1, *(v for k in kernel for v in (1, k))])
         tiled = [_times(op, s, k) for s, k in pairs]
         spread = op.reshape(tiles, [batch, channels, *tiled])
     else:
@@ -502,8 +502,8 @@ def _slightly_larger(
     differs = op.Cast(op.Not(op.Equal(op.Shape(x), op.Shape(y))), to=ir.DataType.FLOAT)
     one = op.constant(np.ones(1, np.float32))
     scales = op.Concat(one, one, factor, op.Add(one, op.ReduceMax(differs)), axis=0)
-    columns = op.Resize(op.Unsqueeze(eye, op.constant([0, 3])), None, scales, **keep)
-    return op.Squeeze(op.Slice(columns, [0], [1], [3]), op.constant([0, 3]))
+    columns = op.Resize(op.Unsqueeze(eye, [0, 3]), None, scales, **keep)
+    return op.Squeeze(op.Slice(columns, [0], [1], [3]), [0, 3])
 
 
 def _repeats(

@@ -29,7 +29,7 @@ def _gather(op: Writer, node: ir.Node, dys: Values) -> Values:
     run = None if x.shape is None else _run(op, indices)
     if run is not None:
         (first, count), scalar = run, indices.shape is not None and not indices.shape
-        row = op.Unsqueeze(dy, op.constant([axis])) if scalar else dy
+        row = op.Unsqueeze(dy, [axis]) if scalar else dy
         axis = norm_axis(axis, x)
         size = dim(x, axis)
         if size is not None and isinstance(count, int):
@@ -42,7 +42,7 @@ def _gather(op: Writer, node: ir.Node, dys: Values) -> Values:
         return [op.pad(row, [axis], [before], [after])]
     indices = op.to_type(indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
-        last = op.Unsqueeze(indices, op.constant([-1]))
+        last = op.Unsqueeze(indices, [-1])
         return [op.scatter_add("ScatterND", op.zeros_like(x), last, dy)]
     return [_scatter_axis(op, x, indices, dy, axis)]
 
@@ -75,7 +75,7 @@ def _scatter_axis(op: Writer, x: ir.Value, indices: ir.Value, dy: ir.Value, axis
     back = [int(i) for i in np.argsort(there)]
     shape = op.Gather(op.Shape(x), op.constant(there))
     rows = op.Transpose(dy, perm=forward)
-    zeros, last = op.filled(shape, x.dtype), op.Unsqueeze(indices, op.constant([-1]))
+    zeros, last = op.filled(shape, x.dtype), op.Unsqueeze(indices, [-1])
     added = op.scatter_add("ScatterND", zeros, last, rows)
     return op.Transpose(added, perm=back)
 
@@ -93,8 +93,8 @@ def _gather_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
     if not sizes or width is None or not (all(sizes[:width]) or all(sizes[width:])):
         # onnxruntime's ScatterND (1.32) takes no index into an empty axis, even of empty slices
         if known_rank(indices) == 1:  # one tuple, whose only axis is its own
-            full, dy = (op.Unsqueeze(v, op.constant([0])) for v in (full, dy))
-        end = op.Mul(op.Size(dy), op.constant([2**31]))
+            full, dy = (op.Unsqueeze(v, [0]) for v in (full, dy))
+        end = op.Mul(op.Size(dy), [2**31])
         full, dy = (op.Slice(v, [0], end, [0]) for v in (full, dy))
     return [op.scatter_add("ScatterND", op.zeros_like(x), full, dy)]
 
@@ -187,7 +187,7 @@ def _compress(op: Writer, node: ir.Node, dys: Values) -> Values:
     if entries is None or not isinstance(length, int) or entries > length:
         # entries beyond the axis count for nothing
         condition = op.Slice(condition, [0], op.vector([length]), [0])
-    rows = op.Squeeze(op.NonZero(condition), op.constant([0]))
+    rows = op.Squeeze(op.NonZero(condition), [0])
     if axis is None:
         flat = op.Reshape(op.zeros_like(x), [-1])
         return [op.reshape_like(op.ScatterElements(flat, rows, dy, axis=0), x)]

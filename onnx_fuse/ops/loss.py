@@ -78,7 +78,7 @@ def _cross_entropy(op: Writer, node: ir.Node, dys: Values) -> Values:
         return [dx]
     p = op.Exp(op.output(node, 1, x.dtype, "log_prob"))
     node.outputs[1].shape = x.shape
-    total = op.ReduceSum(dys[1], op.constant([1]), keepdims=1)
+    total = op.ReduceSum(dys[1], [1], keepdims=1)
     dx = op.Sub(dys[1], op.Mul(p, total))
     if dys[0] is not None:
         slope, index = _nll_slope(op, node, dys[0])
@@ -209,7 +209,7 @@ def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Optio
         total = op.Where(counted, op.Gather(weight, index), zero)
     every = op.Where(counted, op.ReduceSum(log_p, one, keepdims=1), zero)
     every = op.Neg(op.ReduceSum(every, keepdims=0))
-    classes = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), op.constant([0])), x)
+    classes = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), [0]), x)
     if reduction == "mean":
         every = op.Div(every, op.ReduceSum(total, keepdims=0))
     return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))

@@ -48,7 +48,7 @@ def _vector_matmul(op: Writer, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, 
         column = op.Unsqueeze(dy, last)  # [..., M, 1]
         da = op.Mul(column, b)
         return [da, op.Mul(column, a)]
-    row = op.Unsqueeze(dy, op.constant([-2]))  # [..., 1, N]
+    row = op.Unsqueeze(dy, [-2])  # [..., 1, N]
     da = op.ReduceSum(op.Mul(row, b), last, keepdims=0)
     return [da, op.Mul(op.Unsqueeze(a, last), row)]
 
@@ -130,7 +130,7 @@ def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
         same = right == shared and not others
         g = dy if same else op.Einsum(*(v for v, _ in factors), equation=equation)
         if shared != term:
-            g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in outside]))
+            g = op.Unsqueeze(g, [k for k, c in enumerate(term) if c not in outside])
         # a letter of several sizes is 1 in some operand, and broadcast: the walker sums it back
         answers.append(g if shared == term and equal else op.Expand(g, op.Shape(x)))
     return answers

@@ -112,7 +112,7 @@ def _moments(op: Writer, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tup
 
 def _per_channel(op: Writer, value: ir.Value, n: int) -> Tensor:
     """[C] as [C, 1, …], which broadcasts along axis 1 of rank n."""
-    return op.Unsqueeze(value, op.constant(list(range(1, n - 1)))) if n > 2 else value
+    return op.Unsqueeze(value, list(range(1, n - 1))) if n > 2 else value
 
 
 def _batch_norm(op: Writer, node: ir.Node, grads: Values) -> Values:

@@ -78,13 +78,9 @@ class _Scaling:
                 else value
             )
         if self.block:
-            return self.op.Unsqueeze(value, self.op.constant([self.axis + 1]))
+            return self.op.Unsqueeze(value, [self.axis + 1])
         after = known_rank(self.x) - self.axis
-        return (
-            self.op.Unsqueeze(value, self.op.constant(list(range(1, after))))
-            if after > 1
-            else value
-        )
+        return self.op.Unsqueeze(value, list(range(1, after))) if after > 1 else value
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of a value of the shape of `split` over what shares a scale."""

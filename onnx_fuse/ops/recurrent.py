@@ -72,7 +72,7 @@ def ways(reverse: bool, back: tuple[int, int] | None = None) -> dict[str, list[i
 def of_direction(op: Writer, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
     """The part of one direction, without the axis of directions."""
     if count == 1:
-        return op.Squeeze(value, op.constant([axis]))
+        return op.Squeeze(value, [axis])
     return op.Gather(value, op.constant(np.int64(direction)), axis=axis)
 
 
@@ -91,12 +91,12 @@ class _Direction:
         self.h0 = grad.zeros if self.h0 is None else self.h0
         self.c0 = grad.zeros if self.c0 is None else self.c0
         y = of_direction(op, grad.y, index, grad.count, 1)
-        first = op.Unsqueeze(self.h0, op.constant([0]))
+        first = op.Unsqueeze(self.h0, [0])
         if self.reverse:
             before = op.Slice(op.Concat(y, first, axis=0), [1], [2**62], [0])
             if grad.given is not None:  # past a sequence's end Y is 0, and its first state is h0
                 starts = op.Equal(op.Add(grad.times, op.constant(np.int32(1))), grad.lengths)
-                before = op.Where(op.Unsqueeze(starts, op.constant([2])), first, before)
+                before = op.Where(op.Unsqueeze(starts, [2]), first, before)
         else:
             before = op.Slice(op.Concat(first, y, axis=0), [0], [-1], [0])
         before.shape = y.shape
@@ -155,7 +155,7 @@ class _Recurrent:
             count = op.Cast(length, to=int(ir.DataType.INT32))
             self.lengths = op.Expand(count, op.vector([self.batch]))
         times = op.Cast(op.counted(length), to=int(ir.DataType.INT32))
-        self.times = op.Unsqueeze(times, op.constant([1]))
+        self.times = op.Unsqueeze(times, [1])
         parts = [self.direction(kind, i, grads) for i, kind in enumerate(kinds)]
         first = op.constant([0])
         stacked = [
@@ -191,7 +191,7 @@ class _Recurrent:
         # onnxruntime's last state of an empty sequence is 0, not h0
         if self.given is not None or not isinstance(self.steps, int) or self.steps == 0:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
-            some = op.Unsqueeze(some, op.constant([1]))
+            some = op.Unsqueeze(some, [1])
             dh, dc = (op.Where(some, g, self.zeros) for g in (dh, dc))
         cores = {"GRULinearSteps": self.gru_linear, "GRUSteps": self.gru}
         core = cores.get(kind, self.one_sum)

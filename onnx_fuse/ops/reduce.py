@@ -131,7 +131,7 @@ def _stft(op: Writer, node: ir.Node, dys: Values) -> Values:
     angles = 2 * np.pi * np.outer(np.arange(bins), np.arange(size)) / size
     filters = np.stack([np.cos(angles), -np.sin(angles)], 1).reshape(2 * bins, 1, size)
     basis = op.to_like(op.constant(filters), x)
-    columns = op.Reshape(dy, op.constant([0, 0, 2 * bins]))
+    columns = op.Reshape(dy, [0, 0, 2 * bins])
     weighted = basis if window is None else op.Mul(basis, window)
     dx = op.ConvTranspose(op.Transpose(columns, perm=[0, 2, 1]), weighted, strides=every)
     ends = op.Sub(op.Shape(x, start=1, end=2), op.Shape(dx, start=2, end=3))
@@ -139,11 +139,11 @@ def _stft(op: Writer, node: ir.Node, dys: Values) -> Values:
     dwindow = None
     if window is not None:
         starts = op.Mul(op.counted(op.size_of(dy, 1)), step)
-        places = op.Add(op.Unsqueeze(starts, op.constant([1])), op.constant(np.arange(size)))
-        flat = op.Squeeze(x, op.constant([2])) if known_rank(x) == 3 else x
+        places = op.Add(op.Unsqueeze(starts, [1]), op.constant(np.arange(size)))
+        flat = op.Squeeze(x, [2]) if known_rank(x) == 3 else x
         frames = op.Gather(flat, places, axis=1)
-        dframes = op.MatMul(columns, op.Squeeze(basis, op.constant([1])))
-        dwindow = op.ReduceSum(op.Mul(frames, dframes), op.constant([0, 1]), keepdims=0)
+        dframes = op.MatMul(columns, op.Squeeze(basis, [1]))
+        dwindow = op.ReduceSum(op.Mul(frames, dframes), [0, 1], keepdims=0)
     return [op.reshape_like(dx, x), None, dwindow]
 
 

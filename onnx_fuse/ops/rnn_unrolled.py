@@ -148,7 +148,7 @@ class Written:
         op = self.op
         x, _, _, _, self.lengths = arguments(node, 5)
         if self.lengths is not None:
-            self.lengths = op.Unsqueeze(self.lengths, op.constant([1]))
+            self.lengths = op.Unsqueeze(self.lengths, [1])
         self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
         by_direction = [
             self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
@@ -171,7 +171,7 @@ class Written:
         start += [self._start(cell, cell.c0, products)] if lstm else []
         scanned = [products]
         if self.lengths is not None:
-            length = op.Squeeze(op.Shape(products, start=0, end=1), op.constant([0]))
+            length = op.Squeeze(op.Shape(products, start=0, end=1), [0])
             every = op.Range(op.constant(0), length, op.constant(1))
             scanned.append(op.Cast(every, to=ir.DataType.INT32))
         inner = Builder()
@@ -200,7 +200,7 @@ class Written:
             zero = op.constant(np.zeros((), cell.dtype.numpy()))
             last = [op.Where(some, v, zero) for v in last]
         return [
-            op.Unsqueeze(results[-1], op.constant([1])),
+            op.Unsqueeze(results[-1], [1]),
             *(op.Unsqueeze(v, first) for v in last),
         ]
 

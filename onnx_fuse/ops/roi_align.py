@@ -36,7 +36,7 @@ def _roi_align(op: Writer, node: ir.Node, dys: Values) -> Values:
     of_image = op.Equal(op.Unsqueeze(number, [1]), op.Cast(batch, to=int(ir.DataType.INT64)))
     turned = op.Transpose(rows.weights, perm=[2, 0, 1])  # [H, R, P]
     parts = op.Mul(turned, op.Unsqueeze(op.to_like(of_image, x), [1, 3]))
-    count = op.Mul(op.Shape(boxes, start=0, end=1), op.constant([p]))
+    count = op.Mul(op.Shape(boxes, start=0, end=1), [p])
     left = op.Reshape(parts, op.Concat(images, height, count, axis=0), allowzero=1)
     area = op.Mul(channels, width)
     right = op.Reshape(
@@ -117,7 +117,7 @@ class _Weights:
         """[R, bins · samples, length] as [R, bins, samples, length]."""
         op = self.op
         sizes = op.Concat(
-            op.Shape(values, start=0, end=1), op.constant([self.bins]), self.samples,
+            op.Shape(values, start=0, end=1), [self.bins], self.samples,
             op.Shape(values, start=2, end=3), axis=0,
         )  # fmt: skip
         return op.Reshape(values, sizes, allowzero=1)

@@ -84,7 +84,7 @@ def _pad(op: Writer, node: ir.Node, dys: Values) -> Values:
         ends = (
             op.constant([amounts[i], amounts[i + count]])
             if amounts is not None
-            else op.Gather(pads, op.constant([i, i + count]))
+            else op.Gather(pads, [i, i + count])
         )
         places = op.Pad(positions, ends, mode=mode)
         dx = add_along(op, dx, places, axis, op.size_of(x, axis), known_rank(x))
@@ -98,10 +98,8 @@ def add_along(
     shape = op.Shape(dy)
     before = [op.Slice(shape, [0], [axis], [0])] if axis else []
     after = [op.Slice(shape, [axis + 1], [n], [0])] if axis + 1 < n else []
-    result_shape = op.vector([*before, op.Unsqueeze(size, op.constant([0])), *after])
-    column = (
-        places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
-    )
+    result_shape = op.vector([*before, op.Unsqueeze(size, [0]), *after])
+    column = places if axis == n - 1 else op.Unsqueeze(places, list(range(1, n - axis)))
     zeros = op.filled(result_shape, dy.dtype)
     return op.scatter_add("ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
 
@@ -150,7 +148,7 @@ def _slice(op: Writer, node: ir.Node, dys: Values) -> Values:
         if pads is None:
             extent, part = op.shape_of(x, [axis]), op.shape_of(y, [axis])
             if start is not None and start >= 0:
-                begin = op.Min(op.constant([start]), extent)
+                begin = op.Min([start], extent)
             else:
                 first = op.pieces(node.inputs[1], len(axes))[i]
                 first = op.constant([first]) if isinstance(first, int) else first
@@ -210,7 +208,7 @@ def _reverse_sequence(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.
 def _range(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y[i] = start + i·delta."""
     dy = dys[0]
-    steps = op.counted(op.Squeeze(op.Shape(dy), op.constant([0])))
+    steps = op.counted(op.Squeeze(op.Shape(dy), [0]))
     return [
         op.ReduceSum(dy, keepdims=0),
         None,

@@ -211,7 +211,7 @@ class Writer(Builder):
         ):
             end = axes[-1] + 1 if axes[-1] != -1 else None
             return self.Shape(value, start=axes[0], end=end)
-        return self.Gather(self.Shape(value), self.constant(list(axes)))
+        return self.Gather(self.Shape(value), list(axes))
 
     def sizes_of(self, value: ir.Value) -> list[Any]:
         """The size of each axis."""
@@ -291,7 +291,7 @@ class Writer(Builder):
         size = dim(x, axis)
         if size is not None:
             return self.constant(np.int64(size))
-        return self.Squeeze(self.Shape(x, start=axis, end=axis + 1), self.constant([0]))
+        return self.Squeeze(self.Shape(x, start=axis, end=axis + 1), [0])
 
     def counted(self, count: Tensor) -> Tensor:
         """0, 1, … up to a number, an int64 scalar."""
@@ -344,13 +344,11 @@ class Writer(Builder):
 
     def sum_over(self, value: Tensor, axes: Sequence[int], keepdims: int = 0) -> Tensor:
         """The sum over these axes: the value itself over none, where ReduceSum sums over all."""
-        return (
-            self.ReduceSum(value, self.constant(list(axes)), keepdims=keepdims) if axes else value
-        )
+        return self.ReduceSum(value, list(axes), keepdims=keepdims) if axes else value
 
     def mean_over(self, value: Tensor, axes: Sequence[int]) -> Tensor:
         """The mean over these axes, which keep the size 1: the value itself over none."""
-        return self.ReduceMean(value, self.constant(list(axes)), keepdims=1) if axes else value
+        return self.ReduceMean(value, list(axes), keepdims=1) if axes else value
 
     def split_evenly(self, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:
         """dy split evenly among the places where the masks (of dy's dtype) are 1."""
@@ -377,13 +375,13 @@ class Writer(Builder):
                 if lead:
                     axes = [*range(lead), *ones]
                     g = self.ReduceSum(g, self.constant(axes), keepdims=int(bool(ones)))
-                    return self.Squeeze(g, self.constant(list(range(lead)))) if ones else g
+                    return self.Squeeze(g, list(range(lead))) if ones else g
                 return self.ReduceSum(g, self.constant(ones), keepdims=1) if ones else g
         shape = self.Shape(x)
         full = shape
         if g.shape is None or x.shape is None or len(g.shape) != len(x.shape):
             missing = self.Sub(self.Shape(self.Shape(g)), self.Shape(shape))
             full = self.Concat(self.filled(missing, ir.DataType.INT64, 1), shape, axis=0)
-        axes = self.Squeeze(self.NonZero(self.Equal(full, 1)), self.constant([0]))
+        axes = self.Squeeze(self.NonZero(self.Equal(full, 1)), [0])
         g = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
         return self.Reshape(g, shape, allowzero=1)  # inference does not see the rank of the sum

@@ -248,13 +248,13 @@ def _emit(
     fill: np.ndarray | None,
 ) -> None:
     op, y = Builder(), last.outputs[0]
-    flat = op.Reshape(source, op.constant([-1, rows, dim(source, -1)]))
+    flat = op.Reshape(source, [-1, rows, dim(source, -1)])
     result = op.Gather(flat, index, axis=1)
     if (place < 0).any():
         if fill is None:
             fill = np.zeros((), (source.dtype or ir.DataType.FLOAT).numpy())
         result = op.Where(op.constant((place >= 0)[:, None]), result, op.constant(fill))
-    result = op.Reshape(result, op.constant([-1, *rest]))
+    result = op.Reshape(result, [-1, *rest])
     result.dtype, result.shape = y.dtype, y.shape
     graph.insert_before(last, op.nodes)
     y.replace_all_uses_with(result)

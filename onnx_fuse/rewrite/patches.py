@@ -54,11 +54,11 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> bool:
     split = [0, channels, *(n for pair in zip(counts, kernel, strict=True) for n in pair)]
     order = [0, *range(2, 2 * axes + 2, 2), 1, *range(3, 2 * axes + 2, 2)]
     tiles = op.Transpose(op.Reshape(x, op.constant(split)), perm=order)
-    rows = op.Reshape(tiles, op.constant([0, prod(counts), width]))
-    columns = op.Transpose(op.Reshape(w, op.constant([filters, width])), perm=[1, 0])
+    rows = op.Reshape(tiles, [0, prod(counts), width])
+    columns = op.Transpose(op.Reshape(w, [filters, width]), perm=[1, 0])
     product = op.MatMul(rows, columns)
     if bias is not None:
         product = op.Add(product, bias)
-    y = op.Reshape(op.Transpose(product, perm=[0, 2, 1]), op.constant([0, filters, *counts]))
+    y = op.Reshape(op.Transpose(product, perm=[0, 2, 1]), [0, filters, *counts])
     replace_node(graph, node, op, y)
     return True

@@ -72,9 +72,9 @@ def _scanned(node: ir.Node) -> tuple[int, list[int]]:
 def _take_a_step(graph: ir.Graph, node: ir.Node) -> None:
     """A Scan in place of another: without a step it takes one on zeros, and its results are cut."""
     op, (first, axes) = Builder(), _scanned(node)
-    steps = op.Gather(op.Shape(node.inputs[first]), op.constant([axes[0]]))
+    steps = op.Gather(op.Shape(node.inputs[first]), [axes[0]])
     none = op.Equal(op.Squeeze(steps), op.constant(0))
-    missing = op.Concat([0], op.Sub(op.constant([1]), op.Min(steps, op.constant([1]))), axis=0)
+    missing = op.Concat([0], op.Sub([1], op.Min(steps, [1])), axis=0)
     states, scanned = node.inputs[:first], node.inputs[first:]
     padded = [op.Pad(x, missing, None, [axis]) for x, axis in zip(scanned, axes, strict=True)]
     results = op.node("Scan", [*states, *padded], outputs=len(node.outputs),
@@ -99,7 +99,7 @@ def _of_zeros(node: ir.Node, used: list[int]) -> ir.Graph:
     x, w, lengths = inputs[0], inputs[1], inputs[4]
     assert x is not None
     sizes = op.Shape(x)
-    full = op.Max(sizes, op.constant([1, 1, 1]))
+    full = op.Max(sizes, [1, 1, 1])
     steps, batch = (op.Slice(sizes, [i], [i + 1], [0]) for i in (0, 1))
     missing = op.Split(op.Sub(full, sizes), num_outputs=3, axis=0, outputs=3)
     none, more, features = op.constant([0]), missing[1], missing[2]

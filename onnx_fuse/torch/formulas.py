@@ -139,7 +139,7 @@ def _elementwise(op_type: str) -> Callable[..., Any]:
 
     def write(op: Builder, *operands: Any, inplace: bool = False) -> Any:
         if isinstance(operands[-1], tuple):  # of sizes
-            return op.Concat(operands[0], op.constant([*operands[-1]]), axis=0)
+            return op.Concat(operands[0], [*operands[-1]], axis=0)
         plain = [v for v in operands if not isinstance(v, bool)]
         values = [v if isinstance(v, ir.Value) else np.float64(v) for v in plain]
         return op.node(op_type, values)

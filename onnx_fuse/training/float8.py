@@ -73,7 +73,7 @@ def in_float8(
             w = master  # rounded once
         if _is_transposed(node):
             w = typed(op.Transpose(w, perm=[1, 0]), w, [dim(w, 1), dim(w, 0)])
-        flat = x if rank(x) == 2 else typed(op.Reshape(x, op.constant([-1, dim(w, 0)])), x)
+        flat = x if rank(x) == 2 else typed(op.Reshape(x, [-1, dim(w, 0)]), x)
         flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
         start = np.zeros(float8.HISTORY, np.float32)
         hx, hw, hdz = (

@@ -205,7 +205,7 @@ class _Operands:
 def _matrix(op: Builder, v: ir.Value, columns: int) -> ir.Value:
     if v.shape is not None and len(v.shape) == 2:
         return v
-    return typed(op.Reshape(v, op.constant([-1, columns])), v, [None, columns])
+    return typed(op.Reshape(v, [-1, columns]), v, [None, columns])
 
 
 def _operands(dw: ir.Value) -> _Operands | None:

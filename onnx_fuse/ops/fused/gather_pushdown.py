@@ -163,12 +163,12 @@ def _picked(op: Builder, pick: ir.Node, x: ir.Value, axis: int, count: int) -> i
     shape = [*sizes[:axis], count, *sizes[axis + 1 :]]
     if pick.op_type == "Slice":
         start, end, step = pick.inputs[1], pick.inputs[2], (*pick.inputs[4:], None)[0]
-        return typed(op.Slice(x, start, end, op.constant([axis]), step), x, shape)
+        return typed(op.Slice(x, start, end, [axis], step), x, shape)
     index = pick.inputs[1]
     if (number := const_array(index)) is not None:
         index = op.constant([int(i) for i in number.flat])
     elif rank(index) == 0:
-        index = op.Unsqueeze(index, op.constant([0]))
+        index = op.Unsqueeze(index, [0])
     return typed(op.Gather(x, index, axis=axis), x, shape)
 
 
@@ -205,7 +205,7 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
         rows[y] = typed(result, y, [*sizes[:at], count, *sizes[at + 1 :]])
     y = rows[pick.inputs[0]]
     if pick.op_type == "Gather" and rank(pick.inputs[1]) == 0:
-        y = op.Squeeze(y, op.constant([axis]))
+        y = op.Squeeze(y, [axis])
     rw.fusions[NAME] += 1
     return rw.replace(pick, op, [pick.outputs[0]], [y])
 

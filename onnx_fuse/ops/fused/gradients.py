@@ -176,7 +176,7 @@ def gemm_grad(op: Writer, node: ir.Node, dys: Values) -> Values:
         if per_column or not op.wants(c):
             *grads, dc = op.emit(str(grad), inputs, like, **attributes)
             for _ in shape[1:]:
-                dc = op.Unsqueeze(dc, op.constant([0]))
+                dc = op.Unsqueeze(dc, [0])
             grads.append(op.unbroadcast(dc, c) if per_column else None)
         else:
             *grads, _, dz = op.emit(str(grad.exposing("dz")), inputs, [*like, y], **attributes)

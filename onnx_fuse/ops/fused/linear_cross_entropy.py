@@ -217,8 +217,8 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE
     stash = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
-    x2 = typed(op.Reshape(x, op.constant([-1, width])), x, [None, width])
-    ids = typed(op.Reshape(labels, op.constant([-1])), labels, [None])
+    x2 = typed(op.Reshape(x, [-1, width]), x, [None, width])
+    ids = typed(op.Reshape(labels, [-1]), labels, [None])
     if site.turned:
         w = typed(op.Transpose(w, perm=[1, 0]), w, [classes, width])
     if weight is None:

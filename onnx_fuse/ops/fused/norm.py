@@ -170,7 +170,7 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
             continue
         array = None if rw.training else const_array(value)
         if array is None:
-            wide = op.Expand(value, op.constant([width]))
+            wide = op.Expand(value, [width])
         else:
             wide = rw.initializer(f"{value.name}x{width}", np.repeat(array, width))
         node.replace_input_with(i, wide)

@@ -123,7 +123,7 @@ def _replace_shape_nodes(op: Builder, old: ir.Value | None, new: ir.Value, axis:
         start, end = attribute(reader, "start", 0), attribute(reader, "end", None)
         if start or end is not None:
             last = op.constant([rank(old) or 0 if end is None else end])
-            told = op.Slice(told, op.constant([start]), last)
+            told = op.Slice(told, [start], last)
         reader.outputs[0].replace_all_uses_with(
             typed(told, reader.outputs[0], reader.outputs[0].shape)
         )

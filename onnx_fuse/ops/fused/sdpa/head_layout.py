@@ -73,7 +73,7 @@ class Frame:
         heads = op.Shape(self.qkv[0], start=0, end=2)
         # To all of [B·H, ...] first: only then is B·H sure to split into B and H.
         rows = op.Reshape(op.ReduceProd(heads), [1])
-        full = op.Expand(mask, op.Concat(rows, op.constant([1, 1]), axis=0))
+        full = op.Expand(mask, op.Concat(rows, [1, 1], axis=0))
         return _shaped(op, typed(full, mask), [heads, op.Shape(full, start=1)], 4)
 
     def _with_merged_batch(self, op: Builder, mask: ir.Value, scores: ir.Value) -> ir.Value:
@@ -107,10 +107,7 @@ class Frame:
             return [op.Shape(self.merged[0], start=i, end=i + 1) for i in range(count)]
         batch = op.Shape(self.qkv[0], start=0, end=1)
         others = prod(size for size in sizes if size is not None)
-        return [
-            op.Div(batch, op.constant([others])) if size is None else op.constant([size])
-            for size in sizes
-        ]
+        return [op.Div(batch, [others]) if size is None else op.constant([size]) for size in sizes]
 
 
 def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
@@ -221,4 +218,4 @@ def _unsqueezed(op: Builder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
         for axis in axes:
             dims.insert(axis, 1)
         shape = dims
-    return typed(op.Unsqueeze(x, op.constant(list(axes))), x, shape)
+    return typed(op.Unsqueeze(x, list(axes)), x, shape)

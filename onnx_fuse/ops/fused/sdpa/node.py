@@ -93,7 +93,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)
         attention.overload = "newer"
     if flat:
-        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
     old, new = [node.outputs[0]], [y]
     for i in (1, 2):
         if len(used) > i and used[i]:
@@ -106,7 +106,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
 
 def _split_heads(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     width = dim(x, -1)
-    rows = op.Reshape(x, op.constant([0, 0, heads, -1]))
+    rows = op.Reshape(x, [0, 0, heads, -1])
     typed(rows, x)
     if x.shape is not None and width is not None:
         rows.shape = ir.Shape([x.shape[0], x.shape[1], heads, width // heads])
