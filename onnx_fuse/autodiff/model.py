@@ -230,10 +230,10 @@ def _groups(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[ir.Value, froze
     made_of = {x: frozenset([x]) for x in inputs}
     groups = set(made_of.values())
     for node in graph:
-        found = frozenset[ir.Value]().union(*(made_of.get(v, ()) for v in reads(node) if v))
-        made_of.update(dict.fromkeys(node.outputs, found))
-        if found and not any(found <= group for group in groups):
-            joined = {group for group in groups if group & found}
+        origins = frozenset[ir.Value]().union(*(made_of.get(v, ()) for v in reads(node) if v))
+        made_of.update(dict.fromkeys(node.outputs, origins))
+        if origins and not any(origins <= group for group in groups):
+            joined = {group for group in groups if group & origins}
             groups = groups - joined | {frozenset().union(*joined)}
     return {x: next(group for group in groups if x in group) for x in inputs}
 

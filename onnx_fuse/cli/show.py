@@ -67,8 +67,10 @@ class Reports:
             command = command_line.get().partition(" ")[2].partition(" ")[0]
             report.write_json(self.json, {"command": command} | dict(data))
         if self.html:
-            made = page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
-            write_page(self.html, made)
+            content = page(
+                printer, data, verdict=verdict, ok=ok, device=device, sections=sections()
+            )
+            write_page(self.html, content)
 
 
 def pages() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from onnx_fuse.nn.runner import Array, adopt, upload
 from onnx_fuse.runtime.tensor import DeviceTensor, bfloat16_array, capsule
 
 DType: TypeAlias = "str | type | np.dtype[Any]"
+Dims: TypeAlias = "int | Sequence[int] | None"
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -29,7 +30,7 @@ def np_name(dtype: DType) -> str:
     return {float: "float32", int: "int64", bool: "bool"}.get(dtype) or np.dtype(dtype).name  # type: ignore[arg-type]
 
 
-def axis_of(dim: Any, rank: int) -> int:
+def axis_of(dim: SupportsIndex, rank: int) -> int:
     """An axis of so many, counted from the front. A Tensor without axes has axis 0, and -1.
 
     Raises IndexError for one that there is not.
@@ -40,7 +41,7 @@ def axis_of(dim: Any, rank: int) -> int:
     return place % max(rank, 1)
 
 
-def axes_of(dim: Any, rank: int) -> tuple[int, ...] | None:
+def axes_of(dim: Dims, rank: int) -> tuple[int, ...] | None:
     """One axis or several of so many, as a tuple; None for all, and for all of no axes.
 
     Raises IndexError for an axis that there is not, UsageError for one that is named twice.

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from onnx_fuse.nn.arrays import DType, np_name
-from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.nn.tensor import Number, Tensor
 from onnx_fuse.program.call import dtype_of
 
 __all__ = ["arange", "eye", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like"]
 __dir__ = __all__.copy
 
 
-def _filled(shape: Any, value: Any, dtype: DType, device: str | None) -> Tensor:
+def _filled(shape: Sequence[Any], value: Number, dtype: DType, device: str | None) -> Tensor:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
     return Tensor(np.full(tuple(sizes), value, dtype_of(np_name(dtype))), device=device)
 
 
-def zeros(*shape: Any, dtype: DType = "float32", device: str | None = None) -> Tensor:
+def zeros(
+    *shape: int | Sequence[int], dtype: DType = "float32", device: str | None = None
+) -> Tensor:
     """A Tensor of zeros of this `shape`, `dtype` and `device`."""
     return _filled(shape, 0, dtype, device)
 
 
-def ones(*shape: Any, dtype: DType = "float32", device: str | None = None) -> Tensor:
+def ones(
+    *shape: int | Sequence[int], dtype: DType = "float32", device: str | None = None
+) -> Tensor:
     """A Tensor of ones of this `shape`, `dtype` and `device`."""
     return _filled(shape, 1, dtype, device)
 
 
-def full(shape: Any, value: Any, dtype: DType = "float32", device: str | None = None) -> Tensor:
+def full(
+    shape: Sequence[int], value: Number, dtype: DType = "float32", device: str | None = None
+) -> Tensor:
     """A Tensor of one `value` in this `shape`, `dtype` and `device`."""
     return _filled((tuple(shape),), value, dtype, device)
 
 
-def full_like(x: Tensor, value: Any) -> Tensor:
+def full_like(x: Tensor, value: Number) -> Tensor:
     """A Tensor of one `value` with the shape, dtype and device of `x`."""
     return full(x.shape, value, x.dtype, x.device)
 

@@ -11,6 +11,7 @@ import numpy as np
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn import dispatch, operators
 from onnx_fuse.nn.arrays import (
+    Dims,
     DType,
     as_array,
     axes_of,
@@ -398,7 +399,7 @@ class Tensor:
 
     # ---- reductions ----
 
-    def _reduced(self, kind: str, dim: Any, keepdim: bool) -> Any:
+    def _reduced(self, kind: str, dim: Dims, keepdim: bool) -> Any:
         return operators.reduce(self, kind=kind, axes=axes_of(dim, self.ndim), keepdim=keepdim)
 
     def _floating(self, action: str) -> Tensor:
@@ -407,17 +408,17 @@ class Tensor:
             raise UsageError(f"the {action} of a Tensor of {self._data.dtype.name}: take x.float()")
         return self
 
-    def _extreme(self, kind: str, dim: Any, keepdim: bool) -> Any:
+    def _extreme(self, kind: str, dim: Dims, keepdim: bool) -> Any:
         axes = axes_of(dim, self.ndim)
         if any(self._data.shape[a] == 0 for a in axes or range(self.ndim)):
             raise UsageError("no element is the largest or smallest of none: the axis is empty")
         return operators.extreme(self, kind=kind, axes=axes, keepdim=keepdim)
 
-    def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
         return self._reduced("ReduceSum", dim, keepdim)
 
-    def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def mean(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """The mean over axes `dim`, as in `sum`, with `keepdim` as there: NaN of no elements.
 
         Raises UsageError for integers.
@@ -426,15 +427,15 @@ class Tensor:
             return self.sum(dim, keepdim) / 0.0
         return self._reduced("ReduceMean", dim, keepdim)
 
-    def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def prod(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """The product over axes `dim`, with `keepdim` as in `sum`."""
         return self._reduced("ReduceProd", dim, keepdim)
 
-    def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def amax(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """The largest element over axes `dim`, with `keepdim` as in `sum`."""
         return self._extreme("ReduceMax", dim, keepdim)
 
-    def amin(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def amin(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """The smallest element over axes `dim`, with `keepdim` as in `sum`."""
         return self._extreme("ReduceMin", dim, keepdim)
 
@@ -446,12 +447,12 @@ class Tensor:
         """The smallest element; with `dim` the pair (values, their indices) (`keepdim`)."""
         return self.amin() if dim is None else (self.amin(dim, keepdim), self.argmin(dim, keepdim))
 
-    def var(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
+    def var(self, dim: Dims = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """Σ (x - mean)² / (n - `correction`) over axes `dim`, with `keepdim` as in `sum`."""
         axes = axes_of(dim, self._floating("variance").ndim)
         return operators.variance(self, axes=axes, keepdim=keepdim, correction=correction)
 
-    def std(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
+    def std(self, dim: Dims = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """The square root of `var`, with the same `dim`, `keepdim` and `correction`."""
         return self.var(dim, keepdim, correction).sqrt()
 
@@ -470,11 +471,11 @@ class Tensor:
         """The index (int64) of the first smallest element along `dim`, or of all (`keepdim`)."""
         return self._arg("ArgMin", dim, keepdim)
 
-    def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
+    def logsumexp(self, dim: Dims, keepdim: bool = False) -> Tensor:
         """log Σ exp(x) over axes `dim`, with `keepdim` as in `sum`."""
         return self._floating("logsumexp")._reduced("ReduceLogSumExp", dim, keepdim)
 
-    def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+    def norm(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
         """√Σ x² over axes `dim`, with `keepdim` as in `sum`."""
         return self._floating("norm")._reduced("ReduceL2", dim, keepdim)
 
@@ -507,7 +508,7 @@ class Tensor:
 
     # ---- shapes ----
 
-    def reshape(self, *shape: Any) -> Tensor:
+    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
         """The elements in another shape, in which one size may be -1; a view."""
         sizes = ints(shape)
         if (sizes < -1).any():
@@ -523,9 +524,9 @@ class Tensor:
             raise UsageError(f"flatten from axis {start} to {end}: the first is after the last")
         return operators.flatten(self, start=start, end=end)
 
-    def permute(self, *dims: Any) -> Tensor:
+    def permute(self, *dims: int | Sequence[int]) -> Tensor:
         """The tensor with its axes in the order `dims`; a view."""
-        order = axes_of(ints(dims), self.ndim) or ()
+        order = axes_of(ints(dims).tolist(), self.ndim) or ()
         if len(order) != self.ndim:
             raise UsageError(f"permute takes each of {self.ndim} axes once, not {len(order)} axes")
         return op_call("Transpose", [self], {"perm": list(order)})
@@ -547,18 +548,18 @@ class Tensor:
         """The tensor with its last two axes exchanged; a view."""
         return self.transpose(-2, -1)
 
-    def squeeze(self, dim: Any = None) -> Tensor:
+    def squeeze(self, dim: Dims = None) -> Tensor:
         """The tensor without the axes `dim`, whose size is 1; without all such axes for None."""
         if dim is None:
             dim = [i for i, d in enumerate(self.shape) if d == 1]
         return op_call("Squeeze", [self, list(axes_of(dim, self.ndim) or ())])
 
-    def unsqueeze(self, dim: Any) -> Tensor:
+    def unsqueeze(self, dim: int | Sequence[int]) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""
         count = 1 if isinstance(dim, int | np.integer) else len(dim)
         return op_call("Unsqueeze", [self, list(axes_of(dim, self.ndim + count) or ())])
 
-    def expand(self, *shape: Any) -> Tensor:
+    def expand(self, *shape: int | Sequence[int]) -> Tensor:
         """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
         sizes = ints(shape)
         old = (*[1] * (len(sizes) - self.ndim), *self._data.shape)
@@ -569,7 +570,7 @@ class Tensor:
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
         return op_call("Expand", [self, sizes])
 
-    def repeat(self, *times: Any) -> Tensor:
+    def repeat(self, *times: int | Sequence[int]) -> Tensor:
         """The tensor repeated `times` along each axis."""
         counts = ints(times)
         if len(counts) < self.ndim or (counts < 0).any():

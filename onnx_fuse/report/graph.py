@@ -70,14 +70,14 @@ class _Graph:
         self.nodes: list[ir.Node | tuple[str, ir.Value]] = [(INPUT, v) for v in inputs]
         self.nodes += self.own
         self.nodes += [(OUTPUT, v) for v in graph.outputs]
-        self.made: dict[ir.Value, int] = {v: i for i, v in enumerate(inputs)}
+        self.makers: dict[ir.Value, int] = {v: i for i, v in enumerate(inputs)}
         for i, node in enumerate(self.own, len(inputs)):
-            self.made.update(dict.fromkeys(node.outputs, i))
+            self.makers.update(dict.fromkeys(node.outputs, i))
         edges: dict[tuple[int, int], None] = {}
         for i, reader in enumerate(self.nodes):
             for value in reads(reader):
-                if value in self.made:
-                    edges[self.made[value], i] = None
+                if value in self.makers:
+                    edges[self.makers[value], i] = None
         self.edges = list(edges)
 
     def data(self) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
     the values of its outputs' names, back to values that the graph after fusion has too. A node
     that has a new output stands also for what the nodes that read it stand for.
     """
-    computed = {v.name: i for v, i in before.made.items()}
-    stays = {v.name for v in after.made}
+    computed = {v.name: i for v, i in before.makers.items()}
+    stays = {v.name for v in after.makers}
     origins: dict[int, set[int]] = {}
     for i, node in enumerate(after.nodes):
         if isinstance(node, tuple):

@@ -37,7 +37,7 @@ class _Plan:
     out: _Letters
 
     @property
-    def made(self) -> _Letters:
+    def natural(self) -> _Letters:
         """The letters of the product, columns apart."""
         return self.lead + self.columns
 
@@ -47,7 +47,7 @@ class _Plan:
         return (
             (list(self.left) != self.lead + self.inner)
             + (list(self.right) != self.batch + self.inner + self.columns)
-            + (self.out != self.made)
+            + (self.out != self.natural)
         )
 
 
@@ -102,12 +102,12 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
     y: ir.Value = typed(op.MatMul(a, b), a)
     last = node
     if several:
-        biased = _bias(node, apart) if plan.out == plan.made else None
+        biased = _bias(node, apart) if plan.out == plan.natural else None
         if biased is not None:
             last, c = biased
             y = typed(op.Add(y, op.Reshape(c, [prod(apart)])), a)
         y = typed(op.Reshape(y, [0] * len(plan.lead) + apart), a)
-    y = _transposed_to(op, y, "".join(plan.made), plan.out)
+    y = _transposed_to(op, y, "".join(plan.natural), plan.out)
     return rw.replace(last, op, last.outputs, [y])
 
 

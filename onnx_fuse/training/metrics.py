@@ -42,16 +42,16 @@ class Evaluation(NamedTuple):
     """The number of those that the largest logit predicts."""
 
 
-def evaluation(spec: Spec, feeds: Mapping[str, Array], found: Mapping[str, Array]) -> Evaluation:
-    """The Evaluation of a batch `feeds`, for which the graph that `spec` describes gave `found`."""
+def evaluation(spec: Spec, feeds: Mapping[str, Array], results: Mapping[str, Array]) -> Evaluation:
+    """The Evaluation of a batch `feeds`, for which the graph that `spec` describes gave `results`."""
     counted = hits = 0
     for target in [t for t in spec.targets if t.classes][:1]:
         labels = feeds[target.labels]
         counts = labels != target.ignored
-        guesses = found[target.logits].argmax(target.class_axis)
+        guesses = results[target.logits].argmax(target.class_axis)
         counted, hits = int(counts.sum()), int((counts & (guesses == labels)).sum())
-    outputs = {name: found[name] for name in spec.outputs}
-    return Evaluation(float(found[spec.loss]), outputs, counted, hits)
+    outputs = {name: results[name] for name in spec.outputs}
+    return Evaluation(float(results[spec.loss]), outputs, counted, hits)
 
 
 Function: TypeAlias = Callable[[Mapping[str, Array], Mapping[str, Array]], float]
