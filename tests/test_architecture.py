@@ -47,7 +47,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 4529, "autodiff": 1783, "cli": 3374, "cuda": 1794, "cuda_src": 15802, "distributed": 908,
-    "importer": 5494, "ir": 2374, "kernels": 9747, "lower": 9387, "nn": 4947, "ops": 12018,
+    "importer": 5494, "ir": 2374, "kernels": 9747, "lower": 9387, "nn": 4947, "ops": 12007,
     "program": 10359, "report": 2126, "rewrite": 3497, "runtime": 8820, "torch": 3779,
     "training": 6961, "validation": 4670,
     "generation": 1654,

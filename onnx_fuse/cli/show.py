@@ -67,10 +67,8 @@ class Reports:
             command = command_line.get().partition(" ")[2].partition(" ")[0]
             report.write_json(self.json, {"command": command} | dict(data))
         if self.html:
-            content = page(
-                printer, data, verdict=verdict, ok=ok, device=device, sections=sections()
-            )
-            write_page(self.html, content)
+            html = page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
+            write_page(self.html, html)
 
 
 def pages() -> Any:

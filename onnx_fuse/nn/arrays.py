@@ -15,7 +15,8 @@ from onnx_fuse.nn.runner import Array, adopt, upload
 from onnx_fuse.runtime.tensor import DeviceTensor, bfloat16_array, capsule
 
 DType: TypeAlias = "str | type | np.dtype[Any]"
-Dims: TypeAlias = "int | Sequence[int] | None"
+Sizes: TypeAlias = "int | Sequence[int]"
+Dims: TypeAlias = "Sizes | None"
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:

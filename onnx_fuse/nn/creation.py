@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.nn.arrays import DType, np_name
+from onnx_fuse.nn.arrays import DType, Sizes, np_name
 from onnx_fuse.nn.tensor import Number, Tensor
 from onnx_fuse.program.call import dtype_of
 
@@ -21,16 +21,12 @@ def _filled(shape: Sequence[Any], value: Number, dtype: DType, device: str | Non
     return Tensor(np.full(tuple(sizes), value, dtype_of(np_name(dtype))), device=device)
 
 
-def zeros(
-    *shape: int | Sequence[int], dtype: DType = "float32", device: str | None = None
-) -> Tensor:
+def zeros(*shape: Sizes, dtype: DType = "float32", device: str | None = None) -> Tensor:
     """A Tensor of zeros of this `shape`, `dtype` and `device`."""
     return _filled(shape, 0, dtype, device)
 
 
-def ones(
-    *shape: int | Sequence[int], dtype: DType = "float32", device: str | None = None
-) -> Tensor:
+def ones(*shape: Sizes, dtype: DType = "float32", device: str | None = None) -> Tensor:
     """A Tensor of ones of this `shape`, `dtype` and `device`."""
     return _filled(shape, 1, dtype, device)
 

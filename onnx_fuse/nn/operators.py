@@ -73,16 +73,11 @@ def not_equal(op: Writer, a: Any, b: Any) -> Any:
 
 
 def logical(boolean: str, bits: str) -> Callable[..., Any]:
-    def build(op: Writer, a: Any, b: Any) -> Any:
-        return op.node(boolean if a.dtype.name == "BOOL" else bits, [a, b])
+    def build(op: Writer, *values: Any) -> Any:
+        return op.node(boolean if values[0].dtype.name == "BOOL" else bits, values)
 
     build.__name__ = boolean
     return operation(build)
-
-
-@operation
-def invert(op: Writer, a: Any) -> Any:
-    return op.Not(a) if a.dtype.name == "BOOL" else op.BitwiseNot(a)
 
 
 @operation

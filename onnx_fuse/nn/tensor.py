@@ -13,6 +13,7 @@ from onnx_fuse.nn import dispatch, operators
 from onnx_fuse.nn.arrays import (
     Dims,
     DType,
+    Sizes,
     as_array,
     axes_of,
     axis_of,
@@ -31,11 +32,10 @@ from onnx_fuse.nn.runner import Array
 from onnx_fuse.program.call import dtype_of
 
 Number: TypeAlias = "bool | int | float"
+Method: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
-def _unary(
-    name: str, text: str, call: Any = None, integers: str = ""
-) -> Callable[[Tensor], Tensor]:
+def _unary(name: str, text: str, call: Any = None, integers: str = "") -> Method:
     """A method; `integers` become "float32" first, or stay the "same"."""
     call = call or operators.emitter(name)
 
@@ -337,10 +337,9 @@ class Tensor:
     __hash__ = object.__hash__
     maximum = _binary(operators.emitter("Max"), "The larger of each element and `other`'s.")
     minimum = _binary(operators.emitter("Min"), "The smaller of each element and `other`'s.")
-
-    def __invert__(self) -> Tensor:
-        return operators.invert(self)
-
+    __invert__ = _unary(
+        "Not", "Not, logical or of each bit.", operators.logical("Not", "BitwiseNot")
+    )
     __neg__ = _unary("Neg", "The elements with the other sign.")
     __abs__ = _unary("Abs", "The absolute value of each element.")
     neg = __neg__
@@ -508,7 +507,7 @@ class Tensor:
 
     # ---- shapes ----
 
-    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+    def reshape(self, *shape: Sizes) -> Tensor:
         """The elements in another shape, in which one size may be -1; a view."""
         sizes = ints(shape)
         if (sizes < -1).any():
@@ -524,7 +523,7 @@ class Tensor:
             raise UsageError(f"flatten from axis {start} to {end}: the first is after the last")
         return operators.flatten(self, start=start, end=end)
 
-    def permute(self, *dims: int | Sequence[int]) -> Tensor:
+    def permute(self, *dims: Sizes) -> Tensor:
         """The tensor with its axes in the order `dims`; a view."""
         order = axes_of(ints(dims).tolist(), self.ndim) or ()
         if len(order) != self.ndim:
@@ -554,12 +553,12 @@ class Tensor:
             dim = [i for i, d in enumerate(self.shape) if d == 1]
         return op_call("Squeeze", [self, list(axes_of(dim, self.ndim) or ())])
 
-    def unsqueeze(self, dim: int | Sequence[int]) -> Tensor:
+    def unsqueeze(self, dim: Sizes) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""
         count = 1 if isinstance(dim, int | np.integer) else len(dim)
         return op_call("Unsqueeze", [self, list(axes_of(dim, self.ndim + count) or ())])
 
-    def expand(self, *shape: int | Sequence[int]) -> Tensor:
+    def expand(self, *shape: Sizes) -> Tensor:
         """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
         sizes = ints(shape)
         old = (*[1] * (len(sizes) - self.ndim), *self._data.shape)
@@ -570,7 +569,7 @@ class Tensor:
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
         return op_call("Expand", [self, sizes])
 
-    def repeat(self, *times: int | Sequence[int]) -> Tensor:
+    def repeat(self, *times: Sizes) -> Tensor:
         """The tensor repeated `times` along each axis."""
         counts = ints(times)
         if len(counts) < self.ndim or (counts < 0).any():

@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluation(spec: Spec, feeds: Mapping[str, Array], results: Mapping[str, Array]) -> Evaluation:
-    """The Evaluation of a batch `feeds`, for which the graph that `spec` describes gave `results`."""
+    """The Evaluation of a batch `feeds`, for which the graph of `spec` gave `results`."""
     counted = hits = 0
     for target in [t for t in spec.targets if t.classes][:1]:
         labels = feeds[target.labels]
