@@ -399,6 +399,30 @@ def test_inputs_that_never_meet_have_sizes_of_their_own() -> None:
         runner.run(None, {**feeds, "w": u})
 
 
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize(
+    ("kind", "attributes"),
+    [("LSTM", ""), ("LSTM", "clip = 0.5"), ("LSTM", "input_forget = 1"), ("RNN", "clip = 0.5")],
+)
+def test_no_step_of_a_recurrence_gives_zeros(kind: str, attributes: str, direction: str) -> None:
+    """onnxruntime's last state of no step is 0, not h0 (its GRU ends the process)."""
+    gates, ways = {"LSTM": 4, "RNN": 1}[kind] * 3, 1 + (direction == "bidirectional")
+    attributes = ", ".join(filter(None, ["hidden_size = 3", attributes]))
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+      g (float[T,2,2] x, float[{ways},{gates},2] w, float[{ways},{gates},3] r, float[{ways},2,3] s)
+      => (float[T,{ways},2,3] y, float[{ways},2,3] h)
+      {{ y, h = {kind} <{attributes}, direction = "{direction}"> (x, w, r, , , s) }}""")
+    shapes = {"x": (0, 2, 2), "w": (ways, gates, 2), "r": (ways, gates, 3), "s": (ways, 2, 3)}
+    feeds = {name: within(-1, 1, *shape).astype(F32) for name, shape in shapes.items()}
+    outputs = stock(model).run(["y", "h"], feeds)
+    runner = stock(onnx_fuse.gradient(model, [*shapes]))
+    feeds |= {"y.grad": outputs[0], "h.grad": np.ones((ways, 2, 3), F32)}
+    found = dict(zip([y.name for y in runner.get_outputs()], runner.run(None, feeds), strict=True))
+    np.testing.assert_array_equal(found["h"], outputs[1])
+    for name, shape in shapes.items():
+        np.testing.assert_array_equal(found[f"{name}.grad"], np.zeros(shape, F32))
+
+
 def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:
     """onnxruntime dies of one of an empty tensor that a node has computed."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, dim
 from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.shape_ops import arguments
 
@@ -147,9 +147,14 @@ class Written:
         count, each = 2 if way == "bidirectional" else 1, len(DEFAULT[node.op_type])
         op = self.op
         x, _, _, _, self.lengths = arguments(node, 5)
+        self.steps: ir.Value | None = None
+        if not dim(x, int(self.layout)):
+            self.steps = op.Shape(x, start=int(self.layout), end=int(self.layout) + 1)
+        self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
+        if self.steps is not None:
+            self._at_least_one()
         if self.lengths is not None:
             self.lengths = op.Unsqueeze(self.lengths, [1])
-        self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
         by_direction = [
             self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
             for i in range(count)
@@ -160,6 +165,16 @@ class Written:
             if self.layout:
                 value = op.Transpose(value, perm=[2, 0, 1, 3] if i == 0 else [1, 0, 2])
             self.results.append(value)
+
+    def _at_least_one(self) -> None:
+        """Where x may have no step, one past every length, as a Scan has at least one."""
+        op, size = self.op, self.steps
+        if self.lengths is None:
+            batch = op.Shape(self.rows, start=1, end=2)
+            self.lengths = op.Expand(op.Cast(size, to=ir.DataType.INT32), batch)
+        more = op.Sub(op.Max(size, [1]), size)
+        pads = op.Concat([0, 0, 0], more, [0, 0], axis=0)
+        self.rows = op.Pad(self.rows, pads)
 
     def _direction(self, i: int, acts: Sequence[Activation], reverse: bool) -> list[ir.Value]:
         """Y [T, 1, B, H], Y_h and Y_c [1, B, H]."""
@@ -194,13 +209,15 @@ class Written:
             outputs=len(start) + 1,
             attributes={"body": body, "num_scan_inputs": len(scanned), **(way if reverse else {})},
         )
-        last = results[:-1]
+        *last, y = results
+        if self.steps is not None:
+            y = op.Slice(y, [0], self.steps, [0])
         if self.lengths is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             zero = op.constant(np.zeros((), cell.dtype.numpy()))
             last = [op.Where(some, v, zero) for v in last]
         return [
-            op.Unsqueeze(results[-1], [1]),
+            op.Unsqueeze(y, [1]),
             *(op.Unsqueeze(v, first) for v in last),
         ]
 
