@@ -63,6 +63,7 @@ MASKS = 1e6
 """Constants that are larger leave nothing of a score."""
 STEPS = {ir.DataType.BFLOAT16: 2.0**-8, ir.DataType.FLOAT16: 2.0**-11, ir.DataType.FLOAT: 2.0**-23}
 """The relative distance of numbers that are rounded to the same one."""
+INTEGER_PRODUCTS = ("MatMulInteger", "QGemm", "QLinearMatMul")
 Feeds = dict[str, np.ndarray]
 Sizes = dict[str, int]
 
@@ -136,8 +137,8 @@ class Subject:
         return max((STEPS[k] for k in kinds if k in STEPS), default=2.0**-23) * max(beside, 1.0)
 
     def is_uninitialized(self, feed: Feeds) -> bool:
-        """Whether onnxruntime (1.32) gives what was in memory: by a QGemm of rows of no number."""
-        rows = [(n, n.inputs[0]) for n in self.original.graph if n.op_type == "QGemm"]
+        """Whether onnxruntime (1.32) gives what was in memory: by products of rows of no number."""
+        rows = [(n, n.inputs[0]) for n in self.original.graph if n.op_type in INTEGER_PRODUCTS]
         return any(
             a is not None
             and a.name in feed

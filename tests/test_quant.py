@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from lowering import program_of
+from lowering import interpreted, program_of
 from quant_cases import CASES, DEQUANTIZED, HELD, Quantized, dequantized
 
 from onnx_fuse.autodiff.load import load
@@ -88,6 +88,18 @@ def test_codes_whose_sums_int32_does_not_hold_stay_floats() -> None:
         case = dequantized("Conv", (1, depth, 1, 1), (8, depth, 1, 1))
         ops = [call.problem.op for call in case.program().calls]
         assert ("IntegerConv" in ops) == held
+
+
+def test_products_of_rows_of_no_number_are_zero() -> None:
+    """onnxruntime (1.32) gives what was in memory."""
+    model = """<ir_version: 10, opset_import: ["" : 21]>
+      g (uint8[3,K] a, uint8[K,5] b, uint8 z, float s) => (int32[3,5] x, uint8[3,5] y)
+      { x = MatMulInteger (a, b, z, z) y = QLinearMatMul (a, s, z, b, s, z, s, z) }"""
+    a, b = np.zeros((3, 0), np.uint8), np.zeros((0, 5), np.uint8)
+    feeds = {"a": a, "b": b, "z": np.array(4, np.uint8), "s": np.array(0.5, np.float32)}
+    found = interpreted(text_model(model), feeds)
+    np.testing.assert_array_equal(found["x"], np.zeros((3, 5), np.int32))
+    np.testing.assert_array_equal(found["y"], np.full((3, 5), 4, np.uint8))
 
 
 def test_the_largest_of_codes_are_taken_of_codes() -> None:
