@@ -290,6 +290,10 @@ Slice run-time steps: x=(4, 7), s=i64(6), e=i64(0), a=i64(1), t=i64(-2), runtime
   y = Slice (x, s, e, a, t)
 Pad reflect run-time: x=(4, 5), p=i64(2, 1, 1, 3), runtime=("p",)
   y = Pad <mode = "reflect"> (x, p)
+Unsqueeze at a number: x=(3, 4), a=np.array(1)
+  u = Unsqueeze (x, a)  y = Exp (u)
+Unsqueeze at a run-time number: x=(3, 4), a=np.array(-2), runtime=("a",)
+  u = Unsqueeze (x, a)  y = Exp (u)
 ReverseSequence: x=(3, 4, 2), l=i64(1, 4, 2)
   y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)
 """),

@@ -298,6 +298,8 @@ an output named as an input: "", "B,S,4"
   { c = Concat<axis = 0>(x, x) y = Mul(c, w) }
 an output of one row: "", "1,S,4"
   { c = Concat<axis = 0>(x, x) y = Mul(c, w) }
+an output of another rank: "", "4"
+  { c = Concat<axis = 0>(x, x) y = Mul(c, w) }
 """)
 
 

@@ -153,10 +153,13 @@ def append_gradients(
     lift_parameters(model, wrt or ())
     # a batch that was set free at the inputs is still a number in the shapes of outputs
     declared = {y: y.shape for y in graph.outputs if y.producer() is not None}
-    for y, shape in declared.items():
-        y.shape = None if shape is None else ir.Shape([None] * len(shape))
+    for y in declared:
+        y.shape = None
     open_sizes_not_shown(graph)
     infer_shapes(model)
+    for y, shape in declared.items():
+        if y.shape is None and shape is not None:
+            y.shape = ir.Shape([None] * len(shape))
     if any(rank(v) is None for node in graph for v in node.outputs if may_be_float(v)):
         canonicalize(model, training=True)  # the sizes a Reshape reads may be computed of constants
         infer_shapes(model)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import dim, given
+from onnx_fuse.ir.build import dim, given, rank
 from onnx_fuse.ops.opdef import OpDef, Unary, no_grad, register, table
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -25,6 +25,14 @@ from onnx_fuse.ops.shape_ops import (
 
 def _like(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.reshape_like(dy, x)
+
+
+def _vector(op: Writer, axes: Tensor) -> Tensor:
+    """onnxruntime's Unsqueeze takes one axis as a number, its Squeeze a vector alone.
+
+    Not by Reshape: onnxruntime (1.32) makes one Reshape of it and of the Squeeze that reads it.
+    """
+    return axes if rank(axes) == 1 else op.Expand(axes, [1])
 
 
 def _squeeze(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -219,7 +227,7 @@ def _range(op: Writer, node: ir.Node, dys: Values) -> Values:
 SHAPE: dict[str, Unary] = {
     "Reshape": _like,
     "Flatten": _like,
-    "Unsqueeze": lambda op, dy, x, y, n: op.Squeeze(dy, n.inputs[1]),
+    "Unsqueeze": lambda op, dy, x, y, n: op.Squeeze(dy, _vector(op, n.inputs[1])),
     "Squeeze": _squeeze,
     "Transpose": _transpose,
     "Trilu": lambda op, dy, x, y, n: op.Trilu(
