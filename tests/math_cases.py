@@ -582,7 +582,7 @@ def _attention() -> Iterator[Case]:
         # more heads than clusters of two blocks, and of four
         ("Causal", (1, 70, 70), (150, 150), (64, 64), None),
         ("Causal", (1, 34, 34), (400, 400), (64, 64), None),
-        # so too, with no more tiles of queries than stages: racecheck hangs beyond (kernel-notes.md)
+        # so too, with few queries: racecheck hangs where tiles outnumber stages (kernel-notes.md)
         ("", (1, 26, 26), (70, 400), (32, 32), None),
     )
     sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))
