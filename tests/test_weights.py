@@ -1,6 +1,7 @@
 """Large initializers are read beside the protobuf: the same model as its parser gives, always."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ from support import ENCODER
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import weights
+from onnx_fuse.importer.load import external_files
 from onnx_fuse.importer.save import save
 
 
@@ -135,3 +137,19 @@ def test_a_file_of_zeros_is_left_to_the_general_parser_at_its_first_field(tmp_pa
     path.write_bytes(bytes(1 << 21))
     with pytest.raises(ModelError, match=r"zeros.onnx: not an ONNX file"):
         load(path)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_files_that_a_model_names(limit: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Those of its external tensors; weights cut out of its own file are in none."""
+    monkeypatch.setattr(weights, "_SMALL_FILE", limit)
+    proto, path = model(), tmp_path / "m.onnx"
+    path.write_bytes(proto.SerializeToString())
+    assert external_files(path) == []
+    tensor = proto.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, "apart.bin")
+    tensor.ClearField("raw_data")
+    path.write_bytes(proto.SerializeToString())
+    assert external_files(path) == [tmp_path / "apart.bin"]
+    path.write_bytes(b"no model")
+    assert external_files(path) == []

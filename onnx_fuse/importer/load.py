@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from onnx_fuse.importer.untrusted import (
     store_dense,
     tensors,
 )
-from onnx_fuse.importer.weights import PLACE, InContainer, Weights, parts
+from onnx_fuse.importer.weights import PLACE, InContainer, Weights, parts, parts_of_file
 from onnx_fuse.ir.actual_sizes import POOLS
 from onnx_fuse.ir.build import all_nodes, subgraphs
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE, MAP_TYPE, PREVIEW, Model, one_line
@@ -134,15 +133,15 @@ def read(source: Model) -> ir.Model:
 def external_files(path: Path) -> list[Path]:
     """The files of weights that the model at `path` names; none where it is no model."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if data.find(b"location") < 0:  # a key that each external tensor has
-                return []
-            proto = _parse(data[:])
+        with path.open("rb") as file:
+            data, weights = parts_of_file(file)
+        proto = _parse(data)
         nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
         stored = itertools.chain(tensors(proto.graph), node_tensors(nodes))
         entries = itertools.chain.from_iterable(t.external_data for t in stored)
         names = {e.value for e in entries if e.key == "location" and "\0" not in e.value}
-        return [path.parent / name for name in names]
+        own = {weights.location} if weights is not None else set()
+        return [path.parent / name for name in names - own]
     except (OSError, ValueError, ModelError):
         return []  # what is wrong with it is said where it is read
 

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import onnx
@@ -114,17 +114,23 @@ class InContainer:
 def parts(path: Path) -> tuple[bytes, InMemory | None]:
     """The model at `path` to be parsed, and the weights that it names but no longer holds."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < _SMALL_FILE or not hasattr(os, "preadv"):
-            return file.read(), None
-        weights = InMemory()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                rest = b"".join(_model(data, size, weights))
-            except _Unusual:
-                return data[:], None
-        weights.read(file)
+        rest, weights = parts_of_file(file)
+        if weights is not None:
+            weights.read(file)
         return rest, weights
+
+
+def parts_of_file(file: BinaryIO) -> tuple[bytes, InMemory | None]:
+    """As `parts`, of an open file, with weights that are still to be read."""
+    size = os.fstat(file.fileno()).st_size
+    if size < _SMALL_FILE or not hasattr(os, "preadv"):
+        return file.read(), None
+    weights = InMemory()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            return b"".join(_model(data, size, weights)), weights
+        except _Unusual:
+            return data[:], None
 
 
 class _Unusual(Exception):
