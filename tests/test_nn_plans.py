@@ -51,7 +51,7 @@ def test_a_plan_runs_again_and_again_and_gives_what_it_saves() -> None:
         ({"shapes": {"x": (4, 8)}}, "operands x, scale, bias, w, c"),
         ({"save": ("middle",)}, "no inner value 'middle'"),
         ({"attributes": {"alpha": 0.5}}, "LayerNormGemm has no attribute 'alpha'"),
-        ({"alpha": 0.5}, "alpha and beta are of a product alone, not of LayerNormGemm"),
+        ({"alpha": 0.5}, "only Gemm takes alpha and beta, not LayerNormGemm"),
     ],
 )
 def test_what_is_no_plan_is_refused(given: dict[str, Any], reason: str) -> None:

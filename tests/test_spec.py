@@ -77,7 +77,7 @@ BROKEN = {
     "has 2147483648 blocks along x": _launched(grid=(2**31, 1, 1)),
     "has 2048 threads a block": _launched(block=(2048, 1, 1)),
     "has 128 threads a block": _launched(block=(1, 1, 128)),
-    "has a block of an open size": _launched(block=(Trace().symbol("n", 32), 1, 1)),
+    "has a block of a symbolic size": _launched(block=(Trace().symbol("n", 32), 1, 1)),
     "has 4 blocks in 3s": _launched(grid=(4, 1, 1), cluster=3),
     "bytes of shared memory a block": _launched(smem=1 << 20),
     "takes 2147483648 as argument 0, which does not fit in i32": _launched(

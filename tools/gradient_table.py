@@ -20,8 +20,13 @@ HEAD = """# Gradients
 
 Made by `python tools/gradient_table.py` from the operator table; a test checks that it is current.
 
-`onnx_fuse.gradient(model)` walks the graph backwards and emits ONNX operators that stock
-onnxruntime runs.
+This page lists the operators that have a gradient. `onnx-fuse gradient` (in Python
+`onnx_fuse.gradient(model)`) walks a graph backwards and writes the gradients as ONNX operators that
+stock onnxruntime runs:
+
+```console
+$ onnx-fuse gradient models/encoder.onnx --check
+```
 
 - **rule**: the operator has a rule of its own, checked against central differences in
   `tests/test_gradients.py`.

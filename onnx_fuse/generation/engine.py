@@ -60,7 +60,7 @@ class Engine:
         self.gathers = whole and (ragged or self.decoder.width is not None)
         if self.decoder.flat and (self.gathers or rows > 1):
             raise ModelError(
-                f"{self.name}: its logits are of the last position alone: generate from one prompt "
+                f"{self.name}: it has logits for the last position only: generate from one prompt "
                 "at a time, without a draft"
             )
         at = next(i for i, v in enumerate(outputs) if v.name == self.decoder.logits)

@@ -229,7 +229,7 @@ class FewChannels(ChannelsLast):
         if problem.outer[1] < 4:
             return f"{problem.outer[1]} rows of y, of the 16 that a block makes"
         if problem.tail or problem.slope:
-            return "nothing stands behind its activation, which has one slope"
+            return "nothing may follow its activation, which has one slope"
         if problem.column_moments and (problem.outer[1] % 16 or problem.outer[2] % 16):
             return "moments are of whole blocks of 16 x 16 pixels"
         if self._smem(problem) > min(100 << 10, hw.smem_per_block):

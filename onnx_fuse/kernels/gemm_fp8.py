@@ -52,7 +52,7 @@ class EightBits(DelegatingKernel):
         if reason := epilogue_refusal(problem, FLOAT8) or result_refusal(problem):
             return reason
         if problem.planes or problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
-            return "the sum is multiplied by the operands' scales alone"
+            return "it multiplies the sum by nothing but the operands' scales"
         if any(step % 16 for step in (problem.k, *ld(problem))):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
         return self.inner.supports(self._gemm(problem), hw)

@@ -371,7 +371,7 @@ class SimtSplitK(_Portable):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if {problem.dtype, problem.out} != {"float32"}:
-            return f"{problem.dtype} -> {problem.out}: fp32 alone"
+            return f"{problem.dtype} -> {problem.out}: it computes only fp32"
         return self._refusal(problem)
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:

@@ -144,7 +144,7 @@ class Wgmma(Kernel):
         extra = operand(problem)
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
         if problem.epilogue.row_bias and (rows or normed(problem)):
-            return f"a bias a row comes alone, not with {rows}"
+            return f"a bias for each row excludes {rows}"
         dense_c = ldc(problem)
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
@@ -170,7 +170,7 @@ class Wgmma(Kernel):
             if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
                 return "column sums are of one a whose rows are of whole 16 bytes"
             if problem.rows or problem.parts or problem.epilogue.dw:
-                return "column sums come alone"
+                return "column sums exclude other epilogues"
         if problem.epilogue.row_scale and (rows or problem.epilogue.row_bias or normed(problem)):
             return f"a factor a row comes without {rows or 'other numbers of rows'}"
         if problem.epilogue.exp:

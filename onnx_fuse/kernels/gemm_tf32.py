@@ -57,7 +57,7 @@ class Tf32(Kernel):
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if (problem.dtype, problem.out, problem.math) != ("float32", "float32", "tf32"):
-            return f"{problem.dtype} {problem.math} -> {problem.out}: float32 by tf32 alone"
+            return f"{problem.dtype} {problem.math} -> {problem.out}: only float32 by tf32"
         if problem.batch or problem.trans_a or not problem.trans_b:
             return "wgmma takes single products of tf32 whose k is contiguous"
         if problem.rows or problem.planes or problem.epilogue.gate:

@@ -128,7 +128,7 @@ class TurnedTf32(_Turned):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.math != "tf32" or problem.dtype != "float32":
-            return f"float32 by tf32 alone, not {problem.dtype} {problem.math}"
+            return f"only float32 by tf32, not {problem.dtype} {problem.math}"
         if problem.batch or (problem.trans_b and not problem.trans_a):
             return "single products of an operand to transpose"
         return self._refusal(problem, hw)

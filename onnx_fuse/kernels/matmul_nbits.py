@@ -121,7 +121,7 @@ class TiledRows(Kernel):
         if other := set(problem.epilogue.given) - {"bias", "residual", "gate", "act", "act_alpha"}:
             return f"its epilogue has no {', '.join(sorted(other))}"
         if problem.epilogue.gate and (problem.n % 32 or problem.epilogue.residual):
-            return "halves of whole tiles, and no residual, stand behind a gate"
+            return "after a gate it stores halves of whole tiles, without a residual"
         if problem.epilogue.act and problem.epilogue.act not in BY_KEY:
             return f"no activation {problem.epilogue.act!r}"
         return None if self.configs(problem, hw) else f"k={problem.k} is not in shared memory"

@@ -578,7 +578,7 @@ class Direct(Kernel):
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
         if hw.cc != 90:
-            return "it was measured on sm_90 alone"
+            return "it was measured only on sm_90"
         if reason := half_refusal(p) or _narrow(p):
             return reason
         if (p.k, p.dv) != (64, 64):

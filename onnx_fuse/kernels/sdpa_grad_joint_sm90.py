@@ -40,7 +40,7 @@ class WgmmaGradJoint(Kernel):
         if p.m > LONGEST:
             return f"shared memory has room for the rows of {LONGEST} queries"
         if p.causal and p.n > p.m:
-            return "causal, and keys behind the last query"
+            return "causal, with keys after the last query"
         return None
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:

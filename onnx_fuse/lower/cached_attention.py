@@ -141,7 +141,7 @@ def shared_buffer(ctx: Context, node: ir.Node) -> str | None:
     one = Attention(rows, places, size, (batch, heads), reads["q"].dtype, size, lengths=True)
     one = replace(one, q_strides=reads["q"].strides[:3])
     if not serves(one.op, one, ctx.hw, ctx.prefs):
-        return "a mask would not hide what is not a number behind its tokens"
+        return "a mask would not hide a NaN after its tokens"
     reads["lengths"] = ctx.contiguous(ctx.view(node, past[2]).view((1,)).expand((batch,)))
     return _through_cache(ctx, node, reads, places, keep=True)
 

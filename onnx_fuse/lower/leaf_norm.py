@@ -20,7 +20,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     dt, xh = ctx.view(node, 0), ctx.view(node, 1)
     w, gamma, beta = (ctx.dense(node, i) for i in range(2, 5))
     if {t.dtype for t in (dt, xh, w, gamma, beta)} != {"float32"}:
-        return "float32 alone"
+        return "only float32 is computed"
     a, b = (xh, dt) if turned else (dt, xh)
     left, right = matrix(ctx, a.permute((1, 0))), matrix(ctx, b)
     if not left.trans or right.trans:

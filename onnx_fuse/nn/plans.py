@@ -123,7 +123,7 @@ def _scaled(
     """act(alpha x w + beta c) as ONNX's Gemm and the activation, which one kernel computes."""
     name = FusedName.of(op)
     if name.family != "Gemm" or name.norm or name.place:
-        raise UsageError(f"alpha and beta are of a product alone, not of {op}")
+        raise UsageError(f"only Gemm takes alpha and beta, not {op}")
     row = ACTIVATIONS.get(name.activation)
     for other in set(saves) - ({"z"} if row else set()):
         raise UsageError(f"{op} with alpha or beta has no inner value '{other}' to save")

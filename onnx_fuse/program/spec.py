@@ -347,7 +347,7 @@ def _of_launch(launch: Launch, hw: Hardware | None) -> Iterator[str]:
         if not 1 <= size <= most:
             yield f"has {size} blocks along {axis}, of 1 to {most}"
     if any(isinstance(n, OpenSize) for n in (*launch.block, launch.cluster)):
-        yield "has a block of an open size"
+        yield "has a block of a symbolic size"
     if not 1 <= threads <= THREADS or hint(launch.block[2]) > 64:
         yield f"has {threads} threads a block, of 1 to {THREADS}"
     if blocks[0] % launch.cluster:

@@ -32,7 +32,7 @@ def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
     results = []
     for end in graph.outputs:
         if end.sizes is None:
-            raise ValueError(f"the rank of '{end.name}' shows in a run alone: it cannot be traced")
+            raise ValueError(f"the rank of '{end.name}' is known only in a run: no trace has it")
         shape = [symbols.get(d) if isinstance(d, str) else d for d in end.sizes]
         if None in shape:
             context = torch.library.get_ctx()

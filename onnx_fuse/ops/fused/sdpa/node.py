@@ -41,7 +41,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         "its mask has other columns than there are keys": opset < SHORTER
         and not full_width
         and None not in (dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)),
-        "it has a past of keys or of values alone": (past_k is None) != (past_v is None),
+        "it has a past of only keys or only values": (past_k is None) != (past_v is None),
         "it has a past and lengths of its keys": past_k is not None and lengths is not None,
         "its scores are an output that is used": any(used[3:]),
         "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,

@@ -103,7 +103,7 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
         return _scaled(node, traced, other)
     if node.op_type == "Tanh":
         if traced.steps or traced.softcap is not None:
-            return "a Tanh behind a mask, or a second one"
+            return "a Tanh after a mask, or a second Tanh"
         traced.softcap = 1.0
         return traced
     return f"{node.op_type} stands between the product and the softmax"
@@ -185,7 +185,7 @@ def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
     number = scalar(factor)
     if number is None:
         if traced.steps or traced.softcap is not None or traced.viewed:
-            return f"the scores are scaled by the tensor '{factor.name}' behind a mask or a view"
+            return f"the scores are scaled by the tensor '{factor.name}' after a mask or a view"
         sizes = None if factor.shape is None else list(factor.shape)
         if sizes is None or any(d != 1 for d in sizes[-1:]):
             return f"the scores are scaled by the tensor '{factor.name}', which differs by key"
