@@ -279,6 +279,8 @@ class RunResult:
     program: Program | None = None
     hardware: Hardware | None = None
     runs: int = 1
+    providers: Sequence[str] = ()
+    """The execution providers in use, as onnxruntime has them; none where there are several GPUs"""
 
     @property
     def operators(self) -> dict[str, tuple[int, float]]:
@@ -300,17 +302,22 @@ def run_once(
     profile: bool = False,
     compiled: Path | None = None,
     gpus: int = 1,
+    providers: Sequence[str] | None = None,
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the Profile of a run.
+
+    `providers` take the place of `device`, as in InferenceSession.
 
     With several `gpus` each takes its part of the batch, and there is no profile.
     `compiled` is a file of `deploy.compile` that has the graph and runs in its place.
     """
     if gpus > 1:
         return _run_on(gpus, compiled or graph, feeds, device, precision)
-    session = InferenceSession(compiled or graph, device=device, precision=precision)
+    where: dict[str, Any] = {"providers": providers} if providers else {"device": device}
+    session = InferenceSession(compiled or graph, precision=precision, **where)
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     result = _timed(session, feeds)
+    result.providers = session.get_providers()
     if device == "cuda":
         result.program, result.hardware = session.program(feeds)
     if profile:

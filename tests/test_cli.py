@@ -314,6 +314,14 @@ def test_run_saves_outputs(cli: Cli, tmp_path: Path) -> None:
     assert report["outputs"]["pooler_output"]["dtype"] == "float32"
 
 
+@pytest.mark.filterwarnings("ignore:OpenVINOExecutionProvider is not used")
+@pytest.mark.parametrize("before", [(), ("OpenVINOExecutionProvider",)])
+def test_run_on_the_first_provider_there_is(cli: Cli, before: tuple[str, ...]) -> None:
+    report = cli.report("run", ENCODER, "--providers", *before, "CPUExecutionProvider")
+    assert report["providers"] == ["CPUExecutionProvider"]
+    assert [*report["outputs"]] == ["last_hidden_state", "pooler_output"]
+
+
 def test_run_refuses_wrong_inputs(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "in.npz"
     for arrays, code, text in (
@@ -512,6 +520,9 @@ USAGE = [
     ("optimize", ENCODER, "--skip", "NoSuchFusion", "--no-check"),
     ("run", ENCODER, "--device", "tpu"),
     ("run", ENCODER, "--explain"),
+    ("run", ENCODER, "--providers", "OpenVINOExecutionProvider"),
+    ("run", ENCODER, "--providers", "CpuExecutionProvider"),
+    ("run", ENCODER, "--providers", "CPUExecutionProvider", "--profile"),
     ("train", ENCODER, "--data", "x.npz", "--loss", "mse", "--explain"),
     ("optimize", ENCODER, "--target", "abacus"),
     ("inspect",),

@@ -96,6 +96,7 @@ for _module in (
 _SEVERAL = {
     "--input-shapes": re.compile(r".+:-?\d+(,-?\d+)*"),
     "--dim": re.compile(r".+=\d+([.,:\d]*\d)?"),
+    "--providers": re.compile(r"\w+ExecutionProvider"),
 }
 
 

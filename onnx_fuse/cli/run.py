@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import with_options
+from onnx_fuse.cli.options import split_names, with_options
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.options import RunOptions
 
@@ -21,6 +21,9 @@ OPTIONS = """
         kernel.
     gpus (--gpus, 1 or more): Spread the batch of --inputs over this many GPUs, or sessions on
         the CPU.
+    providers (--providers NAME ...): Instead of --device, run the fused model on the first of these
+        execution providers that the installed onnxruntime has, such as OpenVINOExecutionProvider.
+        CUDAExecutionProvider means this package's kernels.
     recompile (--recompile): Compile the graph that is in a compiled file anew, for this GPU and
         any shape.
     explain (--explain): List each kernel on cuda, its predicted time and why it was chosen.
@@ -36,6 +39,7 @@ def run(
     options: RunOptions,
     profile: bool = False,
     gpus: int = 1,
+    providers: list[str] | None = None,
     recompile: bool = False,
     explain: bool = False,
     trace: Path | None = None,
@@ -56,6 +60,11 @@ def run(
 
     printer = show.printer()
     device, precision = options.device, options.precision
+    names = split_names(providers)
+    if names and (device != "cpu" or gpus > 1 or profile or trace):
+        raise UsageError(
+            "--providers shows outputs and time: leave out --device, --gpus, --profile and --trace"
+        )
     if gpus > 1 and (profile or trace or explain or reports.html):
         raise UsageError("--gpus shows outputs and time: leave out --profile, --explain and --html")
     if explain and device != "cuda":
@@ -78,10 +87,12 @@ def run(
             profile=profile or trace is not None,
             compiled=model if compiled else None,
             gpus=gpus,
+            providers=names,
         ),
         str(model),
-        device,
+        names[0] if names else device,
     )
+    where = result.providers[0] if names else device
     printer.text(show.inputs({k: list(v.shape) for k, v in result.feeds.items()}))
     rows = [_described(name, y) for name, y in result.outputs.items()]
     printer.table("outputs", ["name", "dtype", "shape", "min … max"], rows, left=3)
@@ -96,11 +107,12 @@ def run(
         printer.table(f"time {how}", ["operator", "runs", "µs", "share"], rows)
     kernels = show.kernels(printer, result.program, result.hardware) if explain else []
     several = f"the median of {result.runs} runs" if result.runs > 1 else "one run after the first"
-    took = f"{result.milliseconds:.3g} ms on {device}, {several}"
+    took = f"{result.milliseconds:.3g} ms on {where}, {several}"
     printer.text(took)
     data = {
         "model": str(model),
         "device": device,
+        "providers": [*result.providers],
         "milliseconds": result.milliseconds,
         "runs": result.runs,
         "inputs": {k: list(v.shape) for k, v in result.feeds.items()},
@@ -134,7 +146,7 @@ def run(
         printer,
         data,
         verdict=took,
-        device=result.hardware.name if result.hardware else device,
+        device=result.hardware.name if result.hardware else where,
         sections=sections,
     )
 
