@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import pytest
+from support import stock
 
+import onnx_fuse
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
@@ -104,6 +106,19 @@ def test_a_functions_nodes_are_those_of_its_opset(row: Function) -> None:
         rewrite.optimize(model)
         [found] = ort.run(ort.session(to_proto(model).SerializeToString()), x)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+DIFFERENTIABLE = [f for f in FUNCTIONS if "Hardmax" not in f.name]
+
+
+@pytest.mark.parametrize("row", DIFFERENTIABLE, ids=lambda f: f.name)
+def test_gradients_are_those_of_the_functions_opset(row: Function) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    feeds = {"x": x, "y.grad": stock(row.meant()).run(None, {"x": x})[0]}
+    [expected] = stock(onnx_fuse.gradient(row.meant(), ["x"])).run(["x.grad"], feeds)
+    for opset in sorted({row.opset, 13, 22}):
+        found = stock(onnx_fuse.gradient(row.model(opset), ["x"])).run(["x.grad"], feeds)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_constant_whose_number_the_call_does_not_give_is_named() -> None:
