@@ -9,7 +9,8 @@
 //            [K] T, beta may be null (NORM).
 // Outputs  : y [M, N] T; GATE: [M, N / 2], act(row n) times row n + N / 2.
 // Macros   : T, TO f16 or bf16; BLOCK weights a scale: 32, or 64 and its multiples; SETS of 8 rows of a; TILES of 16 rows
-//            of w, with GATE pairs of them, N / 2 rows apart; WARPS; CHUNKS of 64 k that a warp has at most; ZERO; NORM: 1 RMSNorm,
+//            of w, with GATE pairs of them, N / 2 rows apart; WARPS; CHUNKS of 64 k that a warp has at most, all of them
+//            where WHOLE; ZERO; NORM: 1 RMSNorm,
 //            2 LayerNormalization, by TEAM warps a row, each lane STEPS times 8 elements; EPI_BIAS, EPI_RES, GATE, the activation's.
 // Launch   : (ceil(N / (16 TILES)), ceil(M / (8 SETS))), 32 WARPS threads. K % 64 == 0.
 // Numerics : f32 sums in k's order within a warp, warps in theirs: they depend on the shape and the macros alone.
@@ -35,31 +36,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tiled_nbits(
     launch_dependents();  // no block waits for another
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, t = lane % 4;
     const int m0 = blockIdx.y * ROWS, units = K / (64 * UNIT), tiles = (N + 15) / 16, blocks = K / BLOCK;
-    const int begin = warp * units / WARPS * UNIT, count = (warp + 1) * units / WARPS * UNIT - begin;
+    const int begin = WHOLE ? warp * CHUNKS : warp * units / WARPS * UNIT;
+    const int count = WHOLE ? CHUNKS : (warp + 1) * units / WARPS * UNIT - begin;
     u8* const mine = smem + warp * WARP_BYTES;
     auto tile_of = [&](int u) {
         if (!GATE) return min((int)blockIdx.x * TILES + u, tiles - 1);
         return min((int)blockIdx.x * (TILES / 2) + u / 2, tiles / 2 - 1) + u % 2 * (tiles / 2);
     };
 
+    const int words = count * 64 / BLOCK * 8 * WIDE;
+    const u8* from[TILES];
 #pragma unroll
     for (int u = 0; u < TILES; u++) {
-        const int words = count * 64 / BLOCK * 8 * WIDE;
-        const u32* from = (const u32*)scale + ((i64)tile_of(u) * blocks + begin * 64 / BLOCK) * 8 * WIDE;
-        const u32 to = smem_address(mine + Q_BYTES) + u * SCALES * 4;
-        for (int i = 4 * lane; i < words; i += 128) cp_async_16(to + 4 * i, from + i, 16);
+        const i64 tile = tile_of(u);
+        from[u] = q + (tile * (K / 64) + begin) * 512 + lane * 16;
+        const u32* factors = (const u32*)scale + (tile * blocks + begin * 64 / BLOCK) * 8 * WIDE + 4 * lane;
+        const u32 to = smem_address(mine + Q_BYTES) + u * SCALES * 4 + 16 * lane;
+#pragma unroll
+        for (int i = 0; i < (SCALES + 127) / 128; i++)
+            if (4 * lane + 128 * i < words) cp_async_16(to + 512 * i, factors + 128 * i, 16);
     }
+    const u32 to = smem_address(mine) + lane * 16;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
+        for (int i = p * EACH; i < (p + 1) * EACH; i++)
+            if (i < count)
 #pragma unroll
-            for (int u = 0; u < TILES; u++) {
-                const int i = p * EACH + e;
-                if (i < count)
-                    cp_async_16(smem_address(mine) + (i * TILES + u) * 512 + lane * 16,
-                                q + ((i64)tile_of(u) * (K / 64) + begin + i) * 512 + lane * 16, 16);
-            }
+                for (int u = 0; u < TILES; u++) cp_async_16(to + (i * TILES + u) * 512, from[u] + i * 512, 16);
         cp_async_commit();
     }
     grid_dependency_wait();
@@ -87,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tiled_nbits(
     auto both = [&] {
 #pragma unroll
         for (int step = 16; step; step /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, step);
+            if (NORM == 2) sum += __shfl_xor_sync(~0u, sum, step);
             squares += __shfl_xor_sync(~0u, squares, step);
         }
         if (TEAM == 1) return;
@@ -151,17 +155,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tiled_nbits(
     };
     auto multiply = [&](int i, const uint4 (&xs)[2][SETS]) {
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-            const uint4(&x)[SETS] = xs[b];
+        for (int u = 0; u < TILES; u++) {
+            const uint4 words = *(const uint4*)(mine + (i * TILES + u) * 512 + lane * 16);
 #pragma unroll
-            for (int u = 0; u < TILES; u++) {
-                const uint2 word = *(const uint2*)(mine + (i * TILES + u) * 512 + lane * 16 + b * 8);
+            for (int b = 0; b < 2; b++) {
+                const uint4(&x)[SETS] = xs[b];
                 const u32* factors = (const u32*)(mine + Q_BYTES) + u * SCALES + ((i * 64 + b * 32) / BLOCK * 8 + group) * WIDE;
                 u32 even = twice(F16 ? 0xe408 : 0xc308), odd = twice(F16 ? 0xd480 : 0xc308);
                 if (ZERO) even = __byte_perm(factors[1], 0, 0x1010), odd = __byte_perm(factors[1], 0, 0x3232);
                 u32 w[2][4];
-                unpack_4<F16>(word.x, even, odd, w[0]);
-                unpack_4<F16>(word.y, even, odd, w[1]);
+                unpack_4<F16>(b ? words.z : words.x, even, odd, w[0]);
+                unpack_4<F16>(b ? words.w : words.y, even, odd, w[1]);
 #pragma unroll
                 for (int s = 0; s < SETS; s++) {
                     const u32 first[2] = {x[s].x, x[s].y}, second[2] = {x[s].z, x[s].w};

@@ -111,6 +111,7 @@ class TiledRows(Kernel):
 
     name = "tiles"
     source = "quant/tiled_nbits.cu"
+    version = 2
     free_axes = "z"
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
@@ -205,6 +206,7 @@ class TiledRows(Kernel):
             "tiled_nbits", grid, 32 * warps, *args(text, problem, act_alpha=epilogue.act_alpha),
             smem=self._smem(problem, config), T=kind, TO=kind, BLOCK=problem.block, SETS=sets,
             TILES=tiles, WARPS=warps, CHUNKS=self._chunks(problem, config),
+            WHOLE=self._units(problem) % warps == 0,
             ZERO=bool(problem.zero), NORM=["", "rms", "layer"].index(problem.norm),
             **({"TEAM": team, "STEPS": steps} if team else {}),
             **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
