@@ -26,7 +26,7 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.norm_launches import fold_columns
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig, Launch
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
@@ -71,6 +71,29 @@ gemm = GemmProblem.of
 TF32 = gemm("Gemm", m=4096, n=768, k=768, trans_b=True, math="tf32")
 FLOAT8 = {"dtype": E4M3, "out_dtype": "bfloat16"}
 # op problem: what of the code it reaches
+APPENDS = [
+    CacheAppend(
+        batch=2, rows=1, heads=8, kv_heads=2, size=64, length=512, past=511, dtype="float16",
+        q_strides=(512, 64, 512), k_strides=(128, 64, 128), v_strides=(128, 64, 128), half=32,
+        context=512, **how,
+    )
+    for how in (
+        {}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"},
+        {"uniform": True, "columns": True, "positions": "rows", "normed": True},
+        {"keep": True, "columns": True, "positions": "rows", "placed": "each"},
+    )
+]  # fmt: skip
+
+
+def attended(append: CacheAppend) -> CachedAttention:
+    """Attention of the new token over a cache."""
+    how = {"mask": (0, 0, 0, 1)} if append.placed else {"lengths": True}
+    return CachedAttention(
+        1, append.length, append.size, (append.batch, append.heads), append.dtype, append.size,
+        group=append.heads // append.kv_heads, append=append, **how,
+    )  # fmt: skip
+
+
 PROBLEMS = (
     gemm("Gemm", m=512, n=768, k=768, **BF16),  # TMA stores, b with n contiguous
     gemm("Gemm", m=512, n=768, k=768, trans_b=True, dtype="float16", bias=True, act="gelu"),
@@ -170,18 +193,7 @@ PROBLEMS = (
         for d in (64, 128)
         for how in ({}, {"softcap": 5.0, "window": (99, 0)})
     ),
-    *(
-        CacheAppend(
-            batch=2, rows=1, heads=8, kv_heads=2, size=64, length=512, past=511, dtype="float16",
-            q_strides=(512, 64, 512), k_strides=(128, 64, 128), v_strides=(128, 64, 128), half=32,
-            context=512, **how,
-        )
-        for how in (
-            {}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"},
-            {"uniform": True, "columns": True, "positions": "rows", "normed": True},
-            {"keep": True, "columns": True, "positions": "rows", "placed": "each"},
-        )
-    ),
+    *(problem for append in APPENDS for problem in (append, attended(append))),
 )  # fmt: skip
 LIKELIEST = 2  # configurations of a kernel that every problem compiles, the first by cost
 

@@ -4,44 +4,18 @@
 // Inputs   : q, k, v [B, heads, rows, D] by strides, lengths int32 [B] (tokens with the new ones, less 1),
 //            cos and sin [context, HALF], scales of norms [D], positions i64, past [B, kv_heads, past, D].
 // Outputs  : turned [B, heads, rows, D], present [B, kv_heads, length, D]: past, the new rows, zeros.
-// Macros   : T element, ACC, D, PIECE elements a piece (of D, and of HALF), HALF pairs turned (0: none),
-//            NORMED (RMSNormalization of a query's and a key's head first),
-//            INTERLEAVED (a pair are neighbours), POSITIONS (of angles: 0 the place, 1 from the first
-//            on, 2 one each, 3 the new row's number), COLUMNS (tables are [context, 2 HALF], a number
-//            a column), UNIFORM (each sequence has `past` tokens and the new ones: no lengths),
-//            KEEP (what past has behind the new rows stays), PLACED (positions are the new rows' places,
-//            1: [B, rows], 2: [rows] for all sequences; the last row of a place stays; no lengths).
+// Macros   : new_rows.cuh's; UNIFORM (each sequence has `past` tokens and the new ones: no lengths), KEEP (what
+//            past has behind the new rows stays), PLACED (positions are the new rows' places, 1: [B, rows],
+//            2: [rows] for all sequences; the last row of a place stays; no lengths).
 // Launch   : any grid (x) of 256 threads.
-// Numerics : norms and rotations in ACC, each rounded once.
 // Bound    : bytes of the new rows; of past as well where present is another place.
-#include "common.cuh"
+#include "sdpa/new_rows.cuh"
 constexpr int PIECES = D / PIECE;
 
 struct Rows { i64 batch, head, row; };
 
-// 1 / the root of a row's mean square: each thread of the row sums all of it, in one order.
-__device__ __forceinline__ ACC reciprocal_deviation(const T* row, float epsilon) {
-    ACC sum = 0;
-#pragma unroll
-    for (int e = 0; e < D; e += PIECE) {
-        const Vec<T, PIECE> x = load<PIECE>(row + e);
-#pragma unroll
-        for (int j = 0; j < PIECE; j++) sum += widen(x.at[j]) * widen(x.at[j]);
-    }
-    return 1 / sqrt(sum / D + epsilon);
-}
-__device__ __forceinline__ void normalize(Vec<T, PIECE>& x, ACC rstd, const T* scale) {
-    const Vec<T, PIECE> s = load<PIECE>(scale);
-#pragma unroll
-    for (int j = 0; j < PIECE; j++) x.at[j] = narrow<T>(widen(x.at[j]) * rstd * widen(s.at[j]));
-}
-
-// A row's place, which counts from the end where it is negative; `length` where there is none.
-__device__ __forceinline__ int placed(i64 at, int length) {
-    return at < -length || at >= length ? length : (int)at + (at < 0 ? length : 0);
-}
 // Whether a row from `row` on goes to a place.
-__device__ __forceinline__ bool is_written(const i64* places, int row, int rows, int length, int place) {
+DEVICE bool is_written(const i64* places, int row, int rows, int length, int place) {
     while (row < rows && placed(places[row], length) != place) row++;
     return row < rows;
 }
@@ -63,38 +37,8 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
         head -= query ? 0 : key ? heads : heads + kv_heads;
         const Rows at = query ? Rows{qb, qh, qr} : key ? Rows{kb, kh, kr} : Rows{vb, vh, vr};
         const T* from = (query ? q : key ? k : v) + b * at.batch + head * at.head + row * at.row;
-        Vec<T, PIECE> x = load<PIECE>(from + e);
-        const T* scale = query ? q_scale : k_scale;
-        ACC rstd = 1;
-        if (NORMED && (query || key)) {
-            rstd = reciprocal_deviation(from, epsilon);
-            normalize(x, rstd, scale + e);
-        }
-        if (HALF && (query || key) && e < 2 * HALF) {
-            const i64 token = (i64)b * rows + row;
-            const i64 angle = POSITIONS == 0 ? place : POSITIONS == 1 ? positions[0] + row : POSITIONS == 2 ? positions[token] : token;
-            const i64 line = (angle < 0 ? 0 : angle < context ? angle : context - 1) * (COLUMNS ? 2 * HALF : HALF);
-            if (INTERLEAVED) {
-#pragma unroll
-                for (int j = 0; j + 1 < PIECE; j += 2) {
-                    const ACC c = widen(cosines[line + (e + j) / 2]), s = widen(sines[line + (e + j) / 2]);
-                    const ACC one = widen(x.at[j]), two = widen(x.at[j + 1]);
-                    x.at[j] = narrow<T>(one * c - two * s), x.at[j + 1] = narrow<T>(two * c + one * s);
-                }
-            } else {
-                const bool second = e >= HALF;
-                const int across = second ? e - HALF : e + HALF;
-                Vec<T, PIECE> other = load<PIECE>(from + across);
-                if (NORMED) normalize(other, rstd, scale + across);
-                const i64 column = line + (second && !COLUMNS ? e - HALF : e);
-#pragma unroll
-                for (int j = 0; j < PIECE; j++) {
-                    const ACC c = widen(cosines[column + j]), s = widen(sines[column + j]);
-                    const ACC turn = widen(other.at[j]) * s;
-                    x.at[j] = narrow<T>(widen(x.at[j]) * c + (second ? turn : -turn));
-                }
-            }
-        }
+        const Angles by = angles_of(cosines, sines, positions, b, row, rows, place, context);
+        const Vec<T, PIECE> x = query || key ? piece_of(from, e, query ? q_scale : k_scale, by, epsilon) : load<PIECE>(from + e);
         if (query)
             store<PIECE>(turned + (((i64)b * heads + head) * rows + row) * D + e, x);
         else if (place < length && !(PLACED && is_written(places, row + 1, rows, length, place)))

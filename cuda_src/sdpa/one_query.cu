@@ -5,11 +5,15 @@
 //            memory) while one is multiplied with all the heads.
 //            Each group of lanes keeps a softmax of its own for each head, which warps and blocks merge
 //            at the end, each head in the shared memory of one block.
+//            With APPEND k and v are a cache, to which a new row of each belongs: blocks take it from
+//            where it was made, and one of those that share a head of keys writes it to its place.
 // Inputs   : operands.cuh with rows of 16-byte pieces, one query, D = DV a power of two from 8 to 256.
-// Outputs  : y T; lse f32 (or null).
+//            APPEND: new_key, new_value [B, heads, D] by strides, and append.cu's inputs.
+// Outputs  : y T; lse f32 (or null); APPEND: present_key, present_value, which k and v may be (else the
+//            other rows are copied).
 // Macros   : operands.cuh's; WARPS, CLUSTER, PER, STAGES, HEADS (divides the heads that share keys);
 //            LENGTHS (the query of sequence b stands at lengths[b], and sees the keys from `left` before
-//            it up to it).
+//            it up to it); APPEND (then new_rows.cuh's; KEEP_PAST, PLACED: append.cu's KEEP, PLACED).
 // Launch   : grid (CLUSTER, heads / HEADS, batch), a cluster of CLUSTER blocks of 32 WARPS threads; WARPS
 //            STAGES PER KB of dynamic shared memory, and SLOTS PARTS PITCH floats.
 // Numerics : products, probabilities and sums in f32; the order depends on keys and macros alone.
@@ -26,9 +30,23 @@ constexpr int SLOTS = (HEADS + CLUSTER - 1) / CLUSTER;  // heads that a block me
 #else
 #define LENGTHS_PARAMETERS
 #endif
+#ifndef APPEND
+#define APPEND 0
+#endif
+#if APPEND
+constexpr int PIECE = 8;
+typedef float ACC;
+#include "sdpa/new_rows.cuh"
+#define APPEND_PARAMETERS                                                                                       \
+    , const T *new_key, const T *new_value, const int *places, const T *cosines, const T *sines,                \
+        const T *q_scale, const T *k_scale, const i64 *positions, T *present_key, T *present_value, i64 nkb,    \
+        i64 nkh, i64 nvb, i64 nvh, int context, float epsilon
+#else
+#define APPEND_PARAMETERS
+#endif
 constexpr int PITCH = D + 4;  // a part: its columns, its largest logit, its sum
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS APPEND_PARAMETERS) {
     launch_dependents();
     extern __shared__ __align__(16) uint4 ring[];
     float* parts = (float*)(ring + WARPS * STAGES * PER * 64);  // [SLOTS][PARTS][PITCH]
@@ -65,6 +83,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
     place = *(const volatile int*)(lengths + b);
     end = min(place + 1, o.keys), begin = max(place - left, 0);
 #endif
+#if APPEND  // the row at `at_row` is new: nobody reads it from the cache, to which one block writes it
+    const int at_row = PLACED ? placed(positions[PLACED == 1 ? b : 0], o.keys) : max(places[b], 0);
+#else
+    const int at_row = -1;
+#endif
     auto wide = [](float (&to)[8], const uint4& from) {
         const u32* words = (const u32*)&from;
 #pragma unroll
@@ -74,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
         }
     };
     float q[HEADS][8];
+    const T* of_q = o.q + b * o.qs.batch + h0 * o.qs.head + part;
 #pragma unroll
-    for (int g = 0; g < HEADS; g++)
-        wide(q[g], *(const uint4*)(o.q + b * o.qs.batch + (h0 + g) * o.qs.head + part));
+    for (int g = 0; g < HEADS && !APPEND; g++) wide(q[g], *(const uint4*)(of_q + g * o.qs.head));
     const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL: exp needs no product
     constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
     float acc[HEADS][8] = {}, top[HEADS], sum[HEADS] = {};
@@ -87,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
     auto fetch = [&](int first, int stage) {
 #pragma unroll
         for (int i = 0; i < PER; i++) {
-            const int key = first + i * BESIDE + group, bytes = key < end ? 16 : 0, row = min(key, end - 1);
+            const int key = first + i * BESIDE + group, row = min(key, end - 1);
+            const int bytes = key < end && !(APPEND && key == at_row) ? 16 : 0;
             uint4* to = mine + (stage * PER + i) * 64;
             cp_async_16(smem_address(to), k + row * o.ks.row, bytes);
             cp_async_16(smem_address(to + 32), v + row * o.vs.row, bytes);
@@ -98,16 +122,44 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++)
         if (end > begin) fetch(first + s * PARTS * BATCH, s);
+#if APPEND
+    const Angles by = angles_of(cosines, sines, positions, b, 0, 1, at_row, context);
+    const Vec<T, 8> new_k = piece_of(new_key + b * nkb + kv * nkh, part, k_scale, by, epsilon);
+    const Vec<T, 8> new_v = load<8>(new_value + b * nvb + kv * nvh + part);
+#pragma unroll
+    for (int g = 0; g < HEADS; g++) {
+        const T* row = of_q + g * o.qs.head;
+        const Vec<T, 8> piece = TURNED ? piece_of(row - part, part, q_scale, by, epsilon) : load<8>(row);
+        wide(q[g], *(const uint4*)&piece);
+    }
+    const i64 own_key = k - o.k, own_value = v - o.v;
+    const int sharer = h0 % o.group / HEADS * CLUSTER + blockIdx.x, step = o.group / HEADS * PARTS * BESIDE;
+    if (sharer == 0 && threadIdx.x < LANES && at_row < o.keys) {
+        store(present_key + own_key + at_row * o.ks.row, new_k);
+        store(present_value + own_value + at_row * o.vs.row, new_v);
+    }
+    const bool keys_apart = present_key != o.k, values_apart = present_value != o.v;
+#pragma unroll 1
+    for (int row = (sharer * WARPS + warp) * BESIDE + group; row < o.keys && (keys_apart || values_apart); row += step) {
+        if (row == at_row) continue;
+        const bool kept = KEEP_PAST || row < at_row;
+        if (keys_apart) store(present_key + own_key + row * o.ks.row, kept ? load<8>(k + row * o.ks.row) : Vec<T, 8>{});
+        if (values_apart) store(present_value + own_value + row * o.vs.row, kept ? load<8>(v + row * o.vs.row) : Vec<T, 8>{});
+    }
+#endif
     for (; first < end; first += PARTS * BATCH) {
         __syncwarp();  // keeps the reads of the stage that comes again before its next load
         fetch(first + (STAGES - 1) * PARTS * BATCH, stage ? stage - 1 : STAGES - 1);
         cp_async_wait<STAGES - 1>();
         __syncwarp();
-        const uint4* at = mine + stage * PER * 64;
+        uint4* at = mine + stage * PER * 64;
         float z[HEADS][PER];
 #pragma unroll
         for (int i = 0; i < PER; i++) {
             const int key = first + i * BESIDE + group;
+#if APPEND
+            if (key == at_row) at[i * 64] = *(const uint4*)&new_k, at[i * 64 + 32] = *(const uint4*)&new_v;
+#endif
             float k8[8];
             wide(k8, at[i * 64]);
 #pragma unroll

@@ -40,7 +40,7 @@ MODULES: dict[str, str] = {
     "LayerNormLeafGrad": "leaf_norm",
     "MatMulNBits": "matmul_nbits",
     **dict.fromkeys(("GemmInteger", "IntegerConv", "PixelBlocks"), "gemm_integer"),
-    **dict.fromkeys(("Sdpa", "CacheAppend"), "sdpa"),
+    **dict.fromkeys(("Sdpa", "CacheAppend", "CachedAttention"), "sdpa"),
     "SdpaGrad": "sdpa_grad_sm90",
     "Conv": "conv",
     "ConvWeightGrad": "conv_grad",

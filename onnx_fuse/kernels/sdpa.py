@@ -10,7 +10,7 @@ from math import ceil, sqrt
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.kernels.kernel import Kernel, launch, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
-from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
     FEW,
@@ -493,12 +493,20 @@ class Simt(_Attention):
 class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version = "one_query", "sdpa/one_query.cu", 3
+    name, source, version = "one_query", "sdpa/one_query.cu", 4
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
         if p.m != 1:
             return f"for one query, not {p.m}"
+        if isinstance(p, CachedAttention):
+            append, p = p.parts
+            if p.guard == 2:
+                return "it reads a row of the cache that is being written"
+            if any(s % 8 for s in (*append.q_strides, *append.k_strides, *append.v_strides)):
+                return "a stride is not a multiple of 16 bytes"
+            if append.half * (2 if append.interleaved else 1) % 8:
+                return "its angles are not those of whole 16-byte pieces"
         if p.lengths and (p.causal or p.mask2 or (p.window and p.window[1])):
             return "lengths with another mask"
         plain = replace(p, lengths=False, window=()) if p.lengths else p
@@ -532,7 +540,7 @@ class OneQuery(Kernel):
         """Turns of a latency or of a multiprocessor's instructions, or the bytes; an exchange.
 
         Fitted to 2,000 timings on an H200 (2026-11), half of them within a decoder's token. A cache
-        of `lengths` is taken to be half full.
+        of `lengths` is taken to be half full; a new row of it waits for its angles.
         """
         p, of = problem, config.integer
         warps, cluster, per, heads = of("warps"), of("cluster"), of("per"), of("heads")
@@ -550,7 +558,8 @@ class OneQuery(Kernel):
         again = 0.39 * cache * p.group / heads  # from L2, by each block of the heads that share it
         exchange = {1: 0.0, 2: 1e-7, 4: 5e-7, 8: 2e-6}[cluster] + 1.4e-8 * self._parts(config)
         merge = 4.5e-7 * ceil(heads / cluster)
-        return 1.9e-6 + exchange + max(flow, 0.55 * cache) + again + merge
+        new = 3e-7 if isinstance(p, CachedAttention) else 0.0
+        return 1.9e-6 + new + exchange + max(flow, 0.55 * cache) + again + merge
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, cluster = problem, config.integer("cluster")
@@ -561,6 +570,14 @@ class OneQuery(Kernel):
             left = p.window[0] if p.window else UNBOUNDED
             made = (*made, *args("lengths, i32 left", left=left))
             how |= {"LENGTHS": 1}
+        if isinstance(p, CachedAttention) and (append := p.append):
+            made = (*made, *args(
+                "new_key new_value lengths cos sin q_scale k_scale positions present_key "
+                "present_value, i64 kb kh vb vh, i32 context, f32 epsilon", append,
+                kb=append.k_strides[0], kh=append.k_strides[1],
+                vb=append.v_strides[0], vh=append.v_strides[1],
+            ))  # fmt: skip
+            how |= {"APPEND": 1, "KEEP_PAST": append.keep, **_row_macros(append)}
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
             32 * config.integer("warps"), *made, smem=self._smem(p, config), cluster=cluster,
@@ -625,11 +642,20 @@ class Direct(Kernel):
         return self.one("sdpa_direct", grid, 32 * sharers * tiles, *made, **macros)
 
 
+def _row_macros(p: CacheAppend) -> dict[str, int]:
+    """Of sdpa/new_rows.cuh, and where new rows go."""
+    return {
+        "HALF": p.half, "TURNED": p.heads > 0, "NORMED": p.normed, "INTERLEAVED": p.interleaved,
+        "COLUMNS": p.columns, "POSITIONS": ("", "first", "each", "rows").index(p.positions),
+        "PLACED": ("", "each", "all").index(p.placed),
+    }  # fmt: skip
+
+
 class Append(HeuristicKernel):
     """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
     past_value, turned present_key present_value."""
 
-    source, version = "sdpa/append.cu", 5
+    source, version = "sdpa/append.cu", 6
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""
@@ -643,15 +669,17 @@ class Append(HeuristicKernel):
         )  # fmt: skip
         blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
         return self.one(
-            "cache_append", blocks, 256, *made, **typed(p), D=p.size, PIECE=width, HALF=p.half,
-            NORMED=p.normed, INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform,
-            KEEP=p.keep, POSITIONS=("", "first", "each", "rows").index(p.positions),
-            PLACED=("", "each", "all").index(p.placed),
+            "cache_append", blocks, 256, *made, **typed(p), D=p.size, PIECE=width,
+            UNIFORM=p.uniform, KEEP=p.keep, **_row_macros(p),
         )  # fmt: skip
 
 
-MMA, SIMT = Mma(), Simt()
-KERNELS = {"Sdpa": (Wgmma(), OneQuery(), Direct(), MMA, SIMT), "CacheAppend": (Append(),)}
+MMA, SIMT, ONE_QUERY = Mma(), Simt(), OneQuery()
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Sdpa": (Wgmma(), ONE_QUERY, Direct(), MMA, SIMT),
+    "CachedAttention": (ONE_QUERY,),
+    "CacheAppend": (Append(),),
+}
 
 
 # ---- lowering ---------------------------------------------------------------------------------

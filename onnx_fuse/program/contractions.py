@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onnx_fuse.program.call import dense_strides
+from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction, Hardware
 from onnx_fuse.program.size import minimum, upper_bound
 
@@ -97,6 +98,38 @@ class Attention(AnyProblem):
         lead = (heads // self.group, self.n) if name[-1] in "kv" else (heads, self.m)
         shape = (batch, *lead, self.k if name[-1] in "qk" else self.dv)
         return shape, getattr(self, f"{name}_strides", ()) or dense_strides(shape)[:3]
+
+
+CACHE_OPERANDS = {"k": "new_key", "v": "new_value", "past_key": "k", "past_value": "v"}
+"""Operand of a CacheAppend -> its name in a CachedAttention, where that is another."""
+
+
+@dataclass(frozen=True)
+class CachedAttention(Attention):
+    """Attention of one new token over a cache that takes its key and value, by `append`.
+
+    k and v are the past of that, which has the places of present; q is as `append` reads it.
+    Pointers: q k v mask mask2 new_key new_value cos sin q_scale k_scale lengths positions,
+    y lse present_key present_value.
+    """
+
+    op = "CachedAttention"
+    append: CacheAppend | None = None
+
+    @property
+    def parts(self) -> tuple[CacheAppend, Attention]:
+        """The problems of the cache's new rows, and of attention over it."""
+        assert self.append is not None
+        fields = self.fields()
+        del fields["append"]
+        if self.append.heads:  # attention reads the turned queries
+            fields["q_strides"] = ()
+        return self.append, Attention(**fields)
+
+    @property
+    def bytes(self) -> int:
+        """Those of both."""
+        return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True)

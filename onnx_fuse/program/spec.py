@@ -137,6 +137,16 @@ def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
     yield "positions", "int64", counts.get(p.placed or p.positions, 0)
 
 
+def _cached_attention(p: contractions.CachedAttention) -> Iterator[OperandRow]:
+    append, attention = p.parts
+    for names, dtype, count in _append(append):
+        for name in names.split():
+            if name != "turned" and (append.heads or name != "q"):
+                yield contractions.CACHE_OPERANDS.get(name, name), dtype, count
+    skipped = {"k", "v", *(("q",) if append.heads else ())}
+    yield from (row for row in _attention(attention) if row[0] not in skipped)
+
+
 def _integer_conv(p: problems.IntegerConv) -> Iterator[OperandRow]:
     yield from rows_of(
         p,
@@ -201,6 +211,7 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Iterable[OperandRow]]] = {
     ),
     contractions.Attention: _attention,
     contractions.AttentionGrad: _attention,
+    contractions.CachedAttention: _cached_attention,
     problems.IntegerConv: _integer_conv,
     problems.Norm: _norm,
     problems.NormGrad: _norm_grad,

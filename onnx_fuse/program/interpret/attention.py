@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.contractions import (
+    CACHE_OPERANDS,
+    Attention,
+    AttentionGrad,
+    CachedAttention,
+)
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
@@ -123,6 +129,31 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
             cache[b][:, places[b][inside]] = new[name][b][:, inside]
         results[present] = cache
     return results
+
+
+class _Over(Operands):
+    """Those of an attention, some of which are arrays already."""
+
+    arrays: Results
+
+    def strided(self, name: str, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+        """The array of that name, where there is one."""
+        if name in self.arrays:
+            return np.reshape(self.arrays[name], shape)
+        return super().strided(name, shape, strides)
+
+
+def cached_attention(p: CachedAttention, of: Operands) -> Results:
+    """The caches with the new rows, and attention over them."""
+    append, attended = p.parts
+    named = {name: CACHE_OPERANDS.get(name, name) for name in (*CACHE_OPERANDS, *of.reads)}
+    reads = {name: of.reads[own] for name, own in named.items() if own in of.reads}
+    appended = cache_append(append, Operands(of.memory, reads.items(), of.writes.items()))
+    over = _Over(of.memory, of.reads.items(), of.writes.items())
+    over.arrays = {"k": appended["present_key"], "v": appended["present_value"]}
+    if "turned" in appended:
+        over.arrays["q"] = appended.pop("turned")
+    return appended | attention(attended, over)
 
 
 def _rotated(p: CacheAppend, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

@@ -103,6 +103,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     problems.SumSquares: sums.sum_squares,
     contractions.Attention: attention.attention,
     contractions.AttentionGrad: attention.attention_grad,
+    contractions.CachedAttention: attention.cached_attention,
     contractions.IntegerProduct: product_answers.integers,
     contractions.PackedProduct: product_answers.packed,
 }

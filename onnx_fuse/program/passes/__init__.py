@@ -11,6 +11,7 @@ from onnx_fuse.program import spec
 from onnx_fuse.program.call import Call, PassContext
 from onnx_fuse.program.passes.activation_again import make_activation_again
 from onnx_fuse.program.passes.buckets import by_bucket
+from onnx_fuse.program.passes.cached_attention import append_in_attention
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
 from onnx_fuse.program.passes.column_moments import leave_moments
 from onnx_fuse.program.passes.column_sums import sum_columns
@@ -48,6 +49,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
     *((f"packed products: {rule.__name__}", partial(_each, rule)) for rule in PACKED_PRODUCTS),
+    ("cached attention", partial(_each, append_in_attention)),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
     ("activations again", partial(_each, make_activation_again)),
     ("column sums", partial(_each, sum_columns)),
