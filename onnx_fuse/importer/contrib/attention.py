@@ -22,10 +22,10 @@ def split_heads(op: Body, x: ir.Value, heads: int, width: int | None = None) -> 
     """[B, S, N·h] as [B, N, S, h]."""
     size = width if width is not None else dim(x, 2)
     if size is not None:
-        rows = op.Reshape(x, op.ints(0, 0, heads, size // heads))
+        rows = op.Reshape(x, [0, 0, heads, size // heads])
     else:  # a -1 beside sizes of 0 has no value
-        head = op.Div(op.Shape(x, start=2, end=3), op.ints(heads))
-        sizes = op.Concat(op.Shape(x, start=0, end=2), op.ints(heads), head, axis=0)
+        head = op.Div(op.Shape(x, start=2, end=3), [heads])
+        sizes = op.Concat(op.Shape(x, start=0, end=2), [heads], head, axis=0)
         rows = op.Reshape(x, sizes, allowzero=1)
     return op.Transpose(rows, perm=[0, 2, 1, 3])
 
@@ -73,15 +73,15 @@ def _padding(
         rows = op.Shape(like, start=0, end=1)
         no_starts = op.ConstantOfShape(rows, value=ir.tensor(np.zeros(1, np.int32)))
         doubled = op.Concat(mask, no_starts, axis=0)
-        ends = op.Slice(doubled, op.ints(0), rows, op.ints(0))
-        starts = op.Slice(doubled, rows, op.Mul(rows, op.ints(2)), op.ints(0))
+        ends = op.Slice(doubled, [0], rows, [0])
+        starts = op.Slice(doubled, rows, op.Mul(rows, [2]), [0])
         column = op.Cast(steps(op, total), to=ir.DataType.INT32)
-        ends, starts = (op.Unsqueeze(v, op.ints(1)) for v in (ends, starts))
+        ends, starts = (op.Unsqueeze(v, [1]) for v in (ends, starts))
         inside = op.And(op.Less(column, ends), op.GreaterOrEqual(column, starts))
-        keep = op.Unsqueeze(inside, op.ints(1, 2))
+        keep = op.Unsqueeze(inside, [1, 2])
     elif size in (2, 3):
-        seen = op.Greater(mask, op.to_like(op.ints(0), mask))
-        keep = op.Unsqueeze(seen, op.ints(*((1, 2) if size == 2 else (1,))))
+        seen = op.Greater(mask, op.to_like(op.constant([0]), mask))
+        keep = op.Unsqueeze(seen, [*((1, 2) if size == 2 else (1,))])
     else:
         raise Unwritable(f"its mask has {size} dimensions")
     return op.Where(keep, zero, filled)
@@ -102,11 +102,11 @@ def _causal(
     """
     row = op.Add(steps(op, rows), op.Sub(total, new))
     column = steps(op, total)
-    keep = op.LessOrEqual(column, op.Unsqueeze(row, op.ints(1)))
+    keep = op.LessOrEqual(column, op.Unsqueeze(row, [1]))
     if new is not rows:
         # with as many keys as queries the causal mask, too, lets the last query see all of them
-        final = op.Equal(steps(op, rows), op.Sub(rows, op.ints(1)))
-        keep = op.Or(keep, op.Unsqueeze(final, op.ints(1)))
+        final = op.Equal(steps(op, rows), op.Sub(rows, [1]))
+        keep = op.Or(keep, op.Unsqueeze(final, [1]))
     other = op.number(0.0, like) if padding is None else padding
     return op.Where(keep, other, op.number(lowest(like), like))
 
@@ -159,17 +159,17 @@ def attention_of(
         if op.attr(name, 0):
             raise Unwritable(f"its attribute {name} is not supported")
     heads = op.count("num_heads")
-    parts = op.Split(qkv, op.ints(*sizes), outputs=3, axis=-1)
+    parts = op.Split(qkv, [*sizes], outputs=3, axis=-1)
     q, k, v = (split_heads(op, x, heads, size) for x, size in zip(parts, sizes, strict=True))
     if past is not None:
         pasts = op.Split(past, outputs=2, axis=0, num_outputs=2)
         k, v = (
-            op.Concat(op.Squeeze(before, op.ints(0)), x, axis=2)
+            op.Concat(op.Squeeze(before, [0]), x, axis=2)
             for before, x in zip(pasts, (k, v), strict=True)
         )
     present = None
     if op.wants(1):
-        present = op.Concat(*(op.Unsqueeze(x, op.ints(0)) for x in (k, v)), axis=0)
+        present = op.Concat(*(op.Unsqueeze(x, [0]) for x in (k, v)), axis=0)
     head = sizes[0] // heads
     y, _ = _attend(op, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
     return [y, present]
@@ -233,7 +233,7 @@ def multi_head_attention(
             raise Unwritable("how its bias is split among query, key and value is not known")
         cut = [q_size, q_size, total - 2 * q_size]
         sizes = [s if s is not None else c for s, c in zip(sizes, cut, strict=True)]
-        parts = list(op.Split(bias, op.ints(*cut), outputs=3, axis=0))
+        parts = list(op.Split(bias, [*cut], outputs=3, axis=0))
     if form[0] == 5:  # [B, L, N, 3, h]
         values = _unpacked(op, query, 3)
     elif form[1] == 5:  # [B, L, N, 2, h]
@@ -274,21 +274,21 @@ def _in_buffer(
     """The buffers with k and v behind the `before` tokens of before, and which key a query sees."""
     rows = op.Shape(k, start=2, end=3)
     place = op.Add(op.Reshape(op.Cast(before, to=ir.DataType.INT64), [1]), steps(op, rows))
-    index = op.Expand(op.Reshape(place, op.ints(1, 1, -1, 1)), op.Shape(k))
+    index = op.Expand(op.Reshape(place, [1, 1, -1, 1]), op.Shape(k))
     present_k, present_v = (
         op.ScatterElements(buffer, index, x, axis=2)
         for buffer, x in zip(buffers, (k, v), strict=True)
     )
     column = steps(op, op.Shape(present_k, start=2, end=3))
     last = place if op.attr("unidirectional", 0) else op.ReduceMax(place, keepdims=1)
-    seen = op.LessOrEqual(column, op.Unsqueeze(last, op.ints(1)))
+    seen = op.LessOrEqual(column, op.Unsqueeze(last, [1]))
     return present_k, present_v, seen
 
 
 def _seen_rows(op: Body, v: ir.Value, seen: ir.Value) -> ir.Value:
     """v with zeros where no query sees it: what stands there is of no meaning."""
-    any_row = op.ReduceMax(op.Cast(seen, to=ir.DataType.INT32), op.ints(0), keepdims=0)
-    rows = op.Cast(op.Unsqueeze(any_row, op.ints(1)), to=ir.DataType.BOOL)
+    any_row = op.ReduceMax(op.Cast(seen, to=ir.DataType.INT32), [0], keepdims=0)
+    rows = op.Cast(op.Unsqueeze(any_row, [1]), to=ir.DataType.BOOL)
     return op.Where(rows, v, op.number(0.0, v))
 
 
@@ -309,7 +309,7 @@ def _unpacked(op: Body, x: ir.Value | None, count: int) -> list[ir.Value]:
     width = None if dim(x, 2) is None or dim(x, 4) is None else (dim(x, 2) or 0) * (dim(x, 4) or 0)
     flat = []
     for part in op.Split(x, outputs=count, axis=3, num_outputs=count):
-        y = op.Reshape(part, op.ints(0, 0, -1 if width is None else width))
+        y = op.Reshape(part, [0, 0, -1 if width is None else width])
         y.shape = ir.Shape([None, None, width])
         flat.append(y)
     return flat
@@ -324,20 +324,18 @@ def rotated(
     """x [..., h] turned by the angles of cos and sin [..., half] in its first 2·half columns."""
     rest: list[ir.Value] = []
     if 2 * half < head:
-        x, last = op.Split(x, op.ints(2 * half, head - 2 * half), outputs=2, axis=-1)
+        x, last = op.Split(x, [2 * half, head - 2 * half], outputs=2, axis=-1)
         rest = [last]
     if interleaved:
-        pairs = op.Reshape(x, op.ints(0, 0, 0, half, 2))
-        a, b = (
-            op.Squeeze(p, op.ints(4)) for p in op.Split(pairs, outputs=2, axis=4, num_outputs=2)
-        )
+        pairs = op.Reshape(x, [0, 0, 0, half, 2])
+        a, b = (op.Squeeze(p, [4]) for p in op.Split(pairs, outputs=2, axis=4, num_outputs=2))
     else:
-        a, b = op.Split(x, op.ints(half, half), outputs=2, axis=-1)
+        a, b = op.Split(x, [half, half], outputs=2, axis=-1)
     left = op.formula("a * cos - b * sin", a=a, b=b, cos=cos, sin=sin)
     right = op.formula("b * cos + a * sin", a=a, b=b, cos=cos, sin=sin)
     if interleaved:
-        joined = op.Concat(*(op.Unsqueeze(p, op.ints(4)) for p in (left, right)), axis=4)
-        y = op.Reshape(joined, op.ints(0, 0, 0, 2 * half))
+        joined = op.Concat(*(op.Unsqueeze(p, [4]) for p in (left, right)), axis=4)
+        y = op.Reshape(joined, [0, 0, 0, 2 * half])
     else:
         y = op.Concat(left, right, axis=-1)
     return op.Concat(y, *rest, axis=-1) if rest else y
@@ -365,11 +363,11 @@ def rotary_embedding(
     if known_rank(positions, "position_ids") == 1:
         rows = op.Shape(x, start=2, end=3) if size == 4 else op.Shape(x, start=1, end=2)
         positions = op.Unsqueeze(op.Add(steps(op, rows), positions), [0])
-    axis = op.ints(1 if size == 4 else 2)
+    axis = op.constant([1 if size == 4 else 2])
     angles = [op.Unsqueeze(op.Gather(table, positions), axis) for table in (cos, sin)]
     rows = x
     if size == 3:  # a -1 beside sizes of 0 has no value
-        count = op.Div(op.Shape(x, start=2, end=3), op.ints(head))
+        count = op.Div(op.Shape(x, start=2, end=3), [head])
         rows = op.Reshape(x, op.vector([0, 0, count, head]))
     pairs = bool(op.attr("interleaved", 0))
     y = rotated(op, rows, angles[0], angles[1], half, interleaved=pairs, head=head)

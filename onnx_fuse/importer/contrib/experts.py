@@ -11,7 +11,7 @@ def _gates(op: Body, routed: ir.Value) -> tuple[ir.Value, ir.Value]:
     """(weights, whether chosen) of [tokens, experts]: a softmax, over all or over the chosen."""
     if op.attr("use_sparse_mixer", 0):
         raise Unwritable("its router is a sparse mixer, which is not supported")
-    best, at = op.TopK(routed, op.ints(op.attr("k", 1)), outputs=2, axis=-1)
+    best, at = op.TopK(routed, [op.attr("k", 1)], outputs=2, axis=-1)
     at.dtype = ir.DataType.INT64
     zeros = op.Expand(op.number(0.0, routed), op.Shape(routed))
     if op.attr("normalize_routing_weights", 0):

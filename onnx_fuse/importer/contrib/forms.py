@@ -45,9 +45,7 @@ def trilu(op: Body, x: ir.Value, k: Input) -> Results:
 @contrib("Range", recognized=False)
 def range_(op: Body, start: ir.Value, limit: ir.Value, delta: Input) -> Results:
     step = op.number(1, start) if delta is None else delta
-    return op.Range(
-        *(v if rank(v) == 0 else op.Reshape(v, op.ints()) for v in (start, limit, step))
-    )
+    return op.Range(*(v if rank(v) == 0 else op.Reshape(v, []) for v in (start, limit, step)))
 
 
 @contrib("ExpandDims", recognized=False)

@@ -47,7 +47,7 @@ def _scale(op: Body, name: str, kv_heads: int, head: int) -> ir.Value | None:
     ):
         raise Unwritable("its cache is quantized, and not a past in int8")
     shape = (1,) if how == "PER_TENSOR" else (1, kv_heads, 1, head)
-    return op.Reshape(op.needed(12 + at), op.ints(*shape))
+    return op.Reshape(op.needed(12 + at), [*shape])
 
 
 def _cached(
@@ -72,8 +72,8 @@ def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Val
     """Repeat each of the K heads of x [B, K, T, h] `groups` times, which gives [B, N, T, h]."""
     if groups == 1:
         return x
-    one = op.Unsqueeze(x, op.ints(2))
-    each = op.Expand(one, op.ints(1, 1, groups, 1, 1))
+    one = op.Unsqueeze(x, [2])
+    each = op.Expand(one, [1, 1, groups, 1, 1])
     batch, rows = op.Shape(x, start=0, end=1), op.Shape(x, start=2, end=3)
     return op.Reshape(each, op.vector([batch, heads, rows, head]))
 
@@ -98,13 +98,13 @@ def group_query_attention(
     if head is None:
         raise Unwritable("the size of its heads is not known")
     if key is None or value is None:
-        cut = op.ints(heads * head, kv_heads * head, kv_heads * head)
+        cut = op.constant([heads * head, kv_heads * head, kv_heads * head])
         query, key, value = op.Split(query, cut, outputs=3, axis=-1)
     q = split_heads(op, query, heads, heads * head)
     k, v = (split_heads(op, x, kv_heads, kv_heads * head) for x in (key, value))
     rows = op.Shape(q, start=2, end=3)  # S
-    ends = op.Add(op.Cast(op.Reshape(lengths, op.ints(-1, 1)), to=ir.DataType.INT64), op.ints(1))
-    starts = op.Max(op.Sub(ends, rows), op.ints(0))  # P [B, 1]
+    ends = op.Add(op.Cast(op.Reshape(lengths, [-1, 1]), to=ir.DataType.INT64), [1])
+    starts = op.Max(op.Sub(ends, rows), [0])  # P [B, 1]
     places = op.Add(starts, steps(op, rows))  # of the new tokens: [B, S]
     if op.attr("do_rotary", 0):
         angles = _angles(op, places, rows, total)
@@ -115,8 +115,8 @@ def group_query_attention(
         }
         q, k = (rotated(op, x, angles[0], angles[1], **for_both) for x in (q, k))
     # the cache: of its past, then of the new tokens
-    wanted = op.Cast(op.Reshape(total, op.ints(1)), to=ir.DataType.INT64)
-    behind = op.ints(0)
+    wanted = op.Cast(op.Reshape(total, [1]), to=ir.DataType.INT64)
+    behind = op.constant([0])
     if past_key is not None and past_value is not None:
         behind = op.Shape(past_key, start=2, end=3)
         wanted = op.Max(wanted, behind)
@@ -124,10 +124,10 @@ def group_query_attention(
     valid = op.Less(column, op.Add(starts, rows))  # [B, T]; padding behind a prompt is kept
     old = op.Less(column, starts)
     moved = op.Add(column, op.Sub(behind, starts))
-    index = op.Where(valid, op.Where(old, column, moved), op.ints(0))
-    index = op.Unsqueeze(index, op.ints(1, 3))
-    index = op.Expand(index, op.ints(1, kv_heads, 1, 1))
-    valid4 = op.Unsqueeze(valid, op.ints(1, 3))
+    index = op.Where(valid, op.Where(old, column, moved), [0])
+    index = op.Unsqueeze(index, [1, 3])
+    index = op.Expand(index, [1, kv_heads, 1, 1])
+    valid4 = op.Unsqueeze(valid, [1, 3])
     groups, caches = heads // kv_heads, []
     for name, past, new in (("k", past_key, k), ("v", past_value, v)):
         scale = _scale(op, name, kv_heads, head)
@@ -144,8 +144,8 @@ def group_query_attention(
     y = op.MatMul(_softmax(op, scores, heads), all_v)
     window = op.attr("local_window_size", -1)
     if window > 0 and op.attr("causal", 1):  # a query behind the end may see no key: 0
-        seen = op.Less(places, op.Add(ends, op.ints(window - 1)))
-        y = op.Where(op.Unsqueeze(seen, op.ints(1, 3)), y, op.number(0.0, y))
+        seen = op.Less(places, op.Add(ends, [window - 1]))
+        y = op.Where(op.Unsqueeze(seen, [1, 3]), y, op.number(0.0, y))
     return [join_heads(op, y, heads * head), k, v]
 
 
@@ -156,14 +156,14 @@ def _mask(
 
     It is finite, for a query of the padding may see no key at all.
     """
-    row = op.Unsqueeze(places, op.ints(2))  # [B, S, 1]
+    row = op.Unsqueeze(places, [2])  # [B, S, 1]
     window = op.attr("local_window_size", -1)
-    keep = op.Unsqueeze(valid, op.ints(1))
+    keep = op.Unsqueeze(valid, [1])
     if op.attr("causal", 1):
         keep = op.And(op.LessOrEqual(column, row), keep)
         if window > 0:
-            keep = op.And(keep, op.Greater(column, op.Sub(row, op.ints(window))))
-    keep = op.Unsqueeze(keep, op.ints(1))
+            keep = op.And(keep, op.Greater(column, op.Sub(row, [window])))
+    keep = op.Unsqueeze(keep, [1])
     return op.Where(keep, op.number(0.0, like), op.number(lowest(like), like))
 
 
@@ -172,13 +172,13 @@ def _softmax(op: Body, scores: ir.Value, heads: int) -> ir.Value:
     sink = op.given(11)
     if sink is None and op.attr("smooth_softmax", 0) != 1:
         return op.Softmax(scores, axis=-1)
-    first = op.Slice(scores, op.ints(0), op.ints(1), op.ints(3))
+    first = op.Slice(scores, [0], [1], [3])
     if sink is None:
         extra = op.Expand(op.number(0.0, scores), op.Shape(first))
     else:
-        extra = op.Expand(op.Reshape(sink, op.ints(1, heads, 1, 1)), op.Shape(first))
+        extra = op.Expand(op.Reshape(sink, [1, heads, 1, 1]), op.Shape(first))
     p = op.Softmax(op.Concat(scores, extra, axis=-1), axis=-1)
-    return op.Slice(p, op.ints(0), op.ints(-1), op.ints(3))
+    return op.Slice(p, [0], [-1], [3])
 
 
 def _angles(
@@ -193,7 +193,7 @@ def _angles(
         # a first prompt counts on from its first position
         first = op.Reshape(op.Slice(op.Reshape(positions, [-1]), [0], [1], [0]), [1, 1])
         counting = op.Add(first, steps(op, rows))
-        prompt = op.Equal(op.Cast(op.Reshape(total, op.ints(1)), to=ir.DataType.INT64), rows)
+        prompt = op.Equal(op.Cast(op.Reshape(total, [1]), to=ir.DataType.INT64), rows)
         places = op.Where(prompt, counting, positions)
-    cos, sin = (op.Unsqueeze(op.Gather(table, places), op.ints(1)) for table in (cos, sin))
+    cos, sin = (op.Unsqueeze(op.Gather(table, places), [1]) for table in (cos, sin))
     return cos, sin, half

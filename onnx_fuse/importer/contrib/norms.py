@@ -156,7 +156,7 @@ def embed_layer_norm(
     else:
         end = op.shape_of(ids, [1])
         if not dim(ids, 0):  # without a sequence there may be fewer positions than steps
-            one = op.ints(1)
+            one = op.constant([1])
             end = op.Max(op.Mul(end, op.Min(op.shape_of(ids, [0]), one)), one)
         total = op.Add(total, op.Slice(position, [0], end, [0]))
     if segments is not None:

@@ -39,17 +39,17 @@ def inverse(op: Body, x: ir.Value) -> Results:
         ahead = op.constant(np.arange(size) >= k)
         here = op.constant((np.arange(size) == k)[:, None])
 
-        column = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-1))
-        sizes = op.Where(ahead, op.Squeeze(op.Abs(column), op.ints(-1)), none)
+        column = op.Slice(both, [k], [k + 1], [-1])
+        sizes = op.Where(ahead, op.Squeeze(op.Abs(column), [-1]), none)
         at = op.ArgMax(sizes, axis=-1, keepdims=1)
-        chosen = op.Unsqueeze(op.Equal(places, at), op.ints(-1))
-        best = op.ReduceSum(op.Where(chosen, both, zero), op.ints(-2), keepdims=1)
-        kth_row = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-2))
+        chosen = op.Unsqueeze(op.Equal(places, at), [-1])
+        best = op.ReduceSum(op.Where(chosen, both, zero), [-2], keepdims=1)
+        kth_row = op.Slice(both, [k], [k + 1], [-2])
         both = op.Where(here, best, op.Where(chosen, kth_row, both))
-        row = op.Div(best, op.Slice(best, op.ints(k), op.ints(k + 1), op.ints(-1)))
-        column = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-1))
+        row = op.Div(best, op.Slice(best, [k], [k + 1], [-1]))
+        column = op.Slice(both, [k], [k + 1], [-1])
         both = op.Where(here, row, op.Sub(both, op.Mul(column, row)))
-    y = op.Slice(both, op.ints(size), op.ints(2 * size), op.ints(-1))
+    y = op.Slice(both, [size], [2 * size], [-1])
     return [y if kind == wide else op.Cast(y, to=kind)]
 
 
@@ -109,8 +109,8 @@ def matmul_bnb4(op: Body, x: ir.Value, packed: ir.Value, scales: ir.Value) -> Re
         raise Unwritable("its last block or byte is not full")
     numbers = _NF4 if op.attr("quant_type") == 1 else [*_FP4, *(-v for v in _FP4)]
     four = op.constant(np.array(16, np.uint8))
-    pair = [op.Unsqueeze(v, op.ints(1)) for v in (op.Div(packed, four), op.Mod(packed, four))]
-    code = op.Cast(op.Reshape(op.Concat(*pair, axis=1), op.ints(-1, block)), to=ir.DataType.INT32)
+    pair = [op.Unsqueeze(v, [1]) for v in (op.Div(packed, four), op.Mod(packed, four))]
+    code = op.Cast(op.Reshape(op.Concat(*pair, axis=1), [-1, block]), to=ir.DataType.INT32)
     table = op.constant(np.array(numbers, np.float32).astype(x.dtype.numpy()))
     weights = op.Mul(op.Gather(table, code), op.Unsqueeze(scales, [1]))
     w = op.Reshape(weights, [rows, columns])

@@ -124,7 +124,7 @@ def _global_average(op: Body, x: list[ir.Value]) -> ir.Value:
 
 
 def _mean(op: Body, x: list[ir.Value]) -> ir.Value:
-    return op.ReduceMean(x[0], op.ints(*op.attr("axes")), keepdims=op.attr("keepdims", 1))
+    return op.ReduceMean(x[0], [*op.attr("axes")], keepdims=op.attr("keepdims", 1))
 
 
 _enter("QLinearAdd", lambda op, x: op.Add(*x), 2)
@@ -253,16 +253,16 @@ def qattention(
 def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Value:
     """The numbers of `bits` bits that bytes hold, the lowest bits first, as uint8 of a shape."""
     if bits == 8:
-        return op.Reshape(packed, op.ints(*shape))
+        return op.Reshape(packed, [*shape])
     mask = op.constant(np.array((1 << bits) - 1, np.uint8))
-    flat = op.Reshape(packed, op.ints(-1, 1))
+    flat = op.Reshape(packed, [-1, 1])
     parts = []
     for low in range(0, 8, bits):
         moved = flat
         if low:
             moved = op.BitShift(flat, op.constant(np.array(low, np.uint8)), direction="RIGHT")
         parts.append(op.BitwiseAnd(moved, mask))
-    return op.Reshape(op.Concat(*parts, axis=1), op.ints(*shape))
+    return op.Reshape(op.Concat(*parts, axis=1), [*shape])
 
 
 def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
@@ -290,16 +290,16 @@ def unpacked_weights(op: Body) -> ir.Value:
             zeros = zeros if width == blocks else _first(op, zeros, blocks)
         elif zeros.dtype is None:
             raise Unwritable("the type of its zero points is not known")
-        zero = op.to_like(op.Reshape(zeros, op.ints(n, blocks)), scales)
-    scale = op.Reshape(scales, op.ints(n, blocks))
+        zero = op.to_like(op.Reshape(zeros, [n, blocks]), scales)
+    scale = op.Reshape(scales, [n, blocks])
     if groups is not None:  # the block of each row of the weights, instead of its place
-        flat = _first(op, op.Reshape(q, op.ints(n, blocks * size)), k)
+        flat = _first(op, op.Reshape(q, [n, blocks * size]), k)
         scale = op.Gather(scale, groups, axis=1)
         return op.Mul(op.Sub(op.to_like(flat, scales), zero), scale)
-    last = op.ints(2)
+    last = op.constant([2])
     zero = zero if zeros is None else op.Unsqueeze(zero, last)
     w = op.Mul(op.Sub(op.to_like(q, scales), zero), op.Unsqueeze(scale, last))
-    rows: ir.Value = op.Reshape(w, op.ints(n, blocks * size))
+    rows: ir.Value = op.Reshape(w, [n, blocks * size])
     return rows if blocks * size == k else _first(op, rows, k)
 
 
@@ -327,12 +327,12 @@ def gather_block_quantized(
         raise Unwritable("its table is packed in another way")
     blocks = width // size
     q = _unpacked(op, op.Gather(data, ids), bits, [-1, blocks, size])
-    scale = op.Reshape(op.Gather(scales, ids), op.ints(-1, blocks, 1))
+    scale = op.Reshape(op.Gather(scales, ids), [-1, blocks, 1])
     zero = op.number(float(1 << (bits - 1)), scales)
     if zeros is not None:
         each = -(-blocks * bits // 8) * 8 // bits
         rows = _unpacked(op, op.Gather(zeros, ids), bits, [-1, each])
         rows = rows if each == blocks else _first(op, rows, blocks)
-        zero = op.to_like(op.Reshape(rows, op.ints(-1, blocks, 1)), scales)
+        zero = op.to_like(op.Reshape(rows, [-1, blocks, 1]), scales)
     y = op.Mul(op.Sub(op.to_like(q, scales), zero), scale)
     return op.Reshape(y, op.vector([op.Shape(ids), width]), allowzero=1)

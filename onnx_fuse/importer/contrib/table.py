@@ -136,10 +136,6 @@ class Body(Writer):
             return self.constant(np.array(value, like.dtype.numpy()))
         return self.to_like(self.constant(np.array(value, np.float32)), like)
 
-    def ints(self, *values: int) -> ir.Value:
-        """A constant vector of int64 with these numbers."""
-        return self.constant(np.array(values, np.int64))
-
     def plus(self, x: ir.Value, y: ir.Value | None) -> ir.Value:
         """x + y; x where there is no y."""
         return x if y is None else self.Add(x, y)
