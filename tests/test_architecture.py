@@ -47,9 +47,9 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 4536, "autodiff": 1786, "cli": 3387, "cuda": 1794, "cuda_src": 15871, "distributed": 908,
-    "importer": 5499, "ir": 2374, "kernels": 9777, "lower": 9387, "nn": 4947, "ops": 12032,
+    "importer": 5491, "ir": 2374, "kernels": 9777, "lower": 9381, "nn": 4947, "ops": 12032,
     "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8820, "torch": 3779,
-    "training": 6961, "validation": 4670,
+    "training": 6959, "validation": 4670,
     "generation": 1654,
     "quantization": 749,
     "tests": 51011, "tools": 10394,

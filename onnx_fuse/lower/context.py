@@ -323,10 +323,9 @@ class Context(PassContext, ABC):
         self, dtype: ir.DataType, dims: Sequence[int | str | None]
     ) -> tuple[str, tuple[int, ...]] | None:
         """The type and shape, or None where a dimension is not known."""
-        shape = [d if isinstance(d, int) else self._open_sizes.get(d or "") for d in dims]
-        if any(d is None for d in shape):
-            return None
-        return dtype_name(dtype), tuple(shape)  # type: ignore[arg-type]
+        sizes = (d if isinstance(d, int) else self._open_sizes.get(d or "") for d in dims)
+        shape = tuple(d for d in sizes if d is not None)
+        return (dtype_name(dtype), shape) if len(shape) == len(dims) else None
 
     def fault(self, node: ir.Node, reason: str) -> ModelError:
         """The error to raise for a node: its name, its operands' shapes and the reason."""

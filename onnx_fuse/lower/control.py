@@ -148,11 +148,12 @@ class Control(HostValues):
                 break
             if not pile or any(slot.later for slot in pile):
                 return False
-            arrays = [slot.host for slot in (reversed(pile) if way else pile)]
-            if all(a is not None for a in arrays):
-                if any(a.shape != arrays[0].shape for a in arrays):  # type: ignore[union-attr]
+            hosts = [slot.host for slot in (reversed(pile) if way else pile)]
+            arrays = [a for a in hosts if a is not None]
+            if len(arrays) == len(hosts):
+                if any(a.shape != arrays[0].shape for a in arrays):
                     return False
-                self._known(node.outputs[i], np.stack(arrays, axis))  # type: ignore[arg-type]
+                self._known(node.outputs[i], np.stack(arrays, axis))
                 continue
             rows = [self._tensor(slot) for slot in (reversed(pile) if way else pile)]
             if any(row.shape != rows[0].shape for row in rows):

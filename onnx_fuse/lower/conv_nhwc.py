@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -185,7 +185,7 @@ def _product(
     weight = reads["weight"].reshape((shape.filters, shape.depth))
     to = y.view((_pixels(y), shape.filters))
     weight = weight if weight is not None else ctx.contiguous(reads["weight"])
-    attrs: dict[str, object] = {}
+    attrs: dict[str, Any] = {}
     extra = {}
     if "bias" in reads:
         extra["col1"], attrs["bias"] = reads["bias"], True

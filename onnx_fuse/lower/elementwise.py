@@ -188,7 +188,7 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
     ends = [ctx.host(node, i) for i in range(3)]
     if any(e is None for e in ends):
         return f"its shape is {UNKNOWN}"
-    start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
+    start, limit, delta = (required(e).reshape(-1)[0] for e in ends)
     if any(isinstance(v, sizes.OpenSize) for v in (start, limit, delta)):
         dtype, step = "int64", int(delta)
         n = -((start - limit) // step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -63,12 +63,12 @@ def _product(
     scales: tuple[Tensor, Tensor],
     writes: dict[str, Tensor],
     extra: dict[str, Tensor] | None = None,
-    attrs: dict[str, object] | None = None,
+    attrs: dict[str, Any] | None = None,
 ) -> str | None:
     """y [m, n] = a [m, k] · b [n, k] times both scales, and the epilogue."""
     problem = GemmProblem.of(
         "Gemm", m=a.shape[0], n=b.shape[0], k=a.shape[1], dtype=a.dtype, b_dtype=b.dtype,
-        out_dtype=writes["y"].dtype, trans_b=True, **(attrs or {}),  # type: ignore[arg-type]
+        out_dtype=writes["y"].dtype, trans_b=True, **(attrs or {}),
     )  # fmt: skip
     reads = {"a": a, "b": b, "scale_a": scales[0], "scale_b": scales[1]}
     return ctx.select(node, problem, {**reads, **(extra or {})}, writes)
@@ -119,7 +119,7 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
     dz = dy
     if act:  # its own sums are not read: a product that makes dz has none
         parts, dz = act_parts(m, n), ctx.scratch(dy.dtype, (m, n))
-        problem = SlopeProduct(m, n, dy.dtype, parts, **act)  # type: ignore[arg-type]
+        problem = SlopeProduct(m, n, dy.dtype, parts, **act)
         writes = {"dz": dz, "part": ctx.scratch("float32", (parts, n))}
         if why := ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes):
             return why
@@ -144,7 +144,7 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
     return why
 
 
-def _activation(ctx: Context, node: ir.Node) -> dict[str, object]:
+def _activation(ctx: Context, node: ir.Node) -> dict[str, Any]:
     """The activation and its number, by the names of the fields of problems."""
     name = FusedName.of(node.op_type).kind.removeprefix(NAME)
     return activation(ctx, node, name)

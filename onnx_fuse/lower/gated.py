@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -82,7 +83,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
     return product(ctx, node, x, wide, y, {"col1": columns}, attrs={"bias": True, **attrs})
 
 
-def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -> bool:
+def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, Any]) -> bool:
     """Whether one call is faster than the product and a pass over its halves."""
     x, (k, n) = ctx.view(node, 0), w.shape
     how = {"bias": True, "static_b": True, **attrs}
@@ -92,7 +93,7 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
             problem = problem.replace(folded=True)
     else:
         m, math = prod(x.shape[:-1]), ctx.math
-        problem = GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
+        problem = GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)
     problem = problem.upper_bound()
     plain = problem.with_epilogue(act="", act_alpha=1.0, gate=False)
     moved = problem.m * problem.n * 3 // 2 * ITEMSIZE[x.dtype]

@@ -108,8 +108,8 @@ class HostValues(Context):
         self.slots[value] = Slot(host=array)
 
     def _shape(self, node: ir.Node) -> bool:
-        slot = self.slots[node.inputs[0]]  # type: ignore[index]
-        shape = slot.tensor.shape if slot.tensor is not None else slot.host.shape  # type: ignore[union-attr]
+        slot = self.slots[required(node.inputs[0])]
+        shape = (slot.tensor if slot.tensor is not None else required(slot.host)).shape
         if node.op_type == "Size":
             self._known(node.outputs[0], sizes.array(prod(shape)))
         else:

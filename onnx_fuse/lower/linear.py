@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -59,7 +59,7 @@ def product(
     y: Tensor,
     extra: dict[str, Tensor] | None = None,
     writes: dict[str, Tensor] | None = None,
-    attrs: dict[str, object] | None = None,
+    attrs: dict[str, Any] | None = None,
 ) -> str | None:
     """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
     if 0 in y.shape:
@@ -105,7 +105,7 @@ def product(
         a_strides=tuple(sa),
         b_strides=tuple(sb),
         align=alignment(left.tensor, right.tensor),
-        **(attrs or {}),  # type: ignore[arg-type]
+        **(attrs or {}),
     )
     operands = with_whole_rows(ctx, node, Operands(problem, left, right, y))
     reads = {"a": operands.a.tensor, "b": operands.b.tensor, **(extra or {})}
@@ -147,7 +147,7 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
         turned = bool(ctx.attr(node, "transB", 0))
         if biased == (row is not None) and quantized.product(ctx, node, y, row, turned=turned):
             return None
-    attrs: dict[str, object] = {"alpha": alpha} if alpha != 1 else {}
+    attrs: dict[str, Any] = {"alpha": alpha} if alpha != 1 else {}
     extra = {}
     if ctx.has(node, 2) and beta != 0:
         c = ctx.view(node, 2).expand(shape)
@@ -163,12 +163,12 @@ ACTIVATIONS = {"": "", **{a.name: a.key for a in TABLE.values()}}
 """Fused op's suffix -> the problem's activation."""
 
 
-def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, object]:
+def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, Any]:
     """The epilogue's attrs for an activation suffix of a fused op."""
     if not suffix:
         return {}
     row = TABLE[suffix]
-    attrs: dict[str, object] = {"act": row.key}
+    attrs: dict[str, Any] = {"act": row.key}
     if row.attributes:
         attrs["act_alpha"] = float(ctx.attr(node, "alpha", row.alpha))
     return attrs
@@ -235,20 +235,13 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     )
 
 
-def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> GemmProblem:
+def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, Any]) -> GemmProblem:
     """The LayerNormGemm of a node that begins with a norm, whose weight has n columns."""
     x = ctx.view(node, 0)
     return GemmProblem.of(
-        "LayerNormGemm",
-        m=prod(x.shape[:-1]),
-        n=n,
-        k=x.shape[-1],
-        dtype=x.dtype,
-        math=ctx.math,
-        epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
-        rms=FusedName.of(node.op_type).rms,
-        **attrs,  # type: ignore[arg-type]
-    )
+        "LayerNormGemm", m=prod(x.shape[:-1]), n=n, k=x.shape[-1], dtype=x.dtype, math=ctx.math,
+        epsilon=float(ctx.attr(node, "epsilon", 1e-5)), rms=FusedName.of(node.op_type).rms, **attrs,
+    )  # fmt: skip
 
 
 def norm_product(
@@ -256,7 +249,7 @@ def norm_product(
     node: ir.Node,
     w: Tensor,
     row: Tensor,
-    attrs: Mapping[str, object],
+    attrs: Mapping[str, Any],
     exposed: Sequence[str] = (),
     *,
     cast: bool = False,
@@ -378,7 +371,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         dtype=x.dtype,
         math=ctx.math if x.dtype == "float32" else "ieee",
         rms=rms,
-        **activation(ctx, node, name.activation),  # type: ignore[arg-type]
+        **activation(ctx, node, name.activation),
     )
     if not any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
         problem = problem.replace(frozen=True)
@@ -502,7 +495,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         dy.dtype,
         parts,
         str(how["act"]),
-        float(how.get("act_alpha", 1.0)),  # type: ignore[arg-type]
+        float(how.get("act_alpha", 1.0)),
     )
     dz = (
         ctx.output(node, 3, dy.shape, dy.dtype) if name.exposed else ctx.scratch(dy.dtype, dy.shape)

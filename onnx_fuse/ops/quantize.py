@@ -45,9 +45,9 @@ class _Scaling:
         axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
         count = 0
         if axis is not None and block:
-            if dims(x) is None or dims(scale) is None:
+            if dims(x) is None or (blocks := dims(scale)) is None:
                 raise fail(node, "the number of its blocks is not known")
-            count = dims(scale)[axis]  # type: ignore[index]
+            count = blocks[axis]
         return cls(op, x, scale, axis, block, count)
 
     def split(self, value: Tensor) -> Tensor:

@@ -240,11 +240,11 @@ def _groups(before: _Graph, after: _Graph, origins: Mapping[int, set[int]]) -> l
     smallest = [len(before.nodes) + 1] * len(before.nodes)
     for i, region in origins.items():
         node = after.nodes[i]
-        fused = isinstance(node, ir.Node) and node.domain == FUSE
+        name = base_name(node) if isinstance(node, ir.Node) and node.domain == FUSE else ""
         for number in region:
-            if fused and len(region) < smallest[number]:
+            if name and len(region) < smallest[number]:
                 smallest[number] = len(region)
-                groups[number] = base_name(node)  # type: ignore[arg-type]
+                groups[number] = name
             elif groups[number] == "-":
                 groups[number] = ""
     for number, node in enumerate(before.nodes):

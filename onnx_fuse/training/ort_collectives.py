@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes
+from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
@@ -123,7 +123,7 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
         tuple(str(v.name) for v in graph.inputs),
         tuple(outputs),
         tuple(
-            _Exchange(n.op_type, str(n.inputs[0].name), str(n.outputs[0].name))  # type: ignore[union-attr]
+            _Exchange(n.op_type, str(required(n.inputs[0]).name), str(n.outputs[0].name))
             for n in waits
             if levels[n] == level
         ),

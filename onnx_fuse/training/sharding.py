@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.distributed import buckets
@@ -82,12 +81,11 @@ def gather(
     for read, number in zip(reads, planned, strict=True):
         w, part = read.weight, parts[read.weight]
         if read.value is not w:
-            part = op.Cast(part, to=read.value.dtype.value)  # type: ignore[union-attr]
+            part = op.Cast(part, to=required(read.value.dtype).value)
             part.dtype, part.shape = read.value.dtype, parts[w].shape
-        size = int(prod(w.shape.numpy()))  # type: ignore[union-attr]
-        flat = reduction.node("AllGather", part, GATHERED + number, size)
-        shape = op.constant(np.array(w.shape.numpy(), np.int64))  # type: ignore[union-attr]
-        gathered = typed(op.Reshape(flat, shape), read.value, w.shape)
+        shape = required(w.shape).numpy()
+        flat = reduction.node("AllGather", part, GATHERED + number, int(prod(shape)))
+        gathered = typed(op.Reshape(flat, list(shape)), read.value, w.shape)
         for node, index in read.uses:
             node.replace_input_with(index, gathered)
         # while what reads the bucket before it runs
