@@ -180,7 +180,7 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     Raises contrib.Unwritable where a contrib node has none.
     """
     if contrib.lookup(node) is not None:
-        return _write_out(graph, op, node)
+        return _write_out_contrib(graph, op, node)
     if node.op_type in GATES and not node.domain:
         return _as_scans(graph, op, node)
     function = _body(node, op.opset)
@@ -197,26 +197,29 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     for copy in copies:
         op.adopt(copy)
     results = copier.read(function.outputs[: len(node.outputs)], "its outputs")
-    outputs = [v for v in results if v is not None]
-    for old, new in zip(node.outputs, outputs, strict=True):
+    return _replace(graph, node, copies, results)
+
+
+def _replace(
+    graph: ir.Graph, node: ir.Node, nodes: list[ir.Node], results: Sequence[ir.Value | None]
+) -> list[ir.Node]:
+    """Put `nodes` in the place of one; an omitted output gives no name to its value."""
+    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=False) if n is not None]
+    pairs = [(old, new) for old, new in pairs if old.name != ""]
+    for old, new in pairs:
         new.type, new.shape = new.type or old.type, old.shape or new.shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], copies, node.outputs, outputs)
-    return copies
+    olds, news = [o for o, _ in pairs], [n for _, n in pairs]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, olds, news)
+    return nodes
 
 
-def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
-    """Replace a contrib node by the nodes of its body."""
+def _write_out_contrib(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
     op.stem = node.name or node.op_type
     new_nodes, results = contrib.write(node)
     for inner in new_nodes:
         inner.metadata_props.update(node.metadata_props)
         op.adopt(inner)
-    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=True) if n is not None]
-    for old, new in pairs:
-        new.type, new.shape = new.type or old.type, old.shape or new.shape
-    old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], new_nodes, old_values, new_values)
-    return new_nodes
+    return _replace(graph, node, new_nodes, results)
 
 
 def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
@@ -251,14 +254,7 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
                 steps = None if source is None or source.shape is None else source.shape[0]
                 value.shape = ir.Shape([steps, *end.shape])
         op.adopt(inner)
-    # An omitted output, whose name is "", gives none to what would be its value.
-    pairs = [(o, n) for o, n in zip(node.outputs, written.results, strict=False) if o.name]
-    for old, new in pairs:
-        new.type, new.shape = new.type or old.type, old.shape or new.shape
-    new_nodes = written.op.nodes
-    olds, news = [o for o, _ in pairs], [n for _, n in pairs]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], new_nodes, olds, news)
-    return new_nodes
+    return _replace(graph, node, written.op.nodes, written.results)
 
 
 def _body(node: ir.Node, opset: int) -> ir.Function | None:
