@@ -52,7 +52,7 @@ BUDGETS = {
     "training": 6959, "validation": 4670,
     "generation": 1654,
     "quantization": 749,
-    "tests": 51011, "tools": 10394,
+    "tests": 51021, "tools": 10394,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

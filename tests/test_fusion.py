@@ -41,6 +41,16 @@ def test_a_wrong_shape_in_the_file_changes_nothing(stale: str, last: str) -> Non
     np.testing.assert_array_equal(run(model, {"x": x})["y"], np.maximum(x.reshape(-1), 0))
 
 
+def test_a_matrix_drawn_at_random_is_an_operand_like_others() -> None:
+    """Its node has no input."""
+    model = text_model("""g (float[3, 2, 5] w) => (float[3, 2, 5] y)
+        { r = RandomUniform <high = 2.0, low = 2.0, shape = [3, 2, 2]> () y = MatMul (r, w) }""")
+    rewrite.optimize(model)
+    w = np.arange(30, dtype=np.float32).reshape(3, 2, 5)
+    expected = np.full((3, 2, 2), 2, np.float32) @ w
+    np.testing.assert_array_equal(run(model, {"w": w})["y"], expected)
+
+
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return answers(stock(model, optimized=True), feeds)
 

@@ -96,8 +96,7 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
     if node is None:
         return None
     epsilon = attribute(node, "epsilon", 1e-5)
-    x, *affine = node.inputs
-    bound = [v for v in (x, *affine) if v is not None]
+    bound = [v for v in node.inputs if v is not None]
     if not all(spans(v, bound[0]) for v in bound[1:]):
         return None
     match node.domain, node.op_type:
