@@ -263,9 +263,7 @@ def _step_clock(
 
 def _session(model: Path | ir.Model, threads: int) -> Any:
     """A session whose threads sleep between runs: they would take the other model's cores."""
-    options = ort.quiet_options(threads=threads)
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return ort.session(model, options)
+    return ort.session(model, ort.quiet_options(threads=threads, spins=False))
 
 
 @dataclass

@@ -117,13 +117,18 @@ _INT8_CLASH = "output_dtype INT8 does not match y_zero_point type UINT8"
 _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
-def quiet_options(*, as_written: bool = False, threads: int = 0) -> Any:
-    """SessionOptions that log nothing; `as_written` as in `session`, `threads` of one operator."""
+def quiet_options(*, as_written: bool = False, threads: int = 0, spins: bool = True) -> Any:
+    """SessionOptions that log nothing; `as_written` as in `session`, `threads` of one operator.
+
+    Unless it `spins`, its threads sleep between runs, and leave the processors to others.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
     options.intra_op_num_threads = threads
+    if not spins:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if as_written:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options

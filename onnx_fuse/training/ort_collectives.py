@@ -118,8 +118,10 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
     used = {v for node in all_nodes(graph) for v in node.inputs}
     for value in [v for v in graph.inputs if v not in used and v not in set(graph.outputs)]:
         graph.inputs.remove(value)
+    # what follows a stage is to wait for the other ranks, whose work needs the processors
+    options = ort.quiet_options(threads=threads, spins=False)
     return _Stage(
-        ort.session(part, ort.quiet_options(threads=threads)) if outputs else None,
+        ort.session(part, options) if outputs else None,
         tuple(str(v.name) for v in graph.inputs),
         tuple(outputs),
         tuple(
