@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,15 @@ def layer_of(parts: Sequence[str]) -> str:
     return nested if nested in RANK else parts[0]
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All that a file is made of."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, layer of what it names) of every import statement or string, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "onnx_fuse":
@@ -111,7 +118,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path, known: Collection[str]) -> set[str]:
     """The modules that a file imports, wherever the statement stands, and for types alone too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
