@@ -58,8 +58,7 @@ def session(
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
     quiet = options is None
-    if quiet:
-        options = quiet_options(as_written=as_written)
+    options = options or quiet_options(as_written=as_written)
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
         options.graph_optimization_level = off
@@ -118,10 +117,7 @@ _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
 def quiet_options(*, as_written: bool = False, threads: int = 0, spins: bool = True) -> Any:
-    """SessionOptions that log nothing; `as_written` as in `session`, `threads` of one operator.
-
-    Unless it `spins`, its threads sleep between runs, and leave the processors to others.
-    """
+    """SessionOptions that log nothing; an operator's `threads` sleep between runs or spin."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -216,8 +212,7 @@ class WithFallback(_Around):
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         """Run on what is bound, as `run` does."""
         # onnxruntime's Python asks that the binding be the session's own; its C++ does not
-        bound = iobinding._iobinding
-        self._tried(lambda inner: inner._sess.run_with_iobinding(bound, run_options))
+        self._tried(lambda inner: inner._sess.run_with_iobinding(iobinding._iobinding, run_options))
 
     def _tried(self, runs: Callable[[Any], T]) -> T:
         try:

@@ -98,8 +98,7 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
     later = {v for node in nodes if levels[node] > level for v in reads(node)}
     later |= {v for node in waits if levels[node] == level for v in reads(node)}
     later |= set(model.graph.outputs)
-    mine = [node for node, inside in zip(nodes, in_stage, strict=True) if inside]
-    results = {v for node in mine for v in node.outputs}
+    results = {v for n, inside in zip(nodes, in_stage, strict=True) if inside for v in n.outputs}
     outputs = sorted(str(v.name) for v in results & later if not _is_constant(v.producer()))
     part = model.clone()
     graph = part.graph
@@ -118,10 +117,9 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
     used = {v for node in all_nodes(graph) for v in node.inputs}
     for value in [v for v in graph.inputs if v not in used and v not in set(graph.outputs)]:
         graph.inputs.remove(value)
-    # what follows a stage is to wait for the other ranks, whose work needs the processors
-    options = ort.quiet_options(threads=threads, spins=False)
     return _Stage(
-        ort.session(part, options) if outputs else None,
+        # behind a stage a rank waits for the others, whose work needs the processors
+        ort.session(part, ort.quiet_options(threads=threads, spins=False)) if outputs else None,
         tuple(str(v.name) for v in graph.inputs),
         tuple(outputs),
         tuple(
