@@ -45,13 +45,11 @@ class Stock(Base):
         return device == "CPU"
 
 
-def outcomes(
-    implementation: type[Base], kind: str, only: Collection[str] | None = None
-) -> dict[str, str]:
+def outcomes(base: type[Base], kind: str, only: Collection[str] | None = None) -> dict[str, str]:
     """'' for each backend test that passes, else the fault; of all, or of some."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        suite = BackendTest(implementation, __name__).test_cases[f"OnnxBackend{kind}Test"]
+        suite = BackendTest(base, __name__).test_cases[f"OnnxBackend{kind}Test"]
         names = sorted(n for n in dir(suite) if n.startswith("test_") and n.endswith("_cpu"))
         names = names if only is None else sorted(only)
         return {name: fault(getattr(suite(name), name)) for name in names}
