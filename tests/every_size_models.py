@@ -237,4 +237,7 @@ a branch of a later stage, taken by an input:
   agraph (float[N] x, bool c) => (float[K] y) <float zero = {0}>
   { g = Greater(x, zero) k = Compress(x, g) y = If(c) <then_branch = a () => (float[K] t)
   { t = Neg(k) }, else_branch = b () => (float[K] e) { e = Exp(k) }> }
+the mean of the losses of no rows:
+  agraph (float[N,3] x, int64[N] labels, float[3] w) => (float y, float z) {
+  y = NegativeLogLikelihoodLoss(x, labels) z = NegativeLogLikelihoodLoss(x, labels, w) }
 """)

@@ -26,14 +26,17 @@ def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     reads: dict[str, Tensor] = {"x": x, "target": target}
     if ctx.has(node, 2):
         reads["weight"] = ctx.dense(node, 2)
+    ignored = ctx.attr(node, "ignore_index")
+    # the mean of no rows is 0 in onnxruntime, unless their weights are added up: 0 / 0
+    mean = kind == "mean" and bool(count or "weight" in reads or ignored is not None)
     acc = accumulator(x.dtype)
     rows = ctx.scratch("float64" if acc == "double" else "float32", (max(count, 1), 2))
     writes = {"loss": loss} if kind == "none" else {"rows": rows}
     if len(node.outputs) > 1 and ctx.wants(node, 1):
         writes["log_prob"] = ctx.output(node, 1)
     problem = CrossEntropy(
-        "rows", count, classes, inner, x.dtype, target.dtype, ctx.attr(node, "ignore_index"),
-        node.op_type == "SoftmaxCrossEntropyLoss", kind == "mean",
+        "rows", count, classes, inner, x.dtype, target.dtype, ignored,
+        node.op_type == "SoftmaxCrossEntropyLoss", mean,
     )  # fmt: skip
     if count:
         ctx.select(node, problem, reads, writes)
