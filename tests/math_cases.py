@@ -212,12 +212,10 @@ _LABELLED = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 
 
 def kind_of(arrays: Sequence[np.ndarray | None], name: str | None) -> str:
-    array = arrays[int((name or "x0")[1:])]
-    return array.dtype.name
+    return arrays[int((name or "x0")[1:])].dtype.name
 
 
 def widen(a: np.ndarray) -> np.ndarray:
-    """Floats as float64."""
     return a.astype(np.float64) if a.dtype.kind == "f" or a.dtype.name == BF16 else a
 
 
@@ -684,7 +682,6 @@ def _sdpa(
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """All of them."""
     return (
         *_reductions(),
         *_softmaxes(),

@@ -47,8 +47,8 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4536, "autodiff": 1786, "cli": 3387, "cuda": 1794, "cuda_src": 15871, "distributed": 908,
-    "importer": 5491, "ir": 2374, "kernels": 9777, "lower": 9381, "nn": 4947, "ops": 12032,
+    "": 4534, "autodiff": 1782, "cli": 3387, "cuda": 1794, "cuda_src": 15871, "distributed": 908,
+    "importer": 5491, "ir": 2374, "kernels": 9777, "lower": 9381, "nn": 4947, "ops": 12031,
     "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8820, "torch": 3779,
     "training": 6959, "validation": 4670,
     "generation": 1654,

@@ -47,12 +47,11 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
     padded_rows = ctx.packed(core, f"rows of {line}", padded)
     if padded_rows is None:
         padded_rows = ctx.scratch(t.dtype, (*core_shape[:-1], line))
-        copy(ctx, node, core, _cut(padded_rows, k))
-    return _cut(padded_rows, k).expand(t.shape)
+        copy(ctx, node, core, _first_columns(padded_rows, k))
+    return _first_columns(padded_rows, k).expand(t.shape)
 
 
-def _cut(t: Tensor, k: int) -> Tensor:
-    """The first `k` of each row."""
+def _first_columns(t: Tensor, k: int) -> Tensor:
     return t.first((*t.shape[:-1], k))
 
 
@@ -268,7 +267,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         split, shape=(batch, groups, *outer, *taps.kernel, each), strides=(n, g, *step, *reach, c)
     )
     lines = ctx.scratch(x.dtype, (batch, groups, prod(outer), -(-depth // LINE) * LINE))
-    columns = _cut(lines, depth)
+    columns = _first_columns(lines, depth)
     copy(ctx, node, windows, columns.view(windows.shape))
     turned = w.view((groups, filters, each, *taps.kernel)).permute((0, 1, 3, 4, 5, 2))
     packed = ctx.packed(turned, "channels last", lambda array: array)

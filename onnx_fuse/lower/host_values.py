@@ -56,7 +56,7 @@ class HostValues(Context):
                 return True
         if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
-        if node.op_type == "Range" and self._elements(arrays) > WEIGHT_LIMIT:
+        if node.op_type == "Range" and self._range_elements(arrays) > WEIGHT_LIMIT:
             return False
         if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
             return False
@@ -99,8 +99,7 @@ class HostValues(Context):
         return operand is not None and self._type(operand)[0] == ir.DataType.INT32
 
     @staticmethod
-    def _elements(arrays: Sequence[np.ndarray | None]) -> float:
-        """Elements of Range(start, limit, delta)."""
+    def _range_elements(arrays: Sequence[np.ndarray | None]) -> float:
         start, limit, delta = (float(a.reshape(-1)[0]) for a in arrays if a is not None)
         return (limit - start) / delta
 

@@ -33,7 +33,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     if select(problem.op, problem, ctx.hw) is None:
         return "no kernel serves it"
     # the body's product, its passes over W and G, its sums and its product of one row
-    if not pays((_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
+    if not pays((_first_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
         return "another product is faster by more than the passes cost"
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
     names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
@@ -43,8 +43,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, problem, reads, writes)
 
 
-def _product(problem: GemmProblem) -> GemmProblem:
-    """The product that the body begins with."""
+def _first_product(problem: GemmProblem) -> GemmProblem:
     return replace(problem, op="Gemm", turned=False)
 
 

@@ -85,7 +85,6 @@ class Attention(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Whether there are no scores."""
         return not self.m * self.n
 
     def rate(self, hw: Hardware) -> float:
@@ -128,7 +127,6 @@ class CachedAttention(Attention):
 
     @property
     def bytes(self) -> int:
-        """Those of both."""
         return sum(part.bytes for part in self.parts)
 
 
