@@ -222,7 +222,7 @@ attention_softcap_alone: SdpaSoftcap; fed q k v mask
 attention_tanh_behind_a_mask: fed q k v mask
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  m = Add (s, mask)  t = Tanh (m)  p = Softmax (t)  y = MatMul (p, v)
-  reason: a Tanh behind a mask
+  reason: a Tanh after a mask
 attention_in_windows: SdpaMask; fed q k v
   (float[2,3,2,4,8] q, float[2,3,2,5,8] k, float[2,3,2,5,6] v, float[2,4,5] bias)
   => (float[B,3,2,4,6] y)

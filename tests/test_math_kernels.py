@@ -429,7 +429,7 @@ DIRECT, TMA, JOINT = sdpa.Direct(), sdpa_grad_sm90.WgmmaGrad(), sdpa_grad_sm90.W
         (JOINT, {"group": 2}, "share keys"),
         (JOINT, {"dv": 72}, "from 32 to 64"),
         (JOINT, {"m": 2049}, "2048 queries"),
-        (JOINT, {"causal": True}, "behind the last query"),
+        (JOINT, {"causal": True}, "after the last query"),
         (JOINT, {"dq_strides": (512, 64, 12)}, "16 bytes"),
         (DIRECT, {"k": 32, "dv": 32}, "not of 64"),
         (DIRECT, {"dtype": "float32"}, "16-bit"),
@@ -450,7 +450,7 @@ def test_a_kernel_of_attention_says_why_not(kernel, more, reason):
     assert kernel.supports(problem, H200) is None
     assert reason in str(kernel.supports(replace(problem, **more), H200))
     if kernel is DIRECT:
-        assert "sm_90 alone" in str(kernel.supports(problem, CHIPS["A100"]))
+        assert "only on sm_90" in str(kernel.supports(problem, CHIPS["A100"]))
 
 
 def test_gradients_of_attention_by_tma_go_where_they_fit():
