@@ -28,8 +28,8 @@ def launch(
 ) -> Launch:  # fmt: skip
     """The launch of an entry of a source, of so many blocks and threads of each, by its macros."""
     grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
-    made, block = defines(**macros), (threads, 1, 1)
-    return Launch(source, entry, grid, block, args, made, smem, cluster, sync, cooperative)
+    texts, block = defines(**macros), (threads, 1, 1)
+    return Launch(source, entry, grid, block, args, texts, smem, cluster, sync, cooperative)
 
 
 def matrices(
