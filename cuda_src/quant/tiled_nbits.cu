@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tiled_nbits(
         }
         if (TEAM == 1) return;
         __syncthreads();
-        partial[warp] = make_float2(sum, squares);
+        if (lane == 0) partial[warp] = make_float2(sum, squares);
         __syncthreads();
         sum = squares = 0;
 #pragma unroll
