@@ -358,10 +358,18 @@ def _problems(program: Program, other: Program) -> str:
     return "" if ends[0] == ends[1] else f"outputs {ends[0]} are {ends[1]} by itself"
 
 
+def largest_gradient(outputs: Mapping[str, Any]) -> float:
+    """The largest finite number of the gradients: where its terms cancel, any other of the same
+    graph is no more than their rounding."""
+    grads = [y.astype(np.float64) for name, y in outputs.items() if name.endswith(".grad")]
+    return max((np.abs(g[np.isfinite(g)]).max(initial=0) for g in grads), default=0)
+
+
 def differ(
     got: Mapping[str, np.ndarray], want: Mapping[str, Any], moves: Mapping[str, float] | None = None
 ) -> str:
     """The first output that is not what is wanted, or farther off than 8 times its `moves`."""
+    largest = largest_gradient(want)
     for name, expected in want.items():
         y = got[name]
         if y.shape != expected.shape or y.dtype != expected.dtype:
@@ -374,7 +382,8 @@ def differ(
         y, expected = y.astype(np.float64), expected.astype(np.float64)
         finite = np.isfinite(expected)
         same = np.isnan(y) & np.isnan(expected) | (y == expected)
-        limit = RTOL[want[name].dtype.name] * max(np.abs(expected[finite]).max(initial=0), SMALL)
+        least = SMALL * max(1, largest) if name.endswith(".grad") else SMALL
+        limit = RTOL[want[name].dtype.name] * max(np.abs(expected[finite]).max(initial=0), least)
         limit = max(limit, 8 * moves[name] if moves else 0)
         with np.errstate(invalid="ignore"):
             near = finite & (np.abs(y - expected) <= limit)

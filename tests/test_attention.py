@@ -309,6 +309,9 @@ NODES = {
     "past_causal_and_wide": ("is_causal = 1", "double[2,1,3,9] m, past", "GroupedSdpaMaskGuard"),
     "causal_and_half": ("is_causal = 1", "float16[2,1,3,5] m", "GroupedSdpaCausalMaskGuard"),
     "past_alone": ("scale = 0.3", ", past", "GroupedSdpa"),
+    # masks that onnxruntime adds by the operator's function, which broadcasts them
+    "integers_of_one_row": ("scale = 0.3", "int64[5] m", "GroupedSdpaMaskGuard"),
+    "integers_of_a_batch": ("scale = 0.3", "int64[2,1,1,5] m", "GroupedSdpaMaskGuard"),
 }
 
 
@@ -320,7 +323,7 @@ def node_feeds(model: ir.Model) -> dict[str, np.ndarray]:
         array = rng.standard_normal(shape, "f")
         hides = value.dtype == ir.DataType.BOOL
         feeds[str(value.name)] = array > 0 if hides else array.astype(value.dtype.numpy())
-    if "m" in feeds:
+    if "m" in feeds and feeds["m"].dtype.kind != "i":
         feeds["m"][..., 1, :] = False if feeds["m"].dtype == bool else -np.inf
     return feeds
 

@@ -586,6 +586,15 @@ def test_an_expand_to_a_number_is_one_of_a_vector() -> None:
     assert y.shape == (3,)
 
 
+def test_an_expand_to_a_negative_size_stays_for_onnxruntime_to_refuse() -> None:
+    graph = load(
+        parsed("(bool[1] x) => (bool[A] y) { s = Constant <value_ints = [-1]> ()"
+               "  e = Expand (x, s)  y = Not (e) }")
+    )  # fmt: skip
+    rewrite.optimize(graph)
+    assert [node.op_type for node in graph.graph] == ["Expand", "Not"]
+
+
 @pytest.mark.parametrize("error", [TypeError, AssertionError, IndexError])
 def test_a_fault_beside_onnxscripts_rules_is_no_fault_of_the_file(error: type[Exception]) -> None:
     model = load(parsed("(float[3] x) => (float[3] y) { y = Transpose <perm = [0]> (x) }"))

@@ -272,3 +272,18 @@ def test_attention_with_a_mask_of_any_float_type_is_one_program(dtype, mask, lev
     assert not any(call.host for call in lowered(graph).calls)
     y = interpreted(graph, feeds)["y"].astype(np.float32)
     np.testing.assert_allclose(y, want, atol={"float32": 2e-6, "float16": 4e-3}.get(dtype, 3e-2))
+
+
+def test_attention_of_heads_that_have_no_numbers() -> None:
+    """Batches of more than 0 end onnxruntime's process."""
+    shapes = {"q": (0, 3, 0), "k": (0, 1, 0), "v": (0, 1, 8)}
+    graph = load(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 21, "ms": 1]>
+    g (float[B,S,W] q, float[B,T,W] k, float[B,T,V] v) => (float[B,S,V] y)
+    { y = ms.MultiHeadAttention <num_heads = 4> (q, k, v) }""".replace("ms", "com.microsoft")
+        )
+    )
+    feeds = arrays(**shapes)
+    (want,) = ort.session(graph, as_written=True).run(None, feeds)
+    assert interpreted(graph, feeds)["y"].shape == want.shape

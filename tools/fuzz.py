@@ -345,10 +345,11 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
                     f"gradient, {run.label} {shapes_text(feed)}: {str(error)[:300]}",
                 )
         near = outputs(sessions[0], moved(feed, np.inf, coarse))
+        least = max(1e-5, every_size.SMALL * every_size.largest_gradient(answers[0]))
         for i, (name, want) in enumerate(answers[0].items()):
             if name.endswith(".grad") and want.shape != feed[name.removesuffix(".grad")].shape:
                 return "wrong", f"{name} has shape {want.shape}, {run.label} {shapes_text(feed)}"
-            if why := differs(want, answers[1][name], [near[i]], coarse):
+            if why := differs(want, answers[1][name], [near[i]], coarse, least=least):
                 return "wrong", f"gradient {name}, {run.label} {shapes_text(feed)}: {why}"
     return "equal", ""
 

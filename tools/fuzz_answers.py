@@ -135,11 +135,13 @@ def coarsest(model: ModelProto) -> str:
     return next((name for kind, name in named if kind in kinds), "")
 
 
-def differs(want: Any, got: Any, own: list[Any], coarse: str = "", times: float = 1) -> str:
+def differs(
+    want: Any, got: Any, own: list[Any], coarse: str = "", times: float = 1, least: float = 1e-5
+) -> str:
     """Why `got` is not `want`, whose other computations are `own`; empty where it is.
 
     The type of `coarse` was used on the way, or else that of the output alone. Numbers may be
-    `times` the usual limit apart.
+    `times` the usual limit apart. Where all are below `least`, they count as rounding of it.
     """
     want, got = np.asarray(want), np.asarray(got)
     if want.dtype != got.dtype or want.shape != got.shape:
@@ -168,9 +170,8 @@ def differs(want: Any, got: Any, own: list[Any], coarse: str = "", times: float 
     noise = max(
         (np.abs(a - np.asarray(o)[finite].astype(np.float64)).max() for o in own), default=0
     )
-    limit = (
-        RTOL.get(coarse or want.dtype.name, 2e-2) * max(np.abs(a).max(), 1e-5) + SENSITIVITY * noise
-    )
+    limit = RTOL.get(coarse or want.dtype.name, 2e-2) * max(np.abs(a).max(), least)
+    limit += SENSITIVITY * noise
     return "" if error <= times * limit else f"off by {error:.3g} (limit {limit:.3g})"
 
 

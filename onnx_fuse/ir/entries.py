@@ -99,6 +99,8 @@ class Entries:
         dims = [d for d in value.shape or () if isinstance(d, int)]
         if not followed or value.shape is None or len(dims) < len(value.shape):
             return None
+        if min(dims, default=0) < 0:  # an Expand or Reshape that onnxruntime refuses
+            return None
         return np.full(dims, None, object) if np.prod(dims, dtype=float) <= MOST else None
 
     def _entries(self, node: ir.Node) -> Array | None:

@@ -21,9 +21,9 @@ _LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.3895313892515
 def split_heads(op: Body, x: ir.Value, heads: int, width: int | None = None) -> ir.Value:
     """[B, S, N·h] as [B, N, S, h]."""
     size = width if width is not None else dim(x, 2)
-    if size is not None:
+    if size:
         rows = op.Reshape(x, [0, 0, heads, size // heads])
-    else:  # a -1 beside sizes of 0 has no value
+    else:  # not known, or 0: neither a -1 nor a copied size stands for it
         head = op.Div(op.Shape(x, start=2, end=3), [heads])
         sizes = op.Concat(op.Shape(x, start=0, end=2), [heads], head, axis=0)
         rows = op.Reshape(x, sizes, allowzero=1)

@@ -90,7 +90,10 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     else:
         y = emit(op, kind, grouped, inputs, scale, proved=step)
     attention = required(y.producer())
-    if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)
+    # onnxruntime's Attention (1.32) broadcasts no mask along its rows. A mask made of lengths may
+    # have one row, and one of a type that its kernel does not take went through the function.
+    takes = optional[0] is None or optional[0].dtype in (ir.DataType.BOOL, q.dtype)
+    if lengths is None and takes:
         attention.overload = "newer"
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
