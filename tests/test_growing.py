@@ -3,6 +3,7 @@
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from onnx_fuse.runtime import growing
 from onnx_fuse.runtime import instance as instance_module
 from onnx_fuse.runtime.arg_updates import operands
 from onnx_fuse.runtime.instance import Instance
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
 
@@ -215,6 +217,7 @@ def test_a_cache_that_grows_stays_where_it_is(
 ) -> None:
     """A token more is no new shape and no copy of the cache; what others see is as it was."""
     monkeypatch.setattr(growing, "LEAST", 4)
+    monkeypatch.setattr(growing, "MODEST", 0)
     session, rng = InferenceSession(row.model(), device="cuda"), np.random.default_rng(8)
     names = [v.name for v in session.get_outputs()]
     text = [row.feeds(2, 1, 0, rng) for _ in range(10)]
@@ -260,6 +263,33 @@ def test_a_cache_that_grows_stays_where_it_is(
         assert value.rooms is None
         assert value.address == address
         np.testing.assert_array_equal(value.numpy(), wanted[9][1][name])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "expected", "room"),
+    [
+        (1, 3, 0, 1024),
+        (1, 1023, 0, 1024),
+        (1, 1024, 0, 2048),
+        (1, 3, 3000, 4096),
+        (1, 3, 1 << 20, 8192),  # 256 MB: as many as may never come
+        (16, 3, 0, 512),
+        (64, 3, 900, 256),
+        (64, 300, 0, 512),
+    ],
+)
+def test_a_room_is_as_large_as_is_usual_where_that_is_little(
+    gpu: FakeGpu, sequences: int, tokens: int, expected: int, room: int
+) -> None:
+    """A next room is another program, which stops a text for some tenths of a second."""
+    shape = (sequences, 8, tokens, 128)
+    pasts = {str(i): DeviceTensor(0, shape, "float16", 0, None) for i in range(16)}
+    owner = SimpleNamespace(
+        pool=SimpleNamespace(allocate=lambda *_: SimpleNamespace(address=0)),
+        stream=SimpleNamespace(move_rows=lambda *_: None),
+        device_id=0,
+    )
+    assert growing.Rooms(owner, pasts, tokens, expected).size == room
 
 
 @pytest.mark.parametrize("row", [*EXPORTED, *ROOMY], ids=lambda row: row.name)

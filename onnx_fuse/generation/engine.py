@@ -243,6 +243,8 @@ class Engine:
     def _bound(self, rows: tuple[int, int] | None) -> Any:
         """A binding to the cache's places, or to some of its slots."""
         binding = self._bindings[rows] = self.session.io_binding()
+        if self.on_gpu:
+            binding.expected = self._room
         binding.bind_output(self.decoder.logits if self.sampler else TOKEN)  # the first one
         for cache in self.decoder.caches if self.in_place else ():
             shape, address, _ = self._slots[cache.past]

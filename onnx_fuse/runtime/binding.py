@@ -37,6 +37,8 @@ class Binding:
         self.results: dict[str, Any] = {}
         self.late: Pending | None = None
         """Results on their way to the host."""
+        self.expected = 0
+        """Tokens that caches which grow are to have in the end, if it is known."""
         self.ran_in: device.Stream | None = None
         """The stream of the last run, while nobody has waited for it."""
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 LEAST = 256
 """Tokens of the smallest room; others are twice as large as the one before."""
+USUAL = 1024
+"""Tokens that a room has where it takes MODEST bytes at most: the next one is another program."""
+MODEST = 256 << 20
 
 Run = Callable[[Binding], None]
 
@@ -76,10 +79,14 @@ class Grown(DeviceTensor):
 class Rooms:
     """Memory for the pasts of a model, each [B, H, room, D], of whose tokens `used` are in use."""
 
-    def __init__(self, owner: Resources, pasts: Mapping[str, DeviceTensor], tokens: int) -> None:
+    def __init__(
+        self, owner: Resources, pasts: Mapping[str, DeviceTensor], tokens: int, expected: int
+    ) -> None:
+        """`expected` tokens are to come in all, as far as anybody knows."""
         self.owner, self.used = owner, tokens
-        self.size = LEAST
-        while self.size <= tokens:
+        self.size, wanted = LEAST, max(USUAL, expected)
+        of_token = sum(prod(t.shape[:2]) * t.shape[3] * t.dtype.itemsize for t in pasts.values())
+        while self.size <= tokens or (self.size < wanted and 2 * self.size * of_token <= MODEST):
             self.size *= 2
         self.shapes = {n: (*t.shape[:2], self.size, t.shape[3]) for n, t in pasts.items()}
         self.dtypes = {n: t.dtype for n, t in pasts.items()}
@@ -208,7 +215,7 @@ class Growing:
             if past.ready is not None and past.ready is not home:
                 past.ready.before(home)
         [(_, tokens)] = counts
-        return Rooms(self._owner, pasts, tokens)
+        return Rooms(self._owner, pasts, tokens, binding.expected)
 
     def _others(self, binding: Binding) -> object:
         """Names, shapes and types of what is fed beside pasts."""

@@ -107,8 +107,11 @@ def test_a_cache_of_a_fixed_size_is_filled_where_it_stands(case: Fixed) -> None:
 
 
 @pytest.mark.parametrize("row", ROOMY, ids=lambda row: row.name)
-def test_a_cache_that_grows_stays_where_it_is(row: Exported) -> None:
+def test_a_cache_that_grows_stays_where_it_is(
+    row: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Presents become pasts for as many tokens as outgrow the first room."""
+    monkeypatch.setattr(growing, "MODEST", 0)
     model, rng = row.model(), np.random.default_rng(9)
     theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     names = [end.name for end in theirs.get_outputs()]
