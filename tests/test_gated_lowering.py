@@ -10,6 +10,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, GemmProblem
+from onnx_fuse.runtime import graphs
 
 GATED = """<ir_version: 10, opset_import: ["": 21, "onnx_fuse": 1]>
 agraph ({kind}[B,64] x) => ({kind}[B,N] y) {{ y = onnx_fuse.{op} (x, {norm}w, c) }}"""
@@ -102,6 +103,15 @@ def test_weights_that_are_given_anew_are_packed_anew(changed):
     value.const_value = onnx_ir.tensor(other, name=changed)
     second = interpret(program_of(model, feeds), feeds, {})["y"]
     assert np.abs(second.astype(np.float32) - first).max() > 0.1
+
+
+def test_a_stored_graph_has_no_weights_of_which_others_were_made():
+    """A cache of both would have no room for the weights of a decoder."""
+    model, feeds, _ = gated_model("RMSNormGateFirstGemmSilu", "float16")
+    program_of(model, feeds)
+    assert len(model.graph.meta["packed"]) == 2
+    kept = graphs.parts(model, beside=False)
+    assert [array.shape for array in kept.tensors.values()] == [(64, 96), (96,)]  # w, and c packed
 
 
 def test_each_pass_of_a_loop_has_its_own_shapes():

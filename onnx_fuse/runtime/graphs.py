@@ -62,9 +62,12 @@ def parts(model: ir.Model, *, beside: bool) -> Parts | None:
             return None
     names = {id(v.const_value): n for n, v in graph.initializers.items()}
     manifest: dict[str, Any] = {"places": places}
+    folded = {id(value) for value, _ in list(graph.meta.get("folded", {}).values())}
     for kind in _MADE:
         rows = manifest[kind] = []
         for name, (value, entry) in list(graph.meta.get(kind, {}).items()):
+            if id(entry) in folded:
+                continue  # programs read what was made of it
             arrays = entry if kind == "folded" else {"": entry}
             labels = {key: f"{kind} {name} {key}" for key in arrays}
             if id(value) in names:
