@@ -236,7 +236,12 @@ def users(layers: int) -> dict[str, Any]:
         path = Path(folder, "llama.onnx")
         config = replace(llama_cache.SIZES["llama-1b"], layers=layers, context=ROOM)
         save(llama_cache.build(config), path)
-        environment = {**os.environ, "ONNX_FUSE_CACHE_DIR": str(Path(folder, "cache"))}
+        environment = {
+            **os.environ,
+            "ONNX_FUSE_CACHE_DIR": str(Path(folder, "cache")),
+            "PYTHONPYCACHEPREFIX": str(Path(folder, "python")),  # as installed packages have it
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
         for name in ("cold", "again"):
             command = [sys.executable, "-c", FIRST, str(path), str(Path(of.__file__).parents[1])]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
