@@ -464,7 +464,7 @@ def _let_outer_names_win(branches: Sequence[ir.Graph], outer: set[ir.Value]) -> 
     So it is in onnxruntime; ONNX has no two values of one name.
     """
     names = {name for sub in branches for name in sub.initializers}
-    shadowed = {value for value in outer if value.name in names}
+    shadowed = {value for value in outer if value.name in names} if names else set()
     nodes = [node for sub in branches for node in all_nodes(sub)] if shadowed else []
     read = {value for node in nodes for value in node.inputs}
     read |= {value for sub in branches for value in sub.outputs}
