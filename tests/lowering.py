@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
-from support import table
+from support import answers, assert_near, normal, stock, table
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
@@ -61,6 +61,14 @@ def interpreted(model, feeds) -> dict[str, np.ndarray]:
     return interpret(program, feeds, weights_of(model), with_values, offsets=offsets)
 
 
+def assert_program(model, feeds, program=None, rtol=1e-6, atol=1e-6) -> Program:
+    """The program of a model, which by NumPy gives onnxruntime's results."""
+    program = program or program_of(model, feeds)
+    expected = answers(stock(model, optimized=True), feeds)
+    assert_near(interpret(program, feeds, weights_of(model), with_values), expected, rtol, atol)
+    return program
+
+
 def weights_of(model) -> dict[str, np.ndarray]:
     return {name: v.const_value.numpy() for name, v in model.graph.initializers.items()}
 
@@ -71,8 +79,7 @@ X = RNG.standard_normal((3, 4, 6)).astype(np.float32)
 
 
 def arrays(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+    return normal(shapes, seed=1)
 
 
 EMBEDDING = arrays(w=(3, 6), t=(4, 6), p=(4, 6))

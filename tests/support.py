@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
@@ -186,6 +186,13 @@ def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> 
     return dict(zip(names, session.run(names, given), strict=True))
 
 
+def step_results(step: onnx_ir.Model, spec: Any, feeds: Mapping[str, Any]) -> list[Any]:
+    """The loss and the next states of a training step; 0.5 is fed where nothing is given."""
+    given = {v.name: feeds.get(str(v.name), np.array(0.5, np.float32)) for v in step.graph.inputs}
+    found = answers(stock(step, optimized=True), given)
+    return [found[spec.loss], *(found[s.next] for s in spec.states if s.next)]
+
+
 def assert_same(found: Iterable[Any], expected: Iterable[Any], **tolerance: Any) -> None:
     """As many arrays, each the same to the bit, or as `assert_allclose` with what is given."""
     for a, b in zip(found, expected, strict=True):
@@ -193,6 +200,36 @@ def assert_same(found: Iterable[Any], expected: Iterable[Any], **tolerance: Any)
             np.testing.assert_allclose(a, b, **tolerance)
         else:
             np.testing.assert_array_equal(a, b)
+
+
+def normal(
+    shapes: Mapping[str, Sequence[int]], seed: int = 0, dtype: Any = np.float32
+) -> dict[str, np.ndarray]:
+    """Random arrays of a type by name."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def drawn(
+    model: onnx_ir.Model, sizes: Mapping[str, int] | int = 1, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Random floats for the inputs of a model; `sizes` are those of its open dimensions."""
+    rng, feeds = np.random.default_rng(seed), {}
+    for value in model.graph.inputs:
+        dims = [getattr(d, "value", d) for d in value.shape or ()]
+        given = dict.fromkeys(dims, sizes) if isinstance(sizes, int) else sizes
+        shape = [d if isinstance(d, int) else given[d] for d in dims]
+        feeds[str(value.name)] = rng.standard_normal(shape).astype(value.dtype.numpy())
+    return feeds
+
+
+def assert_near(
+    found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-7, atol: float = 0
+) -> None:
+    """What is expected by name is found there, in its shape."""
+    for name, want in expected.items():
+        assert np.shape(found[name]) == np.shape(want), name
+        np.testing.assert_allclose(found[name], want, rtol=rtol, atol=atol, err_msg=name)
 
 
 def in_threads(work: Callable[[Any], object], values: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ import onnx_ir
 import pytest
 import safetensors.numpy
 from cases import real_cases
-from support import answers, assert_same, run, stock
+from support import answers, assert_near, assert_same, run, stock
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -164,8 +164,7 @@ def test_products_within_the_weights_train_as_those_beside_them(
     np.testing.assert_allclose(results, outputs, rtol=1e-4, atol=1e-5)
     for one, other in zip(kept, again, strict=True):
         assert one.keys() == other.keys()
-        for name, array in one.items():
-            np.testing.assert_allclose(other[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+        assert_near(other, one, rtol=1e-4, atol=1e-6)
 
 
 ROOT = graph(
@@ -211,8 +210,7 @@ def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> 
         results.append({s.name: made[s.next] for s in spec.states} | {"loss": made[spec.loss]})
     beside, other = results
     assert beside.keys() == other.keys()
-    for name, array in beside.items():
-        np.testing.assert_allclose(other[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert_near(other, beside, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("level", [0, 2])

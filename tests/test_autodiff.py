@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cases import real_cases
 from onnx.backend.test import BackendTest
-from support import answers, with_weights
-from test_gradients import session
+from support import answers, assert_near, drawn, table, with_weights
+from test_gradients import plain_and_fused, session
 
 import onnx_fuse.ops.fused  # noqa: F401
 from onnx_fuse import autodiff, backend, rewrite
@@ -141,38 +141,29 @@ def test_an_operator_without_rule_goes_through_its_body():
 # ---- what is refused -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("body", "error", "words"),
-    [
-        ("y = Floor (x)", ModelError, ["'x' has no gradient", "Floor", "piecewise constant"]),
-        (
-            "i = Cast <to = 7> (x)\n y = Cast <to = 1> (i)",
-            ModelError,
-            ["Cast", "not of a floating-point type"],
-        ),
-        (
-            "n = Constant <value = int64[1] {1}> ()\n u, p, i, c = Unique (x)\n y = Reshape (u, n)",
-            ModelError,
-            ["Unique", "positions"],
-        ),
-        *(
-            (
-                "a = Constant <value = int64[1] {0}> ()\n v = Unsqueeze (x, a)\n"
-                "w = Constant <value = float[1,1,2] {1, 2}> ()\n"
-                "r = Constant <value = float[1,1,1] {1}> ()\n"
-                f"s = RNN <hidden_size = 1, {call}> (v, w, r)\n y = Flatten (s)",
-                ModelError,
-                ["node 's' (RNN)", why],
-            )
-            for call, why in (('activations = ["Affine"]', "its activations are affine, not tanh"),)
-        ),
-        ("y = Det (x)", ModelError, ["node 'y' (Det)", "no gradient rule"]),
-        ('y = Einsum <equation = "ii->i"> (x)', ModelError, ["(Einsum)", "diagonal"]),
-    ],
-)
-def test_refused_with_the_node_and_the_reason(body, error, words):
-    model = text_model(f"agraph (float[2,2] x) => (float[n,m] y) {{\n{body}\n}}")
-    with pytest.raises(error) as caught:
+REFUSED = table(globals())("""
+Floor: ["'x' has no gradient", "Floor", "piecewise constant"]
+  y = Floor (x)
+Cast: ["Cast", "not of a floating-point type"]
+  i = Cast <to = 7> (x) y = Cast <to = 1> (i)
+Unique: ["Unique", "positions"]
+  n = Constant <value_ints = [1]> () u, p, i, c = Unique (x) y = Reshape (u, n)
+RNN: ["node 's' (RNN)", "its activations are affine, not tanh"]
+  a = Constant <value_ints = [0]> () v = Unsqueeze (x, a)
+  w = Constant <value = float[1,1,2] {1, 2}> () r = Constant <value = float[1,1,1] {1}> ()
+  s = RNN <hidden_size = 1, activations = ["Affine"]> (v, w, r) y = Flatten (s)
+Det: ["node 'y' (Det)", "no gradient rule"]
+  y = Det (x)
+Einsum: ["(Einsum)", "diagonal"]
+  y = Einsum <equation = "ii->i"> (x)
+""")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_node_and_the_reason(name):
+    body, words = REFUSED[name]
+    model = text_model(f"agraph (float[2,2] x) => (float[n,m] y) {{ {body} }}")
+    with pytest.raises(ModelError) as caught:
         autodiff.gradient(model, wrt=["x"])
     for word in words:
         assert word in str(caught.value)
@@ -390,12 +381,17 @@ def against_body(model, arrays, wrt=None):
     return found
 
 
+def product(prefix, op, columns=N):
+    """A model of a product behind a norm or none, and its inputs."""
+    affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
+    call = f"{prefix}{op} (x, {NORM_INPUTS[prefix]}w, c)"
+    return fused(call, x=(2, 3, K), **affine, w=(K, columns), c=(columns,))
+
+
 @pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
 @pytest.mark.parametrize("prefix", NORM_INPUTS)
 def test_gemm_gradients(prefix, activation):
-    call = f"{prefix}Gemm{activation} (x, {NORM_INPUTS[prefix]}w, c)"
-    affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
-    model, arrays = fused(call, x=(2, 3, K), **affine, w=(K, N), c=(N,))
+    model, arrays = product(prefix, f"Gemm{activation}")
     found = against_body(model, arrays)
     names = [n.op_type for n in found.graph if n.domain == FUSE]
     assert names[1] == f"{prefix}Gemm{activation}Grad"
@@ -409,10 +405,7 @@ def test_gemm_gradients(prefix, activation):
 @pytest.mark.parametrize("prefix", NORM_INPUTS)
 def test_gated_products_have_the_gradient_of_their_parts(prefix, activation, place):
     """By their body, and with training's parts, which have kernels for it."""
-    call = f"{prefix}{place}Gemm{activation} (x, {NORM_INPUTS[prefix]}w, c)"
-    affine = dict.fromkeys(NORM_INPUTS[prefix].replace(",", "").split(), (K,))
-    shapes = {"x": (2, 3, K), **affine, "w": (K, 2 * N), "c": (2 * N,)}
-    model, arrays = fused(call, **shapes)
+    model, arrays = product(prefix, f"{place}Gemm{activation}", 2 * N)
     against_body(model, arrays)
     parts = model.clone()
     rewrite.optimize(parts, training=True)
@@ -490,24 +483,14 @@ def test_skip_norm_with_one_output_read():
 
 @pytest.mark.parametrize("shape", [(3, 4, 5, 2), (6, 4)], ids=str)
 def test_batch_norm_in_training_has_one_gradient_operator(shape):
-    results = []
-    for fused in (False, True):
-        model = text_model(
-            f"agraph (float{list(shape)} x, float[4] s, float[4] b, float[4] m, float[4] v)"
-            " => (float loss) {"
-            " y, rm, rv = BatchNormalization <training_mode = 1, epsilon = 0.01> (x, s, b, m, v)"
-            " z = Sin(y) loss = ReduceSum <keepdims = 0> (z) }"
-        )
-        inputs = model.graph.inputs[:3]
-        found = autodiff.backward(model, {model.graph.outputs[0]: None}, inputs, fused=fused)
-        model.graph.outputs.extend(found.values())
-        assert ("BatchNormGrad" in ops_of(model)) == fused
-        arrays = {v.name: rng(i).standard_normal(v.shape, "f") for i, v in
-                  enumerate(model.graph.inputs)}  # fmt: skip
-        got = run(model, {**arrays, "x": arrays["x"] + 3})
-        results.append([got[v.name] for v in found.values()])
-    for plain, ours in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, plain, atol=2e-5)
+    text = f"""agraph (float{list(shape)} x, float[4] s, float[4] b, float[4] m, float[4] v)
+        => (float loss) {{
+        y, rm, rv = BatchNormalization <training_mode = 1, epsilon = 0.01> (x, s, b, m, v)
+        z = Sin(y) loss = ReduceSum <keepdims = 0> (z) }}"""
+    feeds = drawn(text_model(text))
+    (plain, before), (ours, after) = plain_and_fused(text, feeds | {"x": feeds["x"] + 3}, "x s b")
+    assert ["BatchNormGrad" in ops_of(model) for model in (plain, ours)] == [False, True]
+    assert_near(after, before, atol=2e-5)
 
 
 @pytest.mark.parametrize("wanted", ["s b w c", "s b w", "x s b w c", "s b c"])
@@ -515,26 +498,17 @@ def test_batch_norm_in_training_has_one_gradient_operator(shape):
 def test_a_norm_whose_x_needs_no_gradient_makes_no_rows(turned, wanted):
     """One product where there were two; a scale of zero divides nothing."""
     weights, product = ("6, 5", "MatMul (h, w)") if turned else ("5, 6", "Gemm <transB = 1> (h, w)")
-    results = []
-    for fused in (False, True):
-        model = text_model(
-            f"agraph (float[20, 6] x, float[6] s, float[6] b, float[{weights}] w, float[5] c)"
-            f" => (float loss) {{ h = LayerNormalization (x, s, b) t = {product} u = Add(t, c)"
-            " z = Sin(u) loss = ReduceSum <keepdims = 0> (z) }"
-        )
-        inputs = [v for v in model.graph.inputs if v.name in wanted.split()]
-        found = autodiff.backward(model, {model.graph.outputs[0]: None}, inputs, fused=fused)
-        model.graph.outputs.extend(found.values())
-        arrays = {v.name: rng(i).standard_normal(v.shape, "f") for i, v in
-                  enumerate(model.graph.inputs)}  # fmt: skip
-        arrays["s"][2] = 0
-        got = run(model, {**arrays, "x": arrays["x"] + 3})
-        results.append({name: got[v.name] for name, v in found.items()})
+    text = f"""agraph (float[20, 6] x, float[6] s, float[6] b, float[{weights}] w, float[5] c)
+        => (float loss) {{ h = LayerNormalization (x, s, b) t = {product} u = Add(t, c)
+        z = Sin(u) loss = ReduceSum <keepdims = 0> (z) }}"""
+    feeds = drawn(text_model(text))
+    feeds["s"][2] = 0
+    feeds["x"] += 3
+    (_, before), (model, after) = plain_and_fused(text, feeds, wanted)
     ops, alone = ops_of(model), "x" not in wanted and "w" in wanted
     assert ops["LayerNormLeafGradTurned" if turned else "LayerNormLeafGrad"] == alone
     assert ops["Gemm"] + ops["MatMul"] == (1 if alone else 2 if wanted == "s b c" else 3)
-    for name, plain in results[0].items():
-        np.testing.assert_allclose(results[1][name], plain, atol=3e-5, err_msg=name)
+    assert_near(after, before, atol=3e-5)
 
 
 def test_large_mean_keeps_its_digits():

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir
 import pytest
 from decoders import slotted
-from support import answers, stock
+from support import answers, assert_near, stock
 
 from onnx_fuse import bench, rewrite
 from onnx_fuse.importer.save import inline
@@ -280,10 +280,7 @@ def agree(
             yield feeds, program, sizes
             assert not program.fallbacks
             got = interpret(program, feeds, weights)
-            for name, want in wanted.items():
-                np.testing.assert_allclose(
-                    got[name], want, rtol=row.limit, atol=row.limit, err_msg=f"{name} {sizes}"
-                )
+            assert_near(got, wanted, rtol=row.limit, atol=row.limit)
 
 
 def spoil(row: Layer, feeds: Feeds) -> None:

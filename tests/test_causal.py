@@ -5,7 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lowering import interpreted, program_of, weights_of
-from support import run
+from support import normal, run
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -237,8 +237,7 @@ def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Attenti
 def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     """With the result of onnxruntime in each case."""
     model = model_of(*(PROVED | READ | KEPT_AS_THEY_ARE)[name])
-    rng = np.random.default_rng(1)
-    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
+    feeds = normal(SIZES, 1)
     feeds = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
     (expected,) = run(model, feeds, optimized=True)
     rewrite.optimize(model, own_kernels=True)
@@ -256,9 +255,8 @@ def test_a_window_is_skipped_only_where_it_is_proved(name: str) -> None:
     """In float16, whose kernel knows windows; in float32 the mask is read."""
     mask, logits, window, read = WINDOWS.get(name, (*NO_WINDOWS.get(name, ("", "")), (), True))
     model = model_of(mask, logits)
-    rng = np.random.default_rng(1)
     sizes = {n: tuple(16 if size == 9 else size for size in s) for n, s in SIZES.items()}
-    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in sizes.items()}
+    feeds = normal(sizes, 1)
     feeds["padding"][..., ::3] = 1.0  # each window has a key that is no padding
     feeds = {str(v.name): feeds[str(v.name)] for v in model.graph.inputs}
     (expected,) = run(model, feeds, optimized=True)
@@ -312,8 +310,7 @@ IDLE = {
 def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
     mask, logits, idle = IDLE[name]
     model = model_of(mask, logits)
-    rng = np.random.default_rng(1)
-    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
+    feeds = normal(SIZES, 1)
     (expected,) = run(model, feeds, optimized=True)
     rewrite.optimize(model, own_kernels=True)
     assert bool(attention_of(model, SIZES).mask) != idle

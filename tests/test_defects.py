@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from support import Cli, run, table
+from support import Cli, normal, run, table
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -615,8 +615,7 @@ grouped: "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v", {"q": (2, 4, 3,
 @pytest.mark.parametrize("name", CONTRADICTED)
 def test_equal_names_of_sizes_are_no_proof(name: str) -> None:
     inputs, body, shapes = CONTRADICTED[name]
-    rng = np.random.default_rng(0)
-    feeds = {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    feeds = normal(shapes)
     proto = parsed(f"g ({inputs}) => (float y) {{ {body} }}")
     del proto.graph.output[0].type.tensor_type.shape.dim[:]
     proto.graph.output[0].type.tensor_type.ClearField("shape")

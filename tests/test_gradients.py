@@ -17,11 +17,12 @@ from gradient_loops import LOOPS, OTHER_RECURRENT, RECURRENT
 from gradient_rows import BINARY, F32, F64, INDEXING, MATMUL, REDUCE, SHAPE, UNARY, rng, within
 from gradient_windows import CONV, POOL
 from onnx import TensorProto, helper, numpy_helper
-from support import stock
+from support import assert_near, stock
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.build import text_model
 
 onnxruntime.set_default_logger_severity(4)
 STEP = {F64: 2.0**-10, F32: 2.0**-6}
@@ -226,8 +227,22 @@ def test_gradients_of_fused_norms_are_exact_in_double(name):
         for gradient in (autodiff.gradient(m, wrt=[*feeds]) for m in (model, fused))
         for names in [[f"{v}.grad" for v in feeds]]
     )
-    for key, value in expected.items():
-        np.testing.assert_allclose(got[key], value, rtol=1e-11, atol=1e-13, err_msg=key)
+    assert_near(got, expected, rtol=1e-11, atol=1e-13)
+
+
+def plain_and_fused(text, feeds, wanted=""):
+    """(model, gradients by input) of a loss, without and with operators of ours in its backward."""
+    found = []
+    for fused in (False, True):
+        model = text_model(text)
+        inputs = [v for v in model.graph.inputs if v.name in (wanted.split() or feeds)]
+        loss = {model.graph.outputs[0]: None}
+        gradients = autodiff.backward(model, loss, inputs, fused=fused)
+        model.graph.outputs.extend(gradients.values())
+        names = [v.name for v in gradients.values()]
+        made = session(model).run(names, feeds)
+        found.append((model, dict(zip(gradients, made, strict=True))))
+    return found
 
 
 def shape_of(info):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lowering import program_of, weights_of
+from support import assert_near
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
@@ -290,8 +291,7 @@ def test_the_step_on_a_gpu_is_the_same_program() -> None:
         found = interpret(program, arrays, weights_of(graph))
         states = {name: found[after] for after, name in successors.items()}
         assert not [call for call in program.calls if call.host]
-    for name, array in trainer.state().items():
-        np.testing.assert_allclose(states[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_near(states, trainer.state(), rtol=1e-5, atol=1e-6)
 
 
 def test_first_states_of_an_optimizer_take_no_memory_on_the_host() -> None:

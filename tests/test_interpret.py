@@ -16,6 +16,7 @@ from every_size_models import GRAPHS, subjects
 from lowering import arrays, interpreted, lowered, with_values
 from math_cases import TOLERANCE, Case, cases, widen
 from special_values import ROWS, assert_same, special_row
+from support import drawn
 
 from onnx_fuse import program, rewrite
 from onnx_fuse.autodiff.load import load
@@ -232,10 +233,7 @@ def test_a_convolutions_bias_has_the_sum_over_images_and_pixels() -> None:
         "{ z = Conv <pads = [1,1,1,1]> (x, w, b) y = Relu(z) }"
     )
     graph = onnx_fuse.gradient(onnx_fuse.optimize(model), wrt=["b"])
-    rng = np.random.default_rng(0)
-    feeds = {
-        v.name: rng.standard_normal(v.shape.numpy()).astype(np.float32) for v in graph.graph.inputs
-    }
+    feeds = drawn(graph)
     subject = Subject("", graph, graph)
     want = subject.lowered_results(feeds)
     assert to_proto(graph).graph.output[-1].name == "b.grad"

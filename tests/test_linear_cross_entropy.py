@@ -18,7 +18,7 @@ from head_rows import (
     truth,
 )
 from lowering import program_of
-from support import stock, with_weights
+from support import assert_same, normal, step_results, with_weights
 
 from onnx_fuse import autodiff, optim, rewrite
 from onnx_fuse.cuda import nvrtc
@@ -228,30 +228,20 @@ def test_a_smoothed_loss_takes_over_many_scores(
     options = {"ignore_index": -1, "label_smoothing": 0.2, "reduction": reduction}
     if weighted:
         options["weight"] = rng.random(classes).astype(np.float32)
-    w = rng.standard_normal((4, classes)).astype(np.float32)
-    feeds = {
-        "x": rng.standard_normal((6, 4)).astype(np.float32),
-        "labels": np.array(labels),
-        "w": w,
-    }
+    feeds = normal({"x": (6, 4), "w": (4, classes)}) | {"labels": np.array(labels)}
     found = []
     for fused in (False, True):
-        model = with_weights(text_model(text), {"w": w})
+        model = with_weights(text_model(text), {"w": feeds["w"]})
         step, spec = training_model(
             model, loss="cross_entropy", loss_options=options, optimizer=optim.SGD(lr=0.5),
             level=2, fused=fused,
         )  # fmt: skip
         kinds = {n.op_type for n in step.graph}
         assert ("LinearCrossEntropy_gx_gw_gb" in kinds) == (fused and classes == CLASSES)
-        given = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
-        run = stock(step, optimized=True)
-        names = [v.name for v in step.graph.outputs]
-        got = dict(zip(names, run.run(None, given), strict=True))
-        found.append([got[spec.loss], got[next(s.next for s in spec.states if s.name == "w")]])
-    for with_ours, without in zip(*found, strict=True):
-        np.testing.assert_allclose(with_ours, without, rtol=2e-5, atol=1e-6)
+        found.append(step_results(step, spec, feeds))
+    assert_same(*found, rtol=2e-5, atol=1e-6)
     if max(labels) < 0:
-        np.testing.assert_array_equal(found[0][1], w)
+        np.testing.assert_array_equal(found[0][1], feeds["w"])
 
 
 @pytest.mark.parametrize("kind", ["float", "bfloat16"])

@@ -10,6 +10,7 @@ import onnxscript
 import pytest
 from onnxscript import FLOAT
 from onnxscript import opset18 as op
+from support import assert_near
 
 from onnx_fuse.errors import DataError, ModelError, OnnxFuseError, UsageError
 from onnx_fuse.importer.save import to_proto
@@ -80,8 +81,7 @@ def test_a_loss_as_onnx_is_the_loss_by_name(form: str, level: int, tmp_path: Pat
     ]
     losses = [[float(run.step(batch(i))) for i in range(3)] for run in runs]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
-    for name, array in runs[0].weights().items():
-        np.testing.assert_allclose(runs[1].weights()[name], array, rtol=1e-5, err_msg=name)
+    assert_near(runs[1].weights(), runs[0].weights(), rtol=1e-5)
     assert runs[1].evaluate(batch(9)).loss == pytest.approx(runs[0].evaluate(batch(9)).loss)
 
 
@@ -97,8 +97,7 @@ def test_a_loss_in_a_file_reads_outputs_by_name(tmp_path: Path) -> None:
     assert trainer.step(feeds) == pytest.approx((d**2).sum() + (scaled**2).sum(), rel=1e-5)
     found = trainer.weights()
     expected = {"w": w - 0.02 * x.T @ d, "v": v - 0.02 * x.T @ (scaled * [0.5, 2.0])}
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
     trainer.save(tmp_path / "tuned.onnx")
     saved = onnx.load(tmp_path / "tuned.onnx").graph
     assert [n.op_type for n in saved.node] == ["MatMul", "MatMul"]

@@ -8,13 +8,14 @@ from lowering import (
     H200,
     X,
     arrays,
+    assert_program,
     interpreted,
     lowered,
     program_of,
     weights_of,
     with_values,
 )
-from support import stock
+from support import assert_near, drawn, stock
 
 from onnx_fuse import rewrite, session
 from onnx_fuse.cuda import nvrtc, pointwise
@@ -59,27 +60,13 @@ def test_the_scale_of_a_norm_is_broadcast(axis, scale, bias):
     text += f", float[{bias}] b" if bias else ""
     text += f") => (float[4,3,4] y, float[] m) {{ y, m = LayerNormalization <axis = {axis}> "
     model = text_model(text + f"(x, s{', b' if bias else ''}) }}")
-    rng = np.random.default_rng(0)
-    feeds = {
-        v.name: rng.standard_normal([int(d) for d in v.shape]).astype(np.float32)
-        for v in model.graph.inputs
-    }
-    expected = stock(model, optimized=True).run(None, feeds)
-    got = interpret(program_of(model, feeds), feeds, weights_of(model))
-    for name, y in zip("ym", expected, strict=True):
-        np.testing.assert_allclose(got[name], y, rtol=1e-5, atol=1e-5)
+    assert_program(model, drawn(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_gives_onnxruntimes_results(name):
     text, feeds = GRAPHS[name]
-    model = text_model(text)
-    program = program_of(model, feeds)
-    expected = stock(model, optimized=True).run(None, feeds)
-    got = interpret(program, feeds, weights_of(model))
-    for value, want in zip(model.graph.outputs, expected, strict=True):
-        assert got[value.name].shape == want.shape
-        np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=1e-6)
+    assert_program(text_model(text), feeds)
 
 
 # the four differ from the first by nothing, an attribute, the value of an input, a type
@@ -279,13 +266,9 @@ def test_the_copies_of_a_concat_share_a_launch(name):
     nodes = nodes.replace("Concat(", "Concat<axis=-1>(")
     model = text_model(f"agraph ({_PARTS}) => (float[N,M,K,L] y, float[P,Q,R,S] z) {{ {nodes} }}")
     feeds = arrays(a=(2, 3, 5, 4), b=(2, 3, 1, 4), c=(2, 3, 7, 4))
-    program = program_of(model, feeds)
+    program = assert_program(model, feeds, atol=0)
     if kernels is not None:
         assert sorted(call.kernel for call in program.calls) == sorted(kernels)
-    expected = stock(model, optimized=True).run(None, feeds)
-    got = interpret(program, feeds, {})
-    for value, want in zip(model.graph.outputs, expected, strict=True):
-        np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=0)
 
 
 CASTS = {  # the kernels of a row of GRAPHS: one of rows with gaps between them, one of vectors
@@ -483,8 +466,7 @@ def test_calls_of_one_operator_take_its_body_in_turn(monkeypatch):
     apart = program_of(graph, feeds, state=state)
     assert len(made) - few == few + 1, "of three updates two are of one shape"
     got, want = (interpret(x, feeds, weights_of(graph)) for x in (program, apart))
-    for name, y in want.items():
-        np.testing.assert_allclose(got[name], y, rtol=1e-6, atol=1e-7, err_msg=name)
+    assert_near(got, want, rtol=1e-6, atol=1e-7)
 
 
 def test_a_float16_step_overflows_and_recovers():

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir
 import pytest
-from support import answers, table
+from support import answers, assert_near, drawn, table
 
 from onnx_fuse import session
 from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
@@ -46,15 +46,6 @@ two outputs of one value's making: "x", {"y"}
 SIZES = {"M": 3, "K": 4, "N": 5}
 
 
-def arrays(model: onnx_ir.Model, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    found = {}
-    for value in model.graph.inputs:
-        shape = [d if isinstance(d, int) else SIZES[str(d.value)] for d in value.shape]
-        found[str(value.name)] = rng.standard_normal(shape).astype(np.float32)
-    return found
-
-
 def run(model: onnx_ir.Model, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return answers(ort.session(model), feeds)
 
@@ -74,11 +65,10 @@ def test_the_halves_compute_what_the_whole_computes(name: str, recompute: bool) 
     model = session.load(text_model(text))
     halves = partition(model, list(wrt), recompute=recompute)
     whole = gradient(model, list(wrt))
-    feeds = arrays(whole)
+    feeds = drawn(whole, SIZES)
     expected = run(whole, feeds)
     found = both(model, halves, feeds)
-    for key, array in expected.items():
-        np.testing.assert_allclose(found[key], array, rtol=1e-5, atol=1e-6, err_msg=key)
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
     own = {str(v.name) for v in model.graph.inputs}
     dys = {str(v.name) for v in whole.graph.inputs} - own
     read = {str(v.name) for v in halves.backward.graph.inputs} - own - dys
@@ -98,10 +88,9 @@ def test_attention_is_kept_in_the_order_in_which_it_is_read() -> None:
     assert "t" in kept
     assert "y" not in kept
     whole = gradient(model, list("qkv"))
-    feeds = arrays(whole)
+    feeds = drawn(whole, SIZES)
     found = both(model, halves, feeds)
-    for key, array in run(whole, feeds).items():
-        np.testing.assert_allclose(found[key], array, rtol=1e-4, atol=1e-5, err_msg=key)
+    assert_near(found, run(whole, feeds), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["one fused operator", "nothing but inputs"])
@@ -110,8 +99,8 @@ def test_gradients_of_gradients_are_those_of_differences(name: str) -> None:
     model = session.load(text_model(text))
     first = partition(model, list(wrt), recompute=True).backward
     second = partition(first, ["x"], recompute=True).backward
-    drawn = arrays(first) | arrays(second, seed=2)
-    feeds = {k: a.astype(np.float64) for k, a in drawn.items()}
+    given = drawn(first, SIZES) | drawn(second, SIZES, seed=2)
+    feeds = {k: a.astype(np.float64) for k, a in given.items()}
     step = np.random.default_rng(1).standard_normal(feeds["x"].shape)
 
     def along(t: float) -> float:
@@ -148,8 +137,7 @@ def test_parameters_that_a_pass_packed_are_inputs_in_their_own_shapes() -> None:
     names = open_parameters(model, trainable(model))
     assert sorted(names) == ["a", "b", "c"]
     after = run(model, {"x": x, **weights})
-    for key, array in before.items():
-        np.testing.assert_allclose(after[key], array, rtol=1e-6)
+    assert_near(after, before, rtol=1e-6)
     shapes = {str(v.name): tuple(v.shape or ()) for v in model.graph.inputs[1:]}
     assert shapes == {"a": (2, 2), "b": (2, 2), "c": (2,)}
 
@@ -159,7 +147,7 @@ def test_what_draws_random_numbers_is_not_run_again() -> None:
     { r = RandomNormalLike(x) e = Exp(r) y = Mul(x, e) }"""
     model = session.load(text_model(text))
     halves = partition(model, ["x"])
-    feeds = arrays(model) | {"y.grad": np.ones((3, 4), np.float32)}
+    feeds = drawn(model, SIZES) | {"y.grad": np.ones((3, 4), np.float32)}
     found = both(model, halves, feeds)
     np.testing.assert_allclose(found["x.grad"] * feeds["x"], found["y"], rtol=1e-5)
     with pytest.raises(ModelError, match="draws random numbers"):

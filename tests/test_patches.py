@@ -1,8 +1,7 @@
 """A convolution of patches that do not overlap, as a product of them in a training step."""
 
-import numpy as np
 import pytest
-from support import stock, with_weights
+from support import assert_same, normal, step_results, with_weights
 
 from onnx_fuse import optim
 from onnx_fuse.ir.build import text_model
@@ -26,30 +25,18 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_gives_the_loss_and_weights_of_the_convolution(name: str) -> None:
     attributes, x_shape, w_shape, biased, product = ROWS[name]
-    rng = np.random.default_rng(0)
-    weights = {"w": rng.standard_normal(w_shape).astype(np.float32)}
-    if biased:
-        weights["b"] = rng.standard_normal(w_shape[0]).astype(np.float32)
+    weights = normal({"w": w_shape} | ({"b": w_shape[:1]} if biased else {}))
     shape = ",".join(map(str, ("B", *x_shape[1:])))
     given = ", ".join(f"float[{','.join(map(str, a.shape))}] {n}" for n, a in weights.items())
     text = f"""agraph (float[{shape}] x, {given}) => (float[B,F] y)
         {{ c = Conv <{attributes}> (x, {", ".join(weights)}) p = GlobalAveragePool (c)
            y = Flatten (p) }}"""
-    feeds = {
-        "x": rng.standard_normal(x_shape).astype(np.float32),
-        "labels": rng.standard_normal((x_shape[0], w_shape[0])).astype(np.float32),
-        **weights,
-    }
+    feeds = normal({"x": x_shape, "labels": (x_shape[0], w_shape[0])}, seed=1) | weights
     found = []
     for fused in (False, True):
         model = with_weights(text_model(text), weights)
         step, spec = training_model(model, loss="mse", optimizer=optim.SGD(lr=0.5), fused=fused)
         kinds = {n.op_type for n in step.graph}
         assert ("Conv" in kinds) != (fused and product)
-        run = stock(step, optimized=True)
-        fed = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
-        names = [v.name for v in step.graph.outputs]
-        got = dict(zip(names, run.run(None, fed), strict=True))
-        found.append([got[spec.loss], *(got[s.next] for s in spec.states if s.next)])
-    for plain, rewritten in zip(*found, strict=True):
-        np.testing.assert_allclose(rewritten, plain, rtol=1e-5, atol=1e-5)
+        found.append(step_results(step, spec, feeds))
+    assert_same(*reversed(found), rtol=1e-5, atol=1e-5)

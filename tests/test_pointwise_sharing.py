@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lowering import program_of
 from onnx.reference import ReferenceEvaluator
-from support import table
+from support import drawn, table
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
@@ -39,9 +39,7 @@ only a row in common: "float[6,8] x, float[5,8] v, float[8] b", "float[6,8] y, f
 def test_calls_that_read_the_same_tensors(name: str) -> None:
     inputs, outputs, nodes, expected = ROWS[name]
     model = text_model(f"agraph ({inputs}) => ({outputs}) {{ {nodes} }}")
-    rng = np.random.default_rng(0)
-    shapes = {str(v.name): v.shape.numpy() for v in model.graph.inputs if v.shape is not None}
-    feeds = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+    feeds = drawn(model)
     program = program_of(model, feeds)
     steps = [[s.name for s in c.expression.steps] for c in program.calls if c.expression]
     assert ["+".join(names) for names in steps] == expected

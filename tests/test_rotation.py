@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lowering import program_of
-from support import run
+from support import normal, run
 
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
@@ -52,9 +52,7 @@ def test_a_rotation_by_halves_has_the_same_bits(name: str) -> None:
     text, count = ROWS[name]
     model = text_model(HEAD + text)
     infer_shapes(model)
-    rng = np.random.default_rng(0)
-    shapes = {"x": (2, 2, 5, 6), "c": (5, 6), "s": (5, 6)}
-    feeds = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    feeds = normal({"x": (2, 2, 5, 6), "c": (5, 6), "s": (5, 6)})
     feeds["x"].reshape(-1)[:12] = [0, -0.0, np.inf, -np.inf, np.nan, 1e38, *[-0.0] * 6]
     feeds["s"][1] = [0, -0.0, 1e38, np.inf, 1, -1]
     (want,) = run(model, feeds, optimized=True)

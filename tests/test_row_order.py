@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from lowering import program_of
-from support import assert_same, stock
+from support import assert_same, drawn, stock
 
 from onnx_fuse import rewrite
 from onnx_fuse.ir.build import text_model
@@ -53,11 +53,7 @@ def attention(batch: int, also: str = "") -> str:
 def optimized(text: str) -> tuple[list[np.ndarray], list[np.ndarray], list[str], list[Call]]:
     """What onnxruntime makes of the graph before and after, its operators, and the calls."""
     model = text_model(text)
-    rng = np.random.default_rng(0)
-    feeds = {
-        v.name or "": rng.standard_normal(v.shape.numpy()).astype(np.float32)
-        for v in model.graph.inputs
-    }
+    feeds = drawn(model)
 
     def run() -> list[np.ndarray]:
         return list(stock(model, optimized=True).run(None, feeds))

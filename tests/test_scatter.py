@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from lowering import program_of
+from support import normal
 
 from onnx_fuse import gradient
 from onnx_fuse.autodiff.load import load
@@ -60,7 +61,7 @@ def test_a_looked_up_table_that_is_multiplied_by_has_its_gradients_summed_in_one
         "g = Add (dw, s) y = Neg (g) }"
     )
     shapes = {"v": (9, 11, 300), "u": (9, 11, 300), "x": (40, 99)}
-    feeds = {n: RNG.standard_normal(s).astype(np.float32) for n, s in shapes.items()} | {"i": IDS}
+    feeds = normal(shapes) | {"i": IDS}
     program = program_of(load(text_model(text)), feeds)
     assert [p.fresh for p in scatters(program)] == [False]
     assert [c.kernel for c in program.calls] == ["MatMul", "ScatterND", "Neg"]

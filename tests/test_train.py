@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from support import answers, assert_same, run, stock
+from support import answers, assert_near, assert_same, run, stock
 
 from onnx_fuse import autodiff, nn, rewrite
 from onnx_fuse.autodiff.load import load
@@ -205,8 +205,7 @@ def test_fused_and_plain_graphs_train_alike(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
     plain, fused = (t.weights() for t in trainers)
     assert plain.keys() == fused.keys()
-    for key in plain:
-        np.testing.assert_allclose(plain[key], fused[key], rtol=1e-4, atol=2e-6, err_msg=key)
+    assert_near(plain, fused, rtol=1e-4, atol=2e-6)
     assert_saves(trainers[1], to_proto(model), feeds(9), tmp_path / "tuned.onnx")
 
 

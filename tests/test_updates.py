@@ -2,6 +2,7 @@
 
 import numpy as np
 from lowering import program_of
+from support import drawn
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.updates import Updates
@@ -32,10 +33,7 @@ def test_each_update_is_of_its_own_operands(monkeypatch) -> None:
         Updates, "again", lambda *given: repeated.append(again(*given)) or repeated[-1]
     )
     model = text_model(STEP)
-    rng = np.random.default_rng(0)
-    feeds = {
-        v.name: rng.standard_normal(tuple(v.shape)).astype(np.float32) for v in model.graph.inputs
-    } | {"lr": np.array(0.01, np.float32)}
+    feeds = drawn(model) | {"lr": np.array(0.01, np.float32)}
     program = program_of(model, feeds)
     assert [found is not None for found in repeated] == [False, True, False, False, False]
     found = interpret(program, feeds, {})

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import pytest
 from lowering import program_of
-from support import ENCODER, Cli, table
+from support import ENCODER, Cli, normal, table
 
 from onnx_fuse import ops, rewrite
 from onnx_fuse.autodiff.load import load as load_model
@@ -642,8 +642,7 @@ def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
         f"float[{','.join(map(str, shape))}] {k}" for k, shape in zip("xwb", shapes, strict=False)
     )
     model = text_model(f"g ({given}) => (float y) {{ {results} = {node} }}")
-    rng = np.random.default_rng(0)
-    feeds = {k: rng.standard_normal(s).astype(np.float32) for k, s in zip("xwb", shapes)}  # noqa: B905
+    feeds = normal(dict(zip("xwb", shapes, strict=False)))
     model.graph.outputs[0].shape = None
     [want] = ort.run(ort.session(model), feeds)
     [got] = reference_evaluator(model).run(None, feeds)

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from lowering import lowered
 from math_cases import Case
-from test_gradients import session
+from support import drawn
+from test_gradients import plain_and_fused
 from window_gradients import network
 
-from onnx_fuse import autodiff
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
+from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Num
 from onnx_fuse.program.problems import (
@@ -59,26 +60,12 @@ GRAPHS = {
 def test_an_operator_of_its_own_has_the_same_gradient(name: str) -> None:
     kind, x, w, node = GRAPHS[name]
     weight = f", {kind}{list(w)} w" if w else ""
-    found = []
-    for fused in (False, True):
-        model = text_model(
-            f"agraph ({kind}{list(x)} x{weight}) => ({kind} loss) {{ y = {node} z = Sin(y)"
-            " loss = ReduceSum <keepdims = 0> (z) }"
-        )
-        gradients = autodiff.backward(
-            model, {model.graph.outputs[0]: None}, list(model.graph.inputs), fused=fused
-        )
-        model.graph.outputs.extend(gradients.values())
-        own = {n.op_type for n in model.graph} & {"ConvWeightGrad", "MaxPoolGrad"}
-        assert bool(own) == fused
-        rng = np.random.default_rng(3)
-        feeds = {
-            v.name: rng.standard_normal(v.shape).astype(v.dtype.numpy()) for v in model.graph.inputs
-        }
-        run = session(model)
-        names = [v.name for v in gradients.values()]
-        found.append(run.run(names, feeds))
-    for plain, ours in zip(*found, strict=True):
+    text = f"""agraph ({kind}{list(x)} x{weight}) => ({kind} loss)
+        {{ y = {node} z = Sin(y) loss = ReduceSum <keepdims = 0> (z) }}"""
+    made = plain_and_fused(text, drawn(text_model(text), seed=3))
+    own = [{n.op_type for n in m.graph} & {"ConvWeightGrad", "MaxPoolGrad"} for m, _ in made]
+    assert [bool(ops) for ops in own] == [False, True]
+    for plain, ours in zip(*(gradients.values() for _, gradients in made), strict=True):
         # sums of float16 in another order
         atol = 0 if plain.dtype == np.float32 else 2e-3 * np.abs(plain).max()
         np.testing.assert_allclose(ours, plain, rtol=0, atol=atol)
@@ -180,19 +167,23 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+def interpreted_case(case: Case) -> Program:
+    """Its program, which by NumPy gives the oracle's result."""
+    program = case.program()
+    assert not program.fallbacks
+    found = interpret(program, {f"x{i}": a for i, a in enumerate(case.arrays())}, {})["y0"]
+    (truth,) = case.oracle()
+    np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())
+    return program
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_problem_of_a_weight_gradient_is_the_gradient(name: str) -> None:
     """Also where the images are copied with gaps: pixels of few channels, rows of a filter."""
     dy, x, how = WEIGHTS[name]
     attrs = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
     attrs |= {"group": 1, "swap": [1, 0, 2, 3]}
-    case = Case("ConvWeightGrad", (dy, x), attrs | how, 1, "float16", FUSE)
-    arrays = case.arrays()
-    program = case.program()
-    assert not program.fallbacks
-    found = interpret(program, {f"x{i}": a for i, a in enumerate(arrays)}, {})["y0"]
-    (truth,) = case.oracle()
-    np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())
+    interpreted_case(Case("ConvWeightGrad", (dy, x), attrs | how, 1, "float16", FUSE))
 
 
 TRANSPOSED = {
@@ -207,16 +198,11 @@ TRANSPOSED = {
 def test_a_phase_is_stored_where_its_pixels_are(name: str) -> None:
     """All phases write into one image."""
     x, w, how = TRANSPOSED[name]
-    case = Case("ConvTranspose", (x, w), how, 1, "float16")
-    arrays = case.arrays()
-    program = case.program()
+    program = interpreted_case(Case("ConvTranspose", (x, w), how, 1, "float16"))
     calls = [call for call in program.calls if call.kernel == "ConvTranspose"]
     assert calls
     assert all(isinstance(call.problem, Conv) and call.problem.y_strides for call in calls)
     assert len({y.buffer for call in calls for _, y in call.writes}) == 1
-    found = interpret(program, {f"x{i}": a for i, a in enumerate(arrays)}, {})["y0"]
-    (truth,) = case.oracle()
-    np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())
 
 
 CHUNK_AT = {"wgmma": -1, "mma": -4}  # where a kernel's numbers say how many pixels a block has
