@@ -139,7 +139,7 @@ class FakeGpu(IdleDriver):
             return done
 
         def renewed(made: instance.Instance) -> None:
-            part = made._current.parts[0]
+            part = made.launcher.parts[0]
             launches = (x for call in made.program.calls for x in call.launches)
             for k, (step, launch) in enumerate(zip(part._steps, launches, strict=True)):
                 step._kernel = id(launch)

@@ -58,6 +58,24 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
     assert len(runner.instances()) == 2
 
 
+def test_places_that_come_again_after_another_shape(gpu: FakeGpu) -> None:
+    """Their launches have the numbers of the present shape, not of the one they were bound for."""
+    session = InferenceSession(text_model(OPEN), device="cuda")
+    session.run(None, {"x": np.zeros((34, 8), np.float32), "b": BIAS})
+    found, bindings = [np.zeros((40, 8), np.float32) for _ in range(2)], []
+    for y in found:
+        bindings.append(session.io_binding())
+        bindings[-1].bind_output("y", "cuda", 0, y.dtype, y.shape, y.ctypes.data)
+    for i in range(8):
+        x = np.full((40, 8), i, np.float32)
+        bindings[i % 2].bind_cpu_input("x", x)
+        bindings[i % 2].bind_cpu_input("b", BIAS)
+        session.run_with_iobinding(bindings[i % 2])
+        np.testing.assert_array_equal(found[i % 2], x + BIAS)
+    (instance,) = session._executable.instances()
+    assert len(instance.launcher._variants) == 2
+
+
 CONSTANT = """
 <ir_version: 10, opset_import: ["": 21]>
 agraph (float[N] m, int64[2,3] x) => (float[N] n, int64[2,3] y) {
@@ -142,7 +160,7 @@ def assert_as_if_new(instance: Instance) -> None:
     assert source is not None
     for recipe in source.recipes.values():
         recipe._last = None
-    program, steps = source.at(numbers), iter(instance._current.parts[0]._steps)
+    program, steps = source.at(numbers), iter(instance.launcher.parts[0]._steps)
     for i, call in enumerate(program.calls):
         for launch in call.launches:
             step = next(steps)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,19 +14,18 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.arrays import Array
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
-from onnx_fuse.program.problem import ITEMSIZE
-from onnx_fuse.runtime import collector, device
+from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.host_calls import HostCall, Stages
+from onnx_fuse.runtime.host_calls import Stages
+from onnx_fuse.runtime.launcher import Launcher
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.placement import Placement, placed
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
-from onnx_fuse.runtime.schedule import Aliases, collective, segments
+from onnx_fuse.runtime.schedule import Aliases, collective
 from onnx_fuse.runtime.staging import Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 from onnx_fuse.runtime.timeline import Communication
@@ -47,15 +44,6 @@ as a graph where more of them stay."""
 NEVER = -(1 << 60)
 VARIANTS = 4
 """Placements of a shape that have launches of their own, as those of a cache in two places."""
-
-
-@dataclass
-class Variant:
-    """The launches of a Program for one placement; `captured` when they are graphs."""
-
-    where: tuple[int, ...]
-    parts: list[HostCall | Launches]
-    captured: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,21 +81,10 @@ class Instance:
         self._count = len(program.calls)
         self._say()
         # until here nothing needs the context, which another thread may still be making
-        calls = (*program.setup, *program.calls)
-        wanted = [x for c in calls for x in c.launches]
-        if owner.has_weights(program):
-            nvrtc.compile_all(wanted, owner.hw.arch)
-            device.start(owner.device_id)
-            self.address = owner.weights.of(program, owner.weight)
-        else:  # which need no kernels
-            with ThreadPoolExecutor(1) as pool:
-                compiling = pool.submit(nvrtc.compile_all, wanted, owner.hw.arch)
-                device.start(owner.device_id)
-                self.address = owner.weights.of(program, owner.weight)
-                compiling.result()
+        address, self._constants, self._made_once = owner.prepared(program, made.room)
         self.movable = tuple(
             b.id for b in program.buffers
-            if b.kind == "output" or (b.kind == "input" and b.id not in self.address)
+            if b.kind == "output" or (b.kind == "input" and b.id not in address)
         )  # fmt: skip
         own = {b.id: b for b in program.buffers if b.id in set(self.movable)}
         offsets: dict[int, int] = {}
@@ -120,16 +97,13 @@ class Instance:
                     total += aligned(made.room.get(b.id, b.nbytes))
             spans[kind] = (start, total - start)
         self._spans, self._offsets = spans, offsets
-        constants, self._constants, self._made_once = owner.place_constants(program, made.room)
-        self.address |= constants
         self.memory = self._reserve(total)
         base = self.memory.address
         owner.stream.fill(base, 0, total)  # gaps between tensors travel with them
-        self.address |= {b: base + at for b, at in offsets.items()}
-        self.address |= {b: base + total + at for b, at in self.plan.offsets.items()}
-        self.address |= {
-            workspace_key(i): base + total + at for i, at in self.plan.workspaces.items()
-        }
+        address |= {b: base + at for b, at in offsets.items()}
+        address |= {b: base + total + at for b, at in self.plan.offsets.items()}
+        address |= {workspace_key(i): base + total + at for i, at in self.plan.workspaces.items()}
+        self.address = address
         self._staged = {b: base + at for b, at in offsets.items()}  # where copies go in and out
         self._apart: dict[int, device.Memory] = {}
         if not config.ARENA.value:
@@ -150,11 +124,9 @@ class Instance:
         """Launches so far."""
         self._captures_at = config.CAPTURE.value if config.GRAPH.value else 0
         self.now = self.placement(inputs or {}, outputs or {})
-        self.address |= zip(self.movable, self.now.where, strict=True)
-        self._current = self._variant()
-        self._variants = [self._current]  # the least recently used first
-        self._left: deque[tuple[int, ...]] = deque(maxlen=4 * VARIANTS)
-        launches = all(isinstance(p, Launches) for p in self._current.parts)
+        self.launcher = Launcher(made, owner.hw, address, self.movable, most=VARIANTS)
+        self.launcher.place(self.now.where)
+        launches = all(isinstance(p, Launches) for p in self.launcher.parts)
         self.whole_on_gpu = launches and not program.stages
         self._stale = False  # whether the launches are still those of another shape
         self._rewritten = 0  # shapes whose launches were those of another, rewritten
@@ -182,43 +154,24 @@ class Instance:
         self._set_tensors()
         self.owner.set_up(self.made.ends.setup, self.address)
         self.runs = 0
-        del self._variants[:-1]
-        (self._current,) = self._variants
-        self._left.clear()
-        parts, changes = self._current.parts, made.changes
-        if changes is not None and len(parts) == 1 and made.source is before.source:
-            (part,) = parts
-            assert isinstance(part, Launches)
-            if part.rewritable(changes, self.movable):
-                self._stale = True  # until it is known where the run's inputs and outputs stand
-                return True
-        self._stale, self._current.captured, self._rewritten = False, False, 0
-        self.now = self.placement(inputs, outputs)
-        self.address |= zip(self.movable, self.now.where, strict=True)
-        moved = self._moves()
-        for part, segment in zip(parts, segments(self.program), strict=True):
-            assert isinstance(part, Launches)
-            part.update(segment, moved)
+        self.launcher.alone()
+        (part,), changes = self.launcher.parts, made.changes
+        assert isinstance(part, Launches)
+        self._stale = True  # until it is known where the run's inputs and outputs stand
+        same = changes is not None and made.source is before.source
+        if changes is None or not same or not part.rewritable(changes, self.movable):
+            self.now, self._rewritten = self.placement(inputs, outputs), 0
+            self._renew(words=False)
         return True
 
-    def _moves(self) -> set[int]:
-        """The buffers that stand elsewhere than the launches have it, which then take them."""
-        pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
-        moved = self._moved.union([b for b, old, new in pairs if old != new])
-        self._current.where, self._moved = self.now.where, set()
-        return moved
-
-    def _renew(self) -> None:
+    def _renew(self, *, words: bool = True) -> None:
         """Write the launches for the present shape and placement."""
-        (part,), changes = self._current.parts, self.made.changes
-        assert isinstance(part, Launches)
-        assert changes is not None
-        with collector.paused():
-            part.rewrite(changes, self._moves())
+        moved, self._moved = self._moved, set()
+        lost = self.launcher.take(self.made, self.now.where, moved, words=words)
         self._stale = False
-        if self._current.captured and not part.captured:
-            self._current.captured, self._rewritten = False, NEVER
-        elif part.count - len(changes) > GRAPH_LAUNCHES:
+        if words and lost:
+            self._rewritten = NEVER
+        elif words and self.launcher.count - len(self.made.changes or ()) > GRAPH_LAUNCHES:
             self._rewritten += 1
 
     def _set_tensors(self) -> None:
@@ -310,46 +263,11 @@ class Instance:
         return self._aliases.may_share(output, source)
 
     def place(self, placement: Placement) -> None:
-        """Let the next run read and write there.
-
-        Places that come again have launches of their own, up to VARIANTS of them; others take
-        those that were used the longest ago.
-        """
-        where = placement.where
-        if self._stale:  # a run writes them
-            self.now = placement
-            self.address |= zip(self.movable, where, strict=True)
-            return
-        if placement is self.now or where == self.now.where:
-            self.now = placement
-            return
-        self._left.append(self.now.where)
+        """Let the next run read and write there."""
         self.now = placement
-        self.address |= zip(self.movable, where, strict=True)
-        variant = next((v for v in self._variants if v.where == where), None)
-        if variant is not None:
-            self._variants.remove(variant)
-        elif where in self._left and len(self._variants) < VARIANTS:
-            variant = self._variant()
-        else:
-            variant = self._variants.pop(0)
-            pairs = zip(self.movable, variant.where, where, strict=True)
-            moved = [b for b, old, new in pairs if old != new]
-            for part in variant.parts:
-                part.move(moved)
-            variant.where = where
-        self._variants.append(variant)
-        self._current = variant
-
-    def _variant(self) -> Variant:
-        """Launches for the present placement."""
-        parts = [
-            HostCall(s, self.address)
-            if s.host
-            else Launches(s, self.plan.order, self.owner.hw, self.address)
-            for s in segments(self.program)
-        ]
-        return Variant(self.now.where, parts)
+        self.launcher.stand(placement.where)
+        if not self._stale:  # else a run writes the launches
+            self.launcher.place(placement.where)
 
     @property
     def zero_copy(self) -> tuple[ZeroCopy, Placement] | None:
@@ -392,8 +310,8 @@ class Instance:
             turn.placements.clear()
             placement = turn.placements[key] = self.placement(where, turn.outputs)
         self.place(placement)
-        if not all(part.captured for part in self._current.parts):
-            self._current.captured = False  # a graph that cannot take other addresses is made anew
+        if not all(part.captured for part in self.launcher.parts):
+            self.launcher.current.captured = False  # a graph that was lost is made anew
         return turn, self._turns
 
     _turns_of: tuple[object, object] = (None, None)  # the program and the outputs that it is for
@@ -470,11 +388,10 @@ class Instance:
         self.runs += 1
         if self._stale:
             self._renew()
-        if not self._current.captured and max(self.runs, self._rewritten) >= self._captures_at > 0:
-            self._capture()
-        stream = stream or self.owner.stream
-        for part in self._current.parts:
-            part.launch(stream)
+        current = self.launcher.current
+        if not current.captured and max(self.runs, self._rewritten) >= self._captures_at > 0:
+            current.capture()
+        current.launch(stream or self.owner.stream)
 
     def capture(self) -> None:
         """Run as CUDA graphs from now on."""
@@ -482,16 +399,11 @@ class Instance:
             self._renew()
         if self._captures_at:
             self.runs = max(self.runs, self._captures_at)
-            self._capture()
-
-    def _capture(self) -> None:
-        self._current.captured = True
-        for part in self._current.parts:
-            part.capture()
+            self.launcher.current.capture()
 
     def communication(self) -> Communication | None:
         """The collectives of the last run, which must be over; None if no graph has had any."""
-        parts = [p.timeline for p in self._current.parts if isinstance(p, Launches)]
+        parts = [p.timeline for p in self.launcher.parts if isinstance(p, Launches)]
         spans = [timeline.read() for timeline in parts if timeline is not None]
         return spans[0] if spans else None
 
@@ -615,7 +527,7 @@ class Instance:
 
     def tensor(self, tensor: Tensor) -> DeviceTensor:
         """A tensor of this program as a feed of another."""
-        address = self.address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
+        address = self.launcher.find(tensor)
         return DeviceTensor(address, tensor.shape, tensor.dtype, self.owner.device_id, self)
 
     def describe(self) -> str:

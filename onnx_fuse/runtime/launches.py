@@ -15,7 +15,7 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots
+from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots, workspace_key
 from onnx_fuse.runtime.arg_updates import words as words_of
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
@@ -38,7 +38,7 @@ class Launches:
     ) -> None:
         """`address` has each buffer's, and that of a workspace by `workspace_key`.
 
-        `like` are launches of the same segment for other addresses, and in the same stream.
+        `like` are launches of the same calls for other addresses, and in the same stream.
         """
         self._segment, self._order, self._hw = segment, order, hw
         self._address = address
@@ -48,6 +48,8 @@ class Launches:
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
         self._steps: list[PlacedLaunch] = []
+        self._busy: list[tuple[int, Callable[[int], None]]] | None = None
+        """The number of each step that is enqueued one by one, and how."""
         self._calls: list[int] = []  # of each step, the number of its call in the segment
         self._idle: set[int] = set()  # steps that would copy what stands there already
         self._nodes: dict[int, int] = {}  # of each step in the graph, its node's number
@@ -56,7 +58,8 @@ class Launches:
             for i, call in enumerate(segment.calls):
                 addresses = operands(address, segment.first + i, call)
                 for launch in call.launches:
-                    twin_of = like._steps[len(self._steps)] if like is not None else None
+                    # one that was rewritten has other numbers than its arguments say
+                    twin_of = like._steps[len(self._steps)] if like and not like._held else None
                     self._steps.append(
                         twin_of.twin(addresses)
                         if isinstance(twin_of, BoundLaunch)
@@ -66,7 +69,7 @@ class Launches:
                     self._stands(len(self._steps) - 1, call, addresses)
         except DeviceError as error:
             raise DeviceError(f"{_label(call)}: {error}") from error
-        self._users: dict[int, list[int]] | None = None
+        self._users: dict[int, list[int]] | None = like._users if like else None
         self._places: tuple[tuple[int, Spots], ...] = ()
         self._copying: tuple[int, ...] | None = None  # the changes of calls that only copy
         self._held: dict[int, tuple[Spots, Change]] = {}
@@ -147,7 +150,7 @@ class Launches:
         `moved` are the buffers that have other addresses than before.
         """
         same = [] if self._held else self._segment.calls
-        self._segment, self._graph, self._held = segment, None, {}
+        self._segment, self._graph, self._held, self._busy = segment, None, {}, None
         k = 0
         for i, (call, before) in enumerate(zip_longest(segment.calls, same)):
             if call is before and call.buffers.isdisjoint(moved):
@@ -166,7 +169,9 @@ class Launches:
         pairs = copies(call)
         idle = bool(pairs) and all(addresses[read] == addresses[write] for read, write in pairs)
         changed = idle != (k in self._idle)
-        (self._idle.add if idle else self._idle.discard)(k)
+        if changed:
+            (self._idle.add if idle else self._idle.discard)(k)
+            self._busy = None
         return changed
 
     def launch(self, stream: device.Stream) -> None:
@@ -176,22 +181,17 @@ class Launches:
             if self.timeline is not None:
                 self.timeline.ended(stream)
             return
-        k, handle, idle = 0, stream.handle, self._idle
+        if self._busy is None:
+            steps = enumerate(self._steps)
+            self._busy = [(k, step.enqueue) for k, step in steps if k not in self._idle]
+        k, handle = 0, stream.handle
         try:
-            for k, step in enumerate(self._steps):
-                if k not in idle:
-                    step.enqueue(handle)
-                    if self._watched:
-                        stream.wait("after its launch")
+            for k, enqueue in self._busy:  # noqa: B007 - an error says which it was
+                enqueue(handle)
+                if self._watched:
+                    stream.wait("after its launch")
         except DeviceError as error:
             raise self.fault(k, error) from error
-
-    @property
-    def only(self) -> Callable[[int], None] | None:
-        """What enqueues its one launch in a stream of this handle, where it has no more to do."""
-        if len(self._steps) != 1 or self._idle or self._watched or self._graph is not None:
-            return None
-        return self._steps[0].enqueue
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:
@@ -225,7 +225,7 @@ class Launches:
 
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
         """Move all steps but those `written` already."""
-        touched = self.users(buffers)
+        touched = self._using(buffers)
         for k in sorted(touched.difference(written)):
             if k in self._held:
                 self._write(k)
@@ -242,28 +242,18 @@ class Launches:
             else:
                 self._tell(k, step)
 
-    def users(self, buffers: Collection[int]) -> set[int]:
-        """The numbers of the launches whose call uses one of these buffers."""
+    def _using(self, buffers: Collection[int]) -> set[int]:
+        """The numbers of the launches whose call uses one of these buffers or workspaces."""
         if self._users is None:
             users = defaultdict(list)
             for k, i in enumerate(self._calls):
                 call = self._segment.calls[i]
                 for b in {t.buffer for _, t in (*call.reads, *call.writes)}:
                     users[b].append(k)
+                if call.workspace:
+                    users[workspace_key(self._segment.first + i)].append(k)
             self._users = dict(users)
         return {k for b in buffers for k in self._users.get(b, ())}
-
-    def move_all(self) -> None:
-        """Take all addresses anew, and enqueue one by one again."""
-        self._graph = None
-        at = -1
-        addresses: dict[str, int] = {}
-        for k, i in enumerate(self._calls):
-            call = self._segment.calls[i]
-            if i != at:
-                at, addresses = i, operands(self._address, self._segment.first + i, call)
-            self._stands(k, call, addresses)
-            self._steps[k].place(addresses)
 
     def capture(self) -> None:
         """Become one graph, which takes the host half the time of a single launch.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call, Program
@@ -95,18 +97,27 @@ class Resources:
         """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
 
-    def place_constants(
+    def prepared(
         self, program: Program, room: Mapping[int, int]
     ) -> tuple[dict[int, int], dict[int, Constant], device.Memory | None]:
-        """Upload what lowering knew, and reserve memory for what the calls of the setup make.
+        """Compile the kernels, upload weights and what lowering knew, and reserve memory for what
+        the calls of the setup make.
 
-        The address of each buffer, and what holds the memory. `room` may have a buffer's bytes.
+        The address of each buffer that stays, and what holds constants. `room` may have a buffer's
+        bytes.
         """
+        calls = (*program.setup, *program.calls)
+        wanted = [x for call in calls for x in call.launches]
+        with ThreadPoolExecutor(1) as pool:  # uploading weights needs no kernels
+            compiling = pool.submit(nvrtc.compile_all, wanted, self.hw.arch)
+            device.start(self.device_id)
+            address = self.weights.of(program, self.weight)
+            compiling.result()
         buffers = {b.id: b.nbytes for b in program.buffers if b.kind == "constant"}
         constants = self.constants.place(
             {b: program.constants[b] for b in buffers if b in program.constants}
         )
-        address = dict.fromkeys(buffers, 0)  # those of no bytes have no place
+        address |= dict.fromkeys(buffers, 0)  # those of no bytes have no place
         address |= {b: constant.address for b, constant in constants.items()}
         once = {b: aligned(room.get(b, nbytes)) for b, nbytes in buffers.items()
                 if b not in program.constants}  # fmt: skip
@@ -134,10 +145,6 @@ class Resources:
     def has_residents(self) -> bool:
         """Whether weights or states may be on the device; asks nothing of it."""
         return self._home is not None or "weights" in vars(self)
-
-    def has_weights(self, program: Program) -> bool:
-        """Whether those of the program are on the device; asks nothing of it."""
-        return "weights" in vars(self) and self.weights.have(program)
 
     def weight(self, name: str) -> np.ndarray:
         """A weight of the model as the file has it."""

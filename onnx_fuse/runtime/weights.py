@@ -37,10 +37,6 @@ class Weights:
         """The bytes that this object has put on the device."""
         return sum(block.nbytes for block in self._blocks)
 
-    def have(self, program: Program) -> bool:
-        """Whether all weights of the program are on the device."""
-        return all(b.name in self.resident for b in program.buffers if b.kind == "weight")
-
     def of(self, program: Program, weight: Callable[[str], np.ndarray]) -> dict[int, int]:
         """Buffer -> address of the program's weights and states, which are put there if need be.
 
