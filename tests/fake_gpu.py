@@ -20,7 +20,6 @@ import pytest
 
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
-from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.run import ANSWERS
@@ -110,7 +109,7 @@ class FakeGpu(IdleDriver):
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
         """Run what comes on this."""
-        lowered, update, at = specialize.Specializer.of, BoundLaunch.update, SymbolicProgram.at
+        lowered, at = specialize.Specializer.of, SymbolicProgram.at
         renew = instance.Instance._renew
 
         def told(program: Program) -> None:
@@ -133,11 +132,6 @@ class FakeGpu(IdleDriver):
             told(found)
             return found
 
-        def became(bound: BoundLaunch, launch: Launch, pointers: Mapping[str, int]) -> bool:
-            done = update(bound, launch, pointers)
-            bound._kernel = id(launch) if done else bound._kernel
-            return done
-
         def renewed(made: instance.Instance) -> None:
             part = made.launcher.parts[0]
             launches = (x for call in made.program.calls for x in call.launches)
@@ -152,7 +146,6 @@ class FakeGpu(IdleDriver):
             monkeypatch.setattr(holder, name, value)
         monkeypatch.setattr(specialize.Specializer, "of", of)
         monkeypatch.setattr(SymbolicProgram, "at", evaluated)
-        monkeypatch.setattr(BoundLaunch, "update", became)
         monkeypatch.setattr(instance.Instance, "_renew", renewed)
         return self
 

@@ -47,13 +47,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4534, "autodiff": 1782, "cli": 3387, "cuda": 1794, "cuda_src": 15871, "distributed": 908,
+    "": 4534, "autodiff": 1782, "cli": 3387, "cuda": 1779, "cuda_src": 15871, "distributed": 908,
     "importer": 5491, "ir": 2376, "kernels": 9777, "lower": 9381, "nn": 4947, "ops": 12034,
-    "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8832, "torch": 3779,
+    "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8798, "torch": 3779,
     "training": 6959, "validation": 4670,
     "generation": 1656,
     "quantization": 749,
-    "tests": 51019, "tools": 10401,
+    "tests": 51016, "tools": 10401,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -29,8 +29,9 @@ class Arguments:
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
         self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
+        self._words, self._spots = words_of(launch.args)
         self._take_memory()
-        self.replace(launch.args, pointers)
+        self.place(pointers)
 
     def twin(self, pointers: Mapping[str, int]) -> Arguments:
         """The same arguments with other addresses, in memory of their own."""
@@ -49,11 +50,6 @@ class Arguments:
         table = struct.Struct(f"<{count}Q")
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
-
-    def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
-        """Write other arguments of the same kernel."""
-        self._words, self._spots = words_of(args)
-        self.place(pointers)
 
     def write(self, words: Sequence[Any], pointers: Mapping[str, int]) -> None:
         """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map.

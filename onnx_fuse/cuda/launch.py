@@ -194,17 +194,6 @@ class BoundLaunch:
         """Take other addresses for what is enqueued from now on."""
         self._arguments.place(self._pointers(pointers))
 
-    def update(self, launch: Launch, pointers: Mapping[str, int]) -> bool:
-        """Become another launch of the same kernel; returns False for another kernel."""
-        old = self.launch
-        if (old.source, old.entry, old.defines, old.smem, old.sync) != (
-            launch.source, launch.entry, launch.defines, launch.smem, launch.sync
-        ):  # fmt: skip
-            return False
-        self.launch, self.grid, self._settings = launch, launch.grid, (-1, False, None)
-        self._arguments.replace(launch.args, self._pointers(pointers))
-        return True
-
     def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any], sync: int) -> None:
         """Replace the grid and all arguments, addresses included, except the address of "sync".
 

@@ -8,6 +8,7 @@ to that is the same for every shape (`spots`). The word of the launch's own memo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onnx_fuse.cuda.arguments import words_of
@@ -56,6 +57,20 @@ def changes(program: Program) -> tuple[Change, ...] | None:
                 return None
             if _is_open((launch.grid, numbers, launch.sync)):
                 updates.append((i, j, launch.grid, numbers, launch.sync))
+    return tuple(updates)
+
+
+def all_launches(program: Program, before: Program) -> tuple[Change, ...] | None:
+    """All launches of a shape of which nothing else is known; None where a kernel is another.
+
+    `before` is another shape of the same open program.
+    """
+    updates = []
+    for i, (call, old) in enumerate(zip(program.calls, before.calls, strict=True)):
+        for j, (x, y) in enumerate(zip(call.launches, old.launches, strict=True)):
+            if x.of_library or replace(x, grid=y.grid, args=y.args, sync=y.sync) != y:
+                return None
+            updates.append((i, j, x.grid, tuple([w for w, _ in words(i, call, x)]), x.sync))
     return tuple(updates)
 
 

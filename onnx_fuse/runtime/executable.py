@@ -530,7 +530,7 @@ class Executable:
             shape = Shape(self._lowered(feeds))
             # the key may have become longer
             self._shapes[key if len(self._deciding) == deciding else self._key(feeds)] = shape
-            self._take_over(shape, inputs, outputs)
+            self._take_over(shape)
             while len(self._shapes) > INSTANCES:
                 self._drop(self._shapes.popitem(last=False)[1])
         device.start(self.device_id)
@@ -547,14 +547,14 @@ class Executable:
             self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
         return shape
 
-    def _take_over(self, shape: Shape, inputs: DeviceTensors, outputs: DeviceTensors) -> None:
+    def _take_over(self, shape: Shape) -> None:
         """Give a new shape the instance of a shape of its kind that was not used again."""
         source = shape.made.source
         other = self._once.get(source)
         if other is None or other.instance is None:
             return
         self.stream.catch_up()
-        if other.instance.update(shape.made, inputs, outputs):
+        if other.instance.update(shape.made):
             shape.instance, other.instance = other.instance, None
             other.made.forget()
             self._once[source] = shape

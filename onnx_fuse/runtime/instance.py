@@ -17,7 +17,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.arg_updates import operands, workspace_key
+from onnx_fuse.runtime.arg_updates import Change, all_launches, operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.launcher import Launcher
@@ -129,6 +129,7 @@ class Instance:
         launches = all(isinstance(p, Launches) for p in self.launcher.parts)
         self.whole_on_gpu = launches and not program.stages
         self._stale = False  # whether the launches are still those of another shape
+        self._changes: tuple[Change, ...] = ()
         self._rewritten = 0  # shapes whose launches were those of another, rewritten
 
     @property
@@ -136,14 +137,20 @@ class Instance:
         """The program that runs."""
         return self.made.program
 
-    def update(self, made: PlannedProgram, inputs: DeviceTensors, outputs: DeviceTensors) -> bool:
+    def update(self, made: PlannedProgram) -> bool:
         """Run another shape of the same open program from now on; False where that is not possible.
 
         Every buffer stays where it is, so that only the launches' numbers change.
         """
-        if made.plan is not self.plan or not self.whole_on_gpu or self._apart:
+        source = self.made.source
+        if made.plan is not self.plan or source is None or made.source is not source:
             return False
-        before, self.made = self.made, made
+        changes = made.changes
+        if changes is None:
+            changes = all_launches(made.program, self.program)
+        if changes is None or not self.whole_on_gpu or self._apart or not self.launcher.parts:
+            return False
+        self.made, self._changes = made, changes
         self._say()
         if self._ends is None or made.ends.constants is not self._ends.constants:
             arrays = {b: made.ends.constants[b] for b in self._constants}
@@ -155,23 +162,17 @@ class Instance:
         self.owner.set_up(self.made.ends.setup, self.address)
         self.runs = 0
         self.launcher.alone()
-        (part,), changes = self.launcher.parts, made.changes
-        assert isinstance(part, Launches)
         self._stale = True  # until it is known where the run's inputs and outputs stand
-        same = changes is not None and made.source is before.source
-        if changes is None or not same or not part.rewritable(changes, self.movable):
-            self.now, self._rewritten = self.placement(inputs, outputs), 0
-            self._renew(words=False)
         return True
 
-    def _renew(self, *, words: bool = True) -> None:
+    def _renew(self) -> None:
         """Write the launches for the present shape and placement."""
         moved, self._moved = self._moved, set()
-        lost = self.launcher.take(self.made, self.now.where, moved, words=words)
+        lost = self.launcher.take(self.made, self._changes, self.now.where, moved)
         self._stale = False
-        if words and lost:
+        if lost:
             self._rewritten = NEVER
-        elif words and self.launcher.count - len(self.made.changes or ()) > GRAPH_LAUNCHES:
+        elif self.launcher.count - len(self._changes) > GRAPH_LAUNCHES:
             self._rewritten += 1
 
     def _set_tensors(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import collector, device
-from onnx_fuse.runtime.arg_updates import workspace_key
+from onnx_fuse.runtime.arg_updates import Change, workspace_key
 from onnx_fuse.runtime.host_calls import HostCall
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -156,12 +156,15 @@ class Launcher:
         self._left.clear()
 
     def take(
-        self, made: PlannedProgram, where: Places, others: Collection[int], *, words: bool
+        self,
+        made: PlannedProgram,
+        changes: Sequence[Change],
+        where: Places,
+        others: Collection[int],
     ) -> bool:
-        """Run another shape at these places, where `others` stand elsewhere as well.
+        """Run another shape at these places, with `others` elsewhere as well, by its `changes`.
 
-        With `words` the arguments that are others are written, and a graph stays one; else all
-        calls are looked at. Returns whether a graph that there was is lost.
+        A graph stays one where it can; returns whether one is lost.
         """
         self._made = made
         self.stand(where)
@@ -169,13 +172,8 @@ class Launcher:
         self.alone()
         (part,) = self.parts
         assert isinstance(part, Launches)
-        if words:
-            assert made.changes is not None
-            with collector.paused():
-                part.rewrite(made.changes, moved)
-        else:
-            (segment,) = segments(made.program)
-            part.update(segment, moved)
+        with collector.paused():
+            part.rewrite(changes, moved, made.ends.calls)
         lost = self.current.captured and not part.captured
         self.current.captured = part.captured
         return lost

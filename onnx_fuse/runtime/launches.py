@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from math import prod
 
 from onnx_fuse import config
@@ -16,7 +15,6 @@ from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots, workspace_key
-from onnx_fuse.runtime.arg_updates import words as words_of
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
 
@@ -51,7 +49,8 @@ class Launches:
         self._busy: list[tuple[int, Callable[[int], None]]] | None = None
         """The number of each step that is enqueued one by one, and how."""
         self._calls: list[int] = []  # of each step, the number of its call in the segment
-        self._idle: set[int] = set()  # steps that would copy what stands there already
+        self._copying: set[int] = set()  # steps of calls that copy tensors
+        self._idle: set[int] = set()  # those that would copy what stands there already
         self._nodes: dict[int, int] = {}  # of each step in the graph, its node's number
         call = segment.calls[0]
         try:
@@ -66,21 +65,27 @@ class Launches:
                         else bind(launch, addresses, hw)
                     )
                     self._calls.append(i)
-                    self._stands(len(self._steps) - 1, call, addresses)
+                    if call.copies:
+                        self._copying.add(len(self._calls) - 1)
+                        self._stands(len(self._calls) - 1, call, addresses)
         except DeviceError as error:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = like._users if like else None
         self._places: tuple[tuple[int, Spots], ...] = ()
-        self._copying: tuple[int, ...] | None = None  # the changes of calls that only copy
+        self._shape: Sequence[Call] = ()  # the calls of the present shape, if it is another
         self._held: dict[int, tuple[Spots, Change]] = {}
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
-    def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Do what `update` does by changed words alone, and take the new addresses of `moved`.
+    def rewrite(
+        self, changes: Sequence[Change], moved: Collection[int], calls: Sequence[Call]
+    ) -> None:
+        """Launch with the numbers of another shape, and take the new addresses of `moved`.
 
-        A graph stays one. What no other size has a part in is the same Change as before.
+        A graph stays one, unless a call that only copies begins or ceases to have nothing to do;
+        `calls` are the shape's, of which those `at_ends` suffice. What no other size has a part in
+        is the same Change as before.
         """
-        before = self._held
+        before, self._shape = self._held, calls
         self._held = {
             k: (places, change)
             for (k, places), change in zip(self._found(changes), changes, strict=True)
@@ -88,6 +93,7 @@ class Launches:
         new = [k for k, (_, x) in self._held.items() if k not in before or before[k][1] is not x]
         for k in new:
             self._write(k)
+            self._tell(k)
         if moved:
             self._move(moved, new)
 
@@ -117,52 +123,20 @@ class Launches:
         step = self._steps[k]
         assert isinstance(step, BoundLaunch)
         step.rewrite(grid, values, sync)
-        self._tell(k, step)
 
-    def _tell(self, k: int, step: BoundLaunch) -> None:
+    def _tell(self, k: int) -> None:
         """Let the graph, if there is one, launch the step as it is now."""
-        if self._graph is not None and k in self._nodes:
+        changed, step, i = False, self._steps[k], self._calls[k]
+        if k in self._copying:
+            number = self._segment.first + i
+            call = self._shape[number] if self._shape else self._segment.calls[i]
+            changed = self._stands(k, call, operands(self._address, number, call))
+        if changed or not isinstance(step, BoundLaunch):
+            # it has no node, or one too many; which ones a library's call has is not known: one by
+            # one again
+            self._graph = None
+        elif self._graph is not None and k in self._nodes:
             self._graph.update(self._nodes[k], step.arguments, step.grid)
-
-    def rewritable(self, changes: Sequence[Change], movable: Collection[int]) -> bool:
-        """Whether each changed call that only copies tensors stays as busy as it is.
-
-        Such a copy may become idle, or begin to copy, where a buffer of its is one of `movable`, or
-        an offset is another than before.
-        """
-        first, calls = self._segment.first, self._segment.calls
-        positions = self._found(changes)
-        if self._copying is None:
-            copying = [n for n, (i, *_) in enumerate(changes) if copies(calls[i - first])]
-            self._copying = tuple(copying)
-        for n in self._copying:
-            (k, places), (i, j, _, words, _) = positions[n], changes[n]
-            call = calls[i - first]
-            before = [word for word, _ in words_of(i, call, call.launches[j])]
-            moved = any(b in movable or words[at] != before[at] for at, b in places.addresses)
-            if moved or k in self._idle:
-                return False
-        return True
-
-    def update(self, segment: Segment, moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers: those of another shape.
-
-        `moved` are the buffers that have other addresses than before.
-        """
-        same = [] if self._held else self._segment.calls
-        self._segment, self._graph, self._held, self._busy = segment, None, {}, None
-        k = 0
-        for i, (call, before) in enumerate(zip_longest(segment.calls, same)):
-            if call is before and call.buffers.isdisjoint(moved):
-                k += len(call.launches)
-                continue
-            addresses = operands(self._address, segment.first + i, call)
-            for launch in call.launches:
-                step = self._steps[k]
-                if not (isinstance(step, BoundLaunch) and step.update(launch, addresses)):
-                    self._steps[k] = bind(launch, addresses, self._hw)
-                self._stands(k, call, addresses)
-                k += 1
 
     def _stands(self, k: int, call: Call, addresses: Mapping[str, int]) -> bool:
         """Note whether step `k` copies tensors to where they stand; whether that is new."""
@@ -225,22 +199,14 @@ class Launches:
 
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
         """Move all steps but those `written` already."""
-        touched = self._using(buffers)
-        for k in sorted(touched.difference(written)):
+        for k in sorted(self._using(buffers).difference(written)):
             if k in self._held:
                 self._write(k)
-                continue
-            i, step = self._calls[k], self._steps[k]
-            call = self._segment.calls[i]
-            addresses = operands(self._address, self._segment.first + i, call)
-            step.place(addresses)
-            changed = self._stands(k, call, addresses)
-            if changed or not isinstance(step, BoundLaunch):
-                # it has no node, or one too many; which ones a library's call has is not known:
-                # one by one again
-                self._graph = None
             else:
-                self._tell(k, step)
+                i = self._calls[k]
+                number, call = self._segment.first + i, self._segment.calls[i]
+                self._steps[k].place(operands(self._address, number, call))
+            self._tell(k)
 
     def _using(self, buffers: Collection[int]) -> set[int]:
         """The numbers of the launches whose call uses one of these buffers or workspaces."""

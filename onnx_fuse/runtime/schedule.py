@@ -230,17 +230,17 @@ def _elements(t: Tensor) -> tuple[object, ...]:
 
 
 def at_ends(program: Program) -> tuple[Call, ...]:
-    """The calls with what `Aliases` asks of them, which few sizes have a part in."""
+    """The calls with what `Aliases` and `copies` ask of them, which few sizes have a part in."""
     ends = {b.id for b in program.buffers if b.kind in ("input", "output")}
     return tuple(
         _APART
-        if call.buffers.isdisjoint(ends)
+        if call.buffers.isdisjoint(ends) and not call.copies
         else replace(call, nodes=(), launches=(), workspace=0, flops=0, bytes=0, problem=None)
         for call in program.calls
     )
 
 
-_APART = Call("", (), (), (), ())  # one that uses no input and writes no output
+_APART = Call("", (), (), (), ())  # one that uses no input, writes no output and copies nothing
 
 
 class Aliases:
