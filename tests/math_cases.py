@@ -129,26 +129,14 @@ class Case:
 
     def launches(self, hw: Hardware) -> list[Launch]:
         """Of every variant."""
-        programs = [self.program(hw)]
-        for choice in self.variants(hw):
-            with only(choice):
-                programs.append(self.program(hw))
-        return [x for p in programs for call in (*p.setup, *p.calls) for x in call.launches]
+        program = self.program(hw)
+        calls = (*program.setup, *program.calls)
+        found = [x for call in calls for x in call.launches]
+        return found + [x for each in choices(program, hw).values() for x in each]
 
     def variants(self, hw: Hardware) -> list[Selection]:
         """Every legal kernel and configuration but those that are chosen anyway."""
-        found: dict[Selection, None] = {}
-        program = self.program(hw)
-        for problem in (c.problem for c in (*program.setup, *program.calls) if c.problem):
-            chosen = select(problem.op, problem, hw)
-            assert chosen is not None
-            for kernel in candidates(problem.op):
-                if problem.op == "Pointwise" or kernel.supports(problem, hw) is not None:
-                    continue  # pointwise kernels have tests of their own
-                for how in kernel.configs(problem, hw):
-                    if (kernel, how) != (chosen.kernel, chosen.config):
-                        found[Selection(kernel, how, 0.0, "each")] = None
-        return list(found)
+        return list(choices(self.program(hw), hw))
 
     def _reference_is_wrong(self) -> bool:
         """Where onnx 1.23's reference evaluator raises or breaks the spec: truth is onnxruntime."""
@@ -182,6 +170,22 @@ class Case:
             return _onnxruntime(self.model(arrays), arrays)
         with np.errstate(all="ignore"):
             return [np.asarray(y) for y in ReferenceEvaluator(proto).run(None, feeds)]
+
+
+def choices(program: Program, hw: Hardware) -> dict[Selection, list[Launch]]:
+    """What each legal kernel and configuration launches but those that are chosen anyway."""
+    found: dict[Selection, list[Launch]] = {}
+    for problem in (c.problem for c in (*program.setup, *program.calls) if c.problem):
+        chosen = select(problem.op, problem, hw)
+        assert chosen is not None
+        for kernel in candidates(problem.op):
+            if problem.op == "Pointwise" or kernel.supports(problem, hw) is not None:
+                continue  # pointwise kernels have tests of their own
+            for how in kernel.configs(problem, hw):
+                if (kernel, how) != (chosen.kernel, chosen.config):
+                    choice = Selection(kernel, how, 0.0, "each")
+                    found.setdefault(choice, []).extend(kernel.launch(problem, how, hw))
+    return found
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import test_gemm
-from math_cases import Case, only
+from math_cases import Case, choices
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
@@ -89,22 +89,15 @@ def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
     """
     parameters = callspec.params if callspec else {}
     if hasattr(parameters.get("case"), "program"):
-        case = parameters["case"]
-        programs = [case.program(hw)]
-        for choice in case.variants(hw):
-            with only(choice):
-                programs.append(case.program(hw))
-        calls = [(*program.setup, *program.calls) for program in programs]
-        return [
-            Run(
-                tuple(x for call in each for x in call.launches),
-                sum(call.problem.flops for call in each if call.problem),
-            )
-            for each in calls
-        ]
+        program = parameters["case"].program(hw)
+        calls = (*program.setup, *program.calls)
+        always = tuple(x for call in calls for x in call.launches)
+        flops = sum(call.problem.flops for call in calls if call.problem)
+        variants = choices(program, hw).values()
+        return [Run((*always, *more), flops) for more in ((), *variants)]
     if "problem" in parameters:
-        problem, choices = parameters["problem"], test_gemm.each
-        launched = [kernel.launch(problem, how, hw) for kernel, how in choices(problem, hw)]
+        problem = parameters["problem"]
+        launched = [kernel.launch(problem, how, hw) for kernel, how in test_gemm.each(problem, hw)]
         return [Run(), *(Run(tuple(launches), problem.flops) for launches in launched)]
     return [Run()]
 

@@ -1,9 +1,12 @@
 """The Gemm and LayerNormGemm candidates on a GPU: each legal one against NumPy in float64."""
 
+import os
+
 import numpy as np
 import pytest
 from curves import CURVES, gelu
 from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
+from test_kernels_compile import LIKELIEST, launches, spills
 
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.ir.build import text_model
@@ -571,3 +574,8 @@ def test_leaf_norm_grad(shape: tuple[int, int, int], turned: bool, hw: Hardware)
             for name, value in want.items():
                 assert error(bits[0][name], value) < TOLERANCE["ieee"], (how, name)
                 assert bits[0][name].tobytes() == bits[1][name].tobytes(), (how, name)
+
+
+def test_every_configuration_compiles_without_spills() -> None:
+    hw = Hardware.detect()
+    assert spills(launches(hw, LIKELIEST), hw, os.cpu_count() or 2) == []
