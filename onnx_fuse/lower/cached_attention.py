@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.kernels import serves
-from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.lower.sdpa import aligned
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, growing
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS
@@ -28,15 +27,16 @@ _REFUSED = {10: "an added bias", 11: "a sink", 12: "a quantized cache", 13: "a q
 _FLAGS = ("smooth_softmax", "sliding_window_cache", "qk_output")
 
 
-def _refusal(ctx: Context, node: ir.Node) -> str | None:
-    """Why a node is lowered by its body; None where the kernels take it."""
+def _hold_plain(ctx: Context, node: ir.Node) -> None:
+    """Raise Unserved for a node of which the kernels do not take all."""
     reasons = [reason for i, reason in _REFUSED.items() if ctx.has(node, i)]
     reasons += [f"it has {name}" for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
     reasons += ["it is not causal"] if not ctx.attr(node, "causal", 1) else []
     reasons += ["half a cache"] if ctx.has(node, 3) != ctx.has(node, 4) else []
     if any(ctx.attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
         reasons.append("a quantized cache")
-    return reasons[0] if reasons else None
+    if reasons:
+        raise Unserved(reasons[0])
 
 
 def _split(ctx: Context, node: ir.Node, heads: int, kv_heads: int) -> list[Tensor]:
@@ -55,15 +55,12 @@ def _split(ctx: Context, node: ir.Node, heads: int, kv_heads: int) -> list[Tenso
     ]
 
 
-def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
+def group_query_attention(ctx: Context, node: ir.Node) -> None:
     """The new rows go into the cache, rotated; then attention reads the cache where it stands."""
-    if reason := _refusal(ctx, node):
-        return reason
-    if (value := ctx.host(node, 6)) is None:
-        raise NotStatic("its total_sequence_length")
-    total = number(value.reshape(-1)[0])
+    _hold_plain(ctx, node)
+    total = number(ctx.given(node, 6, "its total_sequence_length").reshape(-1)[0])
     if len(ctx.view(node, 0).shape) != 3:
-        return "its queries are not [B, S, heads]"
+        raise Unserved("its queries are not [B, S, heads]")
     q, k, v = _split(ctx, node, ctx.attr(node, "num_heads"), ctx.attr(node, "kv_num_heads"))
     rows, size = q.shape[2:]
     pasts = [ctx.dense(node, i) for i in (3, 4) if ctx.has(node, i)]
@@ -80,8 +77,8 @@ def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
             reads["positions"] = ctx.dense(node, 9)
             more["positions"] = "first" if total == rows else "each"
         if 2 * half > size or (interleaved and size % 2) or not context:
-            return "its angles do not fit its heads"
-    return _through_cache(ctx, node, reads, places, **more)
+            raise Unserved("its angles do not fit its heads")
+    _through_cache(ctx, node, reads, places, **more)
 
 
 _PAIRS = (("present_key", "past_key"), ("present_value", "past_value"))
@@ -89,7 +86,7 @@ _PAIRS = (("present_key", "past_key"), ("present_value", "past_value"))
 
 def _through_cache(
     ctx: Context, node: ir.Node, reads: dict[str, Tensor], places: int, **more: Any
-) -> str | None:
+) -> None:
     """The operands of a CacheAppend, appended and attended to; outputs 1 and 2 are the presents."""
     q, k, v, lengths = (reads[name] for name in ("q", "k", "v", "lengths"))
     (batch, heads, rows, size), kv_heads = q.shape, k.shape[1]
@@ -99,9 +96,9 @@ def _through_cache(
     numbers = {t.dtype for name, t in reads.items() if name not in ("lengths", "positions")}
     each = more.get("positions") == "each" and reads["positions"].size != batch * rows
     if not all(fits) or len(numbers) > 1 or lengths.size != batch or each:
-        return "its operands have sizes or types that differ"
+        raise Unserved("its operands have sizes or types that differ")
     if heads % kv_heads or not batch * rows * places:
-        return "it is empty, or its heads do not fit"
+        raise Unserved("it is empty, or its heads do not fit")
     dtype, cache = q.dtype, (batch, kv_heads, places, size)
     named = [i < len(node.outputs) for i in (1, 2)]
     presents = [
@@ -117,38 +114,37 @@ def _through_cache(
     if "half" in more:
         q = writes["turned"] = ctx.scratch(dtype, (batch, heads, rows, size))
     inplace = _PAIRS if pasts and pasts[0].shape[2] == places else ()
-    if reason := ctx.select(node, append, reads, writes, inplace=inplace):
-        return reason
-    return _attend(ctx, node, q, presents[0], presents[1], lengths)
+    ctx.select(node, append, reads, writes, inplace=inplace)
+    _attend(ctx, node, q, presents[0], presents[1], lengths)
 
 
-def shared_buffer(ctx: Context, node: ir.Node) -> str | None:
+def shared_buffer(ctx: Context, node: ir.Node) -> None:
     """One new token of each sequence over a buffer that is as full for all of them."""
     first = 6 if node.op_type == "MultiHeadAttention" else 5
     past = (first, first + 1, first + 2)
     if not all(ctx.has(node, i) for i in past):
-        return "it has no buffer with a length"
+        raise Unserved("it has no buffer with a length")
     if any(ctx.has(node, i) for i in range(3, len(node.inputs)) if i not in past):
-        return "it has a bias, a mask or the cache of a beam search"
+        raise Unserved("it has a bias, a mask or the cache of a beam search")
     heads, shapes = ctx.attr(node, "num_heads"), [ctx.view(node, i).shape for i in range(3)]
     if any(len(shape) != 3 or shape[1] != 1 for shape in shapes):
-        return "it has not one new token a sequence, or no heads side by side"
+        raise Unserved("it has not one new token a sequence, or no heads side by side")
     if any(shape[2] % heads for shape in shapes) or ctx.view(node, past[2]).size != 1:
-        return "its heads do not fit, or its sequences have lengths of their own"
+        raise Unserved("its heads do not fit, or its sequences have lengths of their own")
     reads = dict(zip("qkv", _split(ctx, node, heads, heads), strict=True))
     reads |= {name: ctx.dense(node, i) for (_, name), i in zip(_PAIRS, past, strict=False)}
     (batch, _, rows, size), places = reads["q"].shape, reads["past_key"].shape[2]
     one = Attention(rows, places, size, (batch, heads), reads["q"].dtype, size, lengths=True)
     one = replace(one, q_strides=reads["q"].strides[:3])
-    if not serves(one.op, one, ctx.hw, ctx.prefs):
-        return "a mask would not hide a NaN after its tokens"
+    if not ctx.serves(one):
+        raise Unserved("a mask would not hide a NaN after its tokens")
     reads["lengths"] = ctx.contiguous(ctx.view(node, past[2]).view((1,)).expand((batch,)))
-    return _through_cache(ctx, node, reads, places, keep=True)
+    _through_cache(ctx, node, reads, places, keep=True)
 
 
 def _attend(
     ctx: Context, node: ir.Node, q: Tensor, key: Tensor, value: Tensor, lengths: Tensor
-) -> str | None:
+) -> None:
     """Attention of q [B, H, S, D] over the cache; y is [B, S, H D]."""
     batch, heads, rows, size = q.shape
     y = ctx.output(node, 0, (batch, rows, heads * size), q.dtype)
@@ -164,12 +160,12 @@ def _attend(
     reads = {"q": q, "k": key, "v": value}
     behind = (window - 1, 0) if window > 0 else ()
     own = replace(problem, lengths=True, window=behind, guard=int(rows > 1))
-    if serves(own.op, own, ctx.hw, ctx.prefs):
+    if ctx.serves(own):
         return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
     mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)
     reads["mask"] = mask.expand((batch, heads, rows, key.shape[2]))
     problem = replace(problem, mask=reads["mask"].strides, guard=1)
-    return ctx.select(node, problem, reads, {"y": split})
+    ctx.select(node, problem, reads, {"y": split})
 
 
 def _counted(ctx: Context, node: ir.Node, n: int) -> Tensor:
@@ -206,16 +202,16 @@ def _mask(
     return mask
 
 
-def cache_update(ctx: Context, node: ir.Node) -> str | None:
+def cache_update(ctx: Context, node: ir.Node) -> None:
     """New rows behind the past or at their places, rotated where the node has tables."""
     how, placed = next(key for key, name in CACHES.items() if name == node.op_type)
-    reason = _updated(ctx, node, how, placed)
-    if reason and ctx.in_rooms and not placed:
-        raise NoRoom(reason)
-    return reason
+    try:
+        _updated(ctx, node, how, placed)
+    except Unserved as error:
+        raise NoRoom(str(error)) if ctx.in_rooms and not placed else error from None
 
 
-def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> str | None:
+def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> None:
     rotated = how != PLAIN
     names = ("q", "k", "v") if rotated else ("k", "v")
     reads = {name: aligned(ctx, ctx.view(node, i)) for i, name in enumerate(names)}
@@ -225,9 +221,9 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> str | None:
     (batch, kv_heads, rows, size), past = k.shape, pasts[0].shape[2]
     shapes = [(batch, kv_heads, n, size) for n in (rows, rows, past, past)]
     if [t.shape for t in (k, reads["v"], *pasts)] != shapes:
-        return "its keys and values differ in size"
+        raise Unserved("its keys and values differ in size")
     if (q.shape[0], *q.shape[2:]) != (batch, rows, size) or not batch * rows * size:
-        return "it is empty, or its queries are not those of its keys"
+        raise Unserved("it is empty, or its queries are not those of its keys")
     more: dict[str, Any] = {"uniform": not placed}
     roomy = ctx.in_rooms and not placed
     if roomy:
@@ -238,7 +234,7 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> str | None:
         try:
             tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
         except ValueError:
-            return "its tables do not broadcast to its heads"
+            raise Unserved("its tables do not broadcast to its heads") from None
         reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
         more |= {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
         more |= {"positions": "rows", "columns": True}
@@ -263,7 +259,7 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> str | None:
     )  # fmt: skip
     if roomy:
         ctx.rooms |= {t.buffer for t in (*pasts, *(writes[present] for present, _ in _PAIRS))}
-    return ctx.select(node, append, reads, writes, inplace=_PAIRS if placed or roomy else ())
+    ctx.select(node, append, reads, writes, inplace=_PAIRS if placed or roomy else ())
 
 
 def _check_room(node: ir.Node, first: int, rows: int) -> None:

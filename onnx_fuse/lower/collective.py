@@ -14,7 +14,7 @@ from onnx_fuse.program.problem import Collective
 from onnx_fuse.program.problems import COLLECTIVE_DTYPES
 
 
-def collective(kind: str, ctx: Context, node: ir.Node) -> str | None:
+def collective(kind: str, ctx: Context, node: ir.Node) -> None:
     """One tensor of a bucket."""
     x = ctx.dense(node, 0)
     if x.dtype not in COLLECTIVE_DTYPES:
@@ -25,7 +25,7 @@ def collective(kind: str, ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0, shapes.get(kind, x.shape), x.dtype)
     problem = Collective(kind, (x.size,), (x.dtype,), ranks, ctx.attr(node, "bucket", 0))
     inplace = [("y.0", "x.0")] if kind == "AllReduce" else []
-    return ctx.select(node, problem, {"x.0": x}, {"y.0": y}, inplace=inplace)
+    ctx.select(node, problem, {"x.0": x}, {"y.0": y}, inplace=inplace)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

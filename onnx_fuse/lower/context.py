@@ -7,20 +7,18 @@ A family of operators is a module of onnx_fuse/lower, named in `table.FAMILIES`,
 
     LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
 
-`Lowering` is `fn(ctx, node) -> str | None`: it says what is to be computed with `ctx.select`, a
-problem and its operands, and returns None; or it emits nothing and returns the reason why it cannot
-serve the node. Then the node's body is lowered instead (ours, or the function the ONNX schema has),
-and where there is none the node runs on onnxruntime, with copies. A key's name is without exposed
-values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
+`Lowering` is `fn(ctx, node)`: it says what is to be computed with `ctx.select`, a problem and its
+operands, or it raises `Unserved` with the reason why it cannot serve the node. Then its calls are
+forgotten and the node's body is lowered instead (ours, or the function the ONNX schema has); where
+there is none the node runs on onnxruntime, with copies. A key's name is without exposed values:
+LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
 
-    def softmax(ctx: Context, node: ir.Node) -> str | None:
-        x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
-        if x.dtype not in FLOATS:
-            return f"no kernel for {x.dtype}"
+    def softmax(ctx: Context, node: ir.Node) -> None:
+        x = floats(ctx.dense(node, 0))              # contiguous; ctx.view(node, 0): any strides
         axis = ctx.attr(node, "axis", -1) % len(x.shape)
         y = ctx.output(node, 0)                     # a new buffer; shape and dtype are inferred
-        problem = Softmax(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]), x.dtype)
-        return ctx.select(node, problem, {"x": x}, {"y": y}, inplace=[("y", "x")])
+        problem = Softmax(*around(x.shape, axis), x.dtype)
+        ctx.select(node, problem, {"x": x}, {"y": y}, inplace=[("y", "x")])
 
 Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
 is a guard of the program. An operand that shape arithmetic or a constant determines is read with
@@ -40,7 +38,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.cuda.pointwise import FLOATS, Code, call_of, dtype_name
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
@@ -51,7 +49,15 @@ from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import LENGTHS, Buffer, Call, PassContext, Tensor, dense_strides
+from onnx_fuse.program.call import (
+    LENGTHS,
+    UNKNOWN,
+    Buffer,
+    Call,
+    PassContext,
+    Tensor,
+    dense_strides,
+)
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Hardware
 
 WEIGHT_LIMIT = 1 << 12
@@ -97,8 +103,15 @@ class Mistyped(ModelError):
     """An operand is of a type that the operator of this opset does not have."""
 
 
-class NotStatic(Exception):
-    """Raised for an output whose shape inference cannot tell."""
+class Unserved(Exception):
+    """Raised for a node that a lowering cannot serve, with the reason."""
+
+
+class NotStatic(Unserved):
+    """Raised for what would have to be known before the program runs."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} is {UNKNOWN}"
 
 
 class Context(PassContext, ABC):
@@ -382,6 +395,13 @@ class Context(PassContext, ABC):
         value = node.inputs[i] if i < len(node.inputs) else None
         return None if value is None else self.slots[value].host
 
+    def given(self, node: ir.Node, i: int, what: str = "its shape") -> np.ndarray:
+        """The value of input `i`; raises NotStatic, which names `what`, where it is not known."""
+        value = self.host(node, i)
+        if value is None:
+            raise NotStatic(what)
+        return value
+
     def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
         """An attribute's Python value (int, float, str, list, ndarray)."""
         attribute = node.attributes.get(name)
@@ -494,14 +514,14 @@ class Context(PassContext, ABC):
         writes: Mapping[str, Tensor],
         *,
         inplace: Sequence[tuple[str, str]] = (),
-    ) -> str | None:
-        """Append a call of `problem`, or return the reason why no candidate kernel serves it.
+    ) -> None:
+        """Append a call of `problem`; raises Unserved where no candidate kernel serves it.
 
         Nothing is appended where there is no element to write. The launches are made last, by the
         pass `select_kernels`.
         """
         if not any(t.size for t in writes.values()):
-            return None
+            return
         weights = reads.get("b", reads.get("wq"))
         if isinstance(problem, GemmProblem) and weights is not None and self._lasting(weights):
             problem = problem.replace(static_b=True)
@@ -509,15 +529,18 @@ class Context(PassContext, ABC):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
             if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
                 raise self.fault(node, f"the product is over {problem.k}")
-        if not serves(problem.op, problem, self.hw, self.prefs):
+        if not self.serves(problem):
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-            return listing or f"{problem.op} has no kernel"
+            raise Unserved(listing or f"{problem.op} has no kernel")
         nodes = (self.label(node),)
         self.calls.append(
             Call.of(node.op_type, nodes, problem, reads, writes, inplace=tuple(inplace))
         )
-        return None
+
+    def serves(self, problem: AnyProblem) -> bool:
+        """Whether a kernel serves the problem, and the one that the user asks for, if any, does."""
+        return serves(problem.op, problem, self.hw, self.prefs)
 
     def _lasting(self, tensor: Tensor) -> bool:
         """Whether nothing in the program writes to the tensor."""
@@ -529,7 +552,19 @@ class Context(PassContext, ABC):
         self.calls.append(call_of(code.expression(code.load(x)), code.reads, [y], [label]))
 
 
-Lowering: TypeAlias = Callable[[Context, ir.Node], "str | None"]
+Lowering: TypeAlias = Callable[[Context, ir.Node], None]
+
+
+def floats(x: Tensor, *others: Tensor) -> Tensor:
+    """`x`; raises Unserved unless its type is one of FLOATS, and that of the others."""
+    if x.dtype not in FLOATS or any(t.dtype != x.dtype for t in others):
+        raise Unserved(f"no kernel for {x.dtype}")
+    return x
+
+
+def around(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
+    """The elements before an axis, along it, and behind it."""
+    return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
 # ---- calls that work element by element ----------------------------------------------------------

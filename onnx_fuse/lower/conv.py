@@ -9,12 +9,11 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import conv_nhwc, conv_transpose
-from onnx_fuse.lower.context import Context, Lowering, copy
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, floats
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.quantized import factors
 from onnx_fuse.ops.activations import ACTIVATIONS
@@ -109,9 +108,7 @@ def _aligned(ctx: Context, node: ir.Node, x: Tensor) -> Tensor:
     return aligned
 
 
-def _product(
-    ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Conv
-) -> str | None:
+def _product(ctx: Context, node: ir.Node, reads: dict[str, Tensor], y: Tensor, shape: Conv) -> None:
     """A filter of one tap: y[n] [M, P] = weight [M, C] · x[n] [C, P] + bias [M, 1]."""
     batch, pixels = shape.batch, prod(shape.inner)
     a = reads["weight"].view((shape.filters, shape.channels))
@@ -128,20 +125,18 @@ def _product(
         extra["row0"], attrs["row_bias"] = reads["bias"], True
     if shape.act:
         attrs |= {"act": shape.act, "act_alpha": shape.act_alpha}
-    return product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
+    product(ctx, node, a.expand((batch, *a.shape)), b, to, extra, None, attrs)
 
 
 def convolution(
     ctx: Context, node: ir.Node, act: str = "", alpha: float = 0.0, slope: Tensor | None = None
-) -> str | None:
+) -> None:
     """y = act(Conv(x, weight) + bias), or ConvTranspose; `slope` is the alpha of each filter."""
-    x, weight = ctx.view(node, 0), ctx.view(node, 1)
+    x, weight = floats(ctx.view(node, 0)), ctx.view(node, 1)
     transposed = node.op_type == "ConvTranspose"
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
-        return f"{rank} spatial axes"
+        raise Unserved(f"{rank} spatial axes")
     reads: dict[str, Tensor] = {}
     bias_values = ctx.host(node, 2) if ctx.has(node, 2) else None
     if ctx.has(node, 2) and (bias_values is None or bias_values.any()):  # a missing bias is zeros
@@ -153,12 +148,12 @@ def convolution(
     filters = weight.shape[1] * groups if transposed else weight.shape[0]
     y = ctx.output(node, 0, (x.shape[0], filters, *outer) if outer else None, x.dtype)
     if not y.size:
-        return None
+        return
     if slope is not None:
         reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
     if min(taps.before) < 0:
-        return "auto_pad cuts the image, where the stride is larger than the kernel"
+        raise Unserved("auto_pad cuts the image, where the stride is larger than the kernel")
     if not x.size:  # no channels or no pixels: the sum of nothing is that of one zero
         zero = ctx.constant(np.zeros((), dtype_of(x.dtype)))
         if not x.shape[1]:
@@ -188,36 +183,36 @@ def convolution(
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
         if slope is not None:
-            return "a filter of one tap is a product, whose kernels take one slope for all"
+            raise Unserved("a filter of one tap is a product, whose kernels take one slope for all")
         return _product(ctx, node, reads, y, shape)
-    return ctx.select(node, shape, reads, {"y": y})
+    ctx.select(node, shape, reads, {"y": y})
 
 
-def plain(ctx: Context, node: ir.Node) -> str | None:
+def plain(ctx: Context, node: ir.Node) -> None:
     """Lower Conv and ConvTranspose of ai.onnx."""
-    return convolution(ctx, node)
+    convolution(ctx, node)
 
 
-def activated(ctx: Context, node: ir.Node) -> str | None:
+def activated(ctx: Context, node: ir.Node) -> None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
     name = FusedName.of(node.op_type)
     if name.exposed:
-        return f"it returns {', '.join(name.exposed)}"
+        raise Unserved(f"it returns {', '.join(name.exposed)}")
     row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
-        return "the epilogue's activations are of float32"
-    return convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
+        raise Unserved("the epilogue's activations are of float32")
+    convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
 
 
-def sloped(ctx: Context, node: ir.Node) -> str | None:
+def sloped(ctx: Context, node: ir.Node) -> None:
     """ConvPRelu: leaky ReLU with a slope for each filter."""
     slope, x, filters = ctx.dense(node, 3), ctx.view(node, 0), ctx.view(node, 1).shape[0]
     channels = len(x.shape) - 1  # the axis, from the last
     row = slope.reshape((filters,)) if slope.size == filters else None
     by_filter = len(slope.shape) >= channels and slope.shape[-channels] == filters
     if row is None or not by_filter or x.dtype == "float64" or slope.dtype != x.dtype:
-        return "the slope is not one number a filter, in the type of x, or that is float64"
-    return convolution(ctx, node, "leaky_relu", 0.0, row)
+        raise Unserved("the slope is not one number a filter, in the type of x, or that is float64")
+    convolution(ctx, node, "leaky_relu", 0.0, row)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.build import required
-from onnx_fuse.kernels import refused, serves
+from onnx_fuse.kernels import refused
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower import quantized
@@ -48,7 +48,12 @@ def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
     stored = _stored_last(ctx, shape)
     if shape.groups == 1 and shape.channels % 8:  # its images are copied with gaps of zeros
         stored = replace(stored, channels=-(-shape.channels // 8) * 8)
-    return not refused(stored, ctx.hw, ctx.prefs) and serves("Conv", stored, ctx.hw, ctx.prefs)
+    return _served(ctx, stored)
+
+
+def _served(ctx: Context, shape: Conv) -> bool:
+    """Whether a kernel serves it, and the one that the user asks for, if any, does."""
+    return not refused(shape, ctx.hw, ctx.prefs) and ctx.serves(shape)
 
 
 def _stored_last(ctx: Context, shape: Conv) -> Conv:
@@ -58,14 +63,12 @@ def _stored_last(ctx: Context, shape: Conv) -> Conv:
 
 def convolution(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
-) -> str | None:
+) -> None:
     """y = act(Conv(x, weight) + bias), all images channels last; `y` is the new dense output."""
-    return into(ctx, node, shape, reads, channels_last(stored_last(ctx, node, y)))
+    into(ctx, node, shape, reads, channels_last(stored_last(ctx, node, y)))
 
 
-def into(
-    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
-) -> str | None:
+def into(ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor) -> None:
     """Write the convolution to `out` [batch, *outer, groups * filters]: dense, or `writes`."""
     if is_channels_last(reads["x"]):  # all readers are NHWC, too
         ctx.channels_last.add(reads["x"].buffer)
@@ -80,8 +83,7 @@ def into(
     reads = {**reads, "bias": bias}
     shape = replace(_stored_last(ctx, shape), y_strides=gaps)
     planar = replace(shape, planar=True)
-    first = not is_channels_last(reads["x"]) and not refused(planar, ctx.hw, ctx.prefs)
-    if first and serves("Conv", planar, ctx.hw, ctx.prefs):
+    if not is_channels_last(reads["x"]) and _served(ctx, planar):
         shape, reads["x"] = planar, ctx.contiguous(reads["x"])
         reads["weight"] = _runs(ctx, node, reads["weight"], shape, pixel_of(shape), 16)
     elif _patches(shape):
@@ -92,7 +94,7 @@ def into(
         reads["x"] = ctx.contiguous(channels_last(reads["x"]))
         reads["weight"] = _packed(ctx, reads["weight"], shape)
     shape = replace(shape, static_weight=ctx.known(reads["weight"]) is not None)
-    return ctx.select(node, shape, reads, {"y": out})
+    ctx.select(node, shape, reads, {"y": out})
 
 
 def integers(
@@ -102,7 +104,7 @@ def integers(
     both: quantized.IntegerOperands,
     reads: dict[str, Tensor],
     y: Tensor,
-) -> str | None:
+) -> None:
     """y = act(Conv(x, weight) + bias) of the codes of x and weight, all images channels last."""
     problem = IntegerConv(
         shape.batch, shape.groups, shape.channels, shape.filters, shape.inner, shape.outer,
@@ -122,7 +124,7 @@ def integers(
     out = channels_last(stored_last(ctx, node, y))
     operands = {**reads, "x": x, "weight": weight}
     act = (shape.act, shape.act_alpha)
-    return quantized.convolution(ctx, node, problem, both, operands, out, act)
+    quantized.convolution(ctx, node, problem, both, operands, out, act)
 
 
 def takes_integers(shape: Conv) -> bool:
@@ -145,8 +147,7 @@ def writes(ctx: Context, shape: Conv, out: Tensor) -> bool:
     if len(out.shape) > 4:
         return False
     stored = replace(_stored_last(ctx, shape), y_strides=_gaps(out))
-    held = not refused(stored, ctx.hw, ctx.prefs) and out.strides[-1] == 1
-    return held and serves("Conv", stored, ctx.hw, ctx.prefs)
+    return out.strides[-1] == 1 and _served(ctx, stored)
 
 
 def _patches(shape: Conv) -> bool:
@@ -174,9 +175,7 @@ def _gathered(ctx: Context, node: ir.Node, shape: Conv, x: Tensor) -> Tensor:
     return reshaped(ctx, patches, (shape.batch, *outer, shape.depth))
 
 
-def _product(
-    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
-) -> str | None:
+def _product(ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor) -> None:
     """A product with each pixel or patch: y [pixels, M] = x [pixels, K] · weight [M, K]' + bias."""
     images = channels_last(reads["x"])
     if not one_tap(shape):
@@ -191,7 +190,7 @@ def _product(
         extra["col1"], attrs["bias"] = reads["bias"], True
     if shape.act:
         attrs |= {"act": shape.act, "act_alpha": shape.act_alpha}
-    return product(ctx, node, x, weight.permute((1, 0)), to, extra, None, attrs)
+    product(ctx, node, x, weight.permute((1, 0)), to, extra, None, attrs)
 
 
 def _pixels(y: Tensor) -> int:
@@ -250,8 +249,9 @@ def _in_blocks(
         (float(held.scale), held.zero) if held is not None and rounds else (),
     )  # fmt: skip
     images = ctx.scratch(shape.dtype, (shape.batch, high, wide, LINE))
-    if ctx.select(node, blocks, {"x": source}, {"y": images}):
+    if not ctx.serves(blocks):
         return None
+    ctx.select(node, blocks, {"x": source}, {"y": images})
 
     def packed(array: np.ndarray) -> np.ndarray:
         whole = np.zeros((filters, channels, kh * sh, kw * sw), array.dtype)

@@ -113,7 +113,7 @@ def _patches(shape: Conv) -> bool:
 
 def _product(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
-) -> str | None:
+) -> None:
     """[pixels, channels] · [channels, taps * filters] + bias, its patches then put in their places.
 
     `out` is [batch, *outer, filters].
@@ -129,15 +129,13 @@ def _product(
         extra["col1"] = reshaped(ctx, bias, (taps * filters,))
     pixels = reshaped(ctx, x, (prod(x.shape[:-1]), shape.channels))
     patches = ctx.scratch(out.dtype, (pixels.shape[0], taps * filters))
-    if reason := product(ctx, node, pixels, columns, patches, extra, None, {"bias": bool(extra)}):
-        return reason
+    product(ctx, node, pixels, columns, patches, extra, None, {"bias": bool(extra)})
     kernel, inner = shape.window.kernel[3 - rank :], x.shape[1:-1]
     pairs = [n for pair in zip(inner, kernel, strict=True) for n in pair]
     order = (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
     places = out.view((x.shape[0], *pairs, filters))
     copy(ctx, node, reshaped(ctx, patches, (x.shape[0], *inner, *kernel, filters)),
          places.permute(order))  # fmt: skip
-    return None
 
 
 def _packed(ctx: Context, view: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def _channels_second(images: Tensor) -> Tensor:
 
 def convolution(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
-) -> str | None:
+) -> None:
     """y = ConvTranspose(x, weight) + bias, channels last; `y` is the new dense output."""
     out = channels_last(stored_last(ctx, node, y))
     if _patches(shape):
@@ -182,8 +180,6 @@ def convolution(
         operands = {**reads, "weight": taps}
         whole = len(parts) == 1 or conv_nhwc.writes(ctx, phase.shape, part)
         target = part if whole else ctx.scratch(y.dtype, part.shape)
-        if reason := conv_nhwc.into(ctx, node, phase.shape, operands, target):
-            return reason
+        conv_nhwc.into(ctx, node, phase.shape, operands, target)
         if target is not part:
             copy(ctx, node, target, part)
-    return None

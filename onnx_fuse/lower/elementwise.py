@@ -25,10 +25,9 @@ from onnx_fuse.cuda.pointwise import (
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
+from onnx_fuse.lower.context import Context, Lowering, Unserved, broadcast, emit, operand
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN
 
 
 def _store(
@@ -40,7 +39,7 @@ def _store(
 
 
 def _simple(name: str) -> Lowering:
-    def lower(ctx: Context, node: ir.Node) -> str | None:
+    def lower(ctx: Context, node: ir.Node) -> None:
         code, shape = Code(), broadcast(ctx, node)
         args, dtypes = [], []
         for i in range(len(node.inputs)):
@@ -67,7 +66,7 @@ def _simple(name: str) -> Lowering:
                 args = [code.step("Cast", inner, a) for a in args]
                 raised = code.step("Pow", inner, *args)
                 _store(ctx, code, node, code.step("Cast", dtype, raised), shape, dtype)
-                return None
+                return
         if name == "Sign" and dtype in ("float16", "bfloat16"):  # onnxruntime's of a NaN is 0 there
             zero = code.scalar(0.0, dtype)
             sides = [code.step(side, "bool", *args, zero) for side in ("Greater", "Less")]
@@ -77,7 +76,6 @@ def _simple(name: str) -> Lowering:
             args.append(code.scalar(value, dtype if name != "IsInf" else "int32"))
         result = "bool" if name in COMPARES else dtype
         _store(ctx, code, node, code.step(step, result, *args), shape, result)
-        return None
 
     return lower
 
@@ -85,7 +83,7 @@ def _simple(name: str) -> Lowering:
 def _fold(name: str) -> Lowering:
     """Max, Min, Sum, Mean of any number of inputs."""
 
-    def lower(ctx: Context, node: ir.Node) -> str | None:
+    def lower(ctx: Context, node: ir.Node) -> None:
         code, shape = Code(), broadcast(ctx, node)
         value, dtype = operand(ctx, code, node, 0, shape)
         step = "Add" if name in ("Sum", "Mean") else name
@@ -94,7 +92,6 @@ def _fold(name: str) -> Lowering:
         if name == "Mean":
             value = code.step("Div", dtype, value, code.scalar(len(node.inputs), dtype))
         _store(ctx, code, node, value, shape, dtype)
-        return None
 
     return lower
 
@@ -117,7 +114,7 @@ def relu_of(ctx: Context, node: ir.Node) -> ir.Node | None:
     return relu if all(z is not None and z.size == 1 and not z.any() for z in zeros) else None
 
 
-def where(ctx: Context, node: ir.Node) -> str | None:
+def where(ctx: Context, node: ir.Node) -> None:
     """Lower Where; the mask of a Relu's gradient is computed there, from the Relu's result.
 
     The gradient of the next layer keeps that result anyway. A mask computed in the forward pass
@@ -131,10 +128,9 @@ def where(ctx: Context, node: ir.Node) -> str | None:
     condition = code.step("Greater", "bool", *args)
     (a, dtype), (b, _) = (operand(ctx, code, node, i, shape) for i in (1, 2))
     _store(ctx, code, node, code.step("Where", dtype, condition, a, b), shape, dtype)
-    return None
 
 
-def clip(ctx: Context, node: ir.Node) -> str | None:
+def clip(ctx: Context, node: ir.Node) -> None:
     """y = min(max, max(min, x)); onnxruntime takes the largest number for an absent bound."""
     x = ctx.view(node, 0)
     code = Code()
@@ -149,10 +145,9 @@ def clip(ctx: Context, node: ir.Node) -> str | None:
             continue
         value = code.step(step, x.dtype, value, bound)
     _store(ctx, code, node, value, x.shape, x.dtype)
-    return None
 
 
-def cast(ctx: Context, node: ir.Node) -> str | None:
+def cast(ctx: Context, node: ir.Node) -> None:
     """Lower Cast or CastLike."""
     x = ctx.view(node, 0)
     if node.op_type == "Cast":
@@ -161,12 +156,12 @@ def cast(ctx: Context, node: ir.Node) -> str | None:
         like = ctx.host(node, 1)
         dtype = like.dtype.name if like is not None else ctx.view(node, 1).dtype
     if dtype not in STORAGE or x.dtype not in STORAGE:
-        return f"no cast from {x.dtype} to {dtype}"
+        raise Unserved(f"no cast from {x.dtype} to {dtype}")
     if dtype == x.dtype:
         ctx.alias(node, 0, x)
-        return None
+        return
     if dtype == "float8_e8m0fnu":
-        return f"no cast to {dtype}"
+        raise Unserved(f"no cast to {dtype}")
     code = Code()
     value = code.load(x)
     if dtype in LARGEST:
@@ -174,21 +169,16 @@ def cast(ctx: Context, node: ir.Node) -> str | None:
     else:
         value = code.step(cast_step(dtype), dtype, value)
     emit(ctx, code, node, value, ctx.output(node, 0, x.shape, dtype))
-    return None
 
 
-def identity(ctx: Context, node: ir.Node) -> str | None:
+def identity(ctx: Context, node: ir.Node) -> None:
     """Identity and Dropout's first output outside training."""
     ctx.alias(node, 0, ctx.view(node, 0))
-    return None
 
 
-def range_(ctx: Context, node: ir.Node) -> str | None:
+def range_(ctx: Context, node: ir.Node) -> None:
     """start + i delta; all three known at lowering, or the length would depend on data."""
-    ends = [ctx.host(node, i) for i in range(3)]
-    if any(e is None for e in ends):
-        return f"its shape is {UNKNOWN}"
-    start, limit, delta = (required(e).reshape(-1)[0] for e in ends)
+    start, limit, delta = (ctx.given(node, i).reshape(-1)[0] for i in range(3))
     if any(isinstance(v, sizes.OpenSize) for v in (start, limit, delta)):
         dtype, step = "int64", int(delta)
         n = -((start - limit) // step)
@@ -203,7 +193,6 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
     scaled = code.step("Mul", dtype, i, code.scalar(delta, dtype))
     y = ctx.output(node, 0, (n,), dtype)
     emit(ctx, code, node, code.step("Add", dtype, scaled, code.scalar(start, dtype)), y)
-    return None
 
 
 _FOLDS = ("Max", "Min", "Sum", "Mean")

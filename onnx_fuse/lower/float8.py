@@ -33,7 +33,7 @@ class Rounded(NamedTuple):
 def _rounded(
     ctx: Context, node: ir.Node, v: Tensor, kind: str, history: int, following: int,
     rounded: Rounded, sums: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> None:  # fmt: skip
     """Fill `rounded` with `v`, and `sums` with those of its columns, for each 128 rows.
 
     The history is input `history`, and the next one output `following`.
@@ -52,7 +52,7 @@ def _rounded(
     reads = {"x": v, "history": ctx.dense(node, history)}
     writes = {"q": rows, "qt": columns, "scale": rounded.scale, "part": sums,
               "next": ctx.output(node, following, (HISTORY,), "float32")}  # fmt: skip
-    return ctx.select(node, problem, reads, {k: t for k, t in writes.items() if t is not None})
+    ctx.select(node, problem, reads, {k: t for k, t in writes.items() if t is not None})
 
 
 def _product(
@@ -64,17 +64,17 @@ def _product(
     writes: dict[str, Tensor],
     extra: dict[str, Tensor] | None = None,
     attrs: dict[str, Any] | None = None,
-) -> str | None:
+) -> None:
     """y [m, n] = a [m, k] · b [n, k] times both scales, and the epilogue."""
     problem = GemmProblem.of(
         "Gemm", m=a.shape[0], n=b.shape[0], k=a.shape[1], dtype=a.dtype, b_dtype=b.dtype,
         out_dtype=writes["y"].dtype, trans_b=True, **(attrs or {}),
     )  # fmt: skip
     reads = {"a": a, "b": b, "scale_a": scales[0], "scale_b": scales[1]}
-    return ctx.select(node, problem, {**reads, **(extra or {})}, writes)
+    ctx.select(node, problem, {**reads, **(extra or {})}, writes)
 
 
-def linear(ctx: Context, node: ir.Node) -> str | None:
+def linear(ctx: Context, node: ir.Node) -> None:
     """y = act(x · w + c); for a gradient also z, xt and wq, in float8, and both scales."""
     act, exposed = _activation(ctx, node), FusedName.of(node.op_type).exposed
     at = {name: 3 + i for i, name in enumerate(exposed) if ctx.wants(node, 3 + i)}
@@ -96,23 +96,20 @@ def linear(ctx: Context, node: ir.Node) -> str | None:
     )
     assert rounded_x.rows is not None
     assert rounded_w.columns is not None
-    why = _rounded(ctx, node, x, E4M3, 3, 1, rounded_x)
-    why = why or _rounded(ctx, node, w, E4M3, 4, 2, rounded_w)
-    if why is not None:
-        return why
+    _rounded(ctx, node, x, E4M3, 3, 1, rounded_x)
+    _rounded(ctx, node, w, E4M3, 4, 2, rounded_w)
     extra, writes = {}, {"y": ctx.output(node, 0, (m, n), x.dtype)}
     bias_values = ctx.host(node, 2)
     if bias_values is None or bias_values.any():
-        if (row := bias_row(ctx, node, 2, n)) is None:
-            return "the bias is not one row"
+        row = bias_row(ctx, node, 2, n)
         extra, act = {"col1": row}, {"bias": True, "bias_dtype": row.dtype, **act}
     if "z" in at:
         writes["z"], act["save_z"] = ctx.output(node, at["z"], (m, n), x.dtype), True
     scales = rounded_x.scale, rounded_w.scale
-    return _product(ctx, node, rounded_x.rows, rounded_w.columns, scales, writes, extra, act)
+    _product(ctx, node, rounded_x.rows, rounded_w.columns, scales, writes, extra, act)
 
 
-def gradient(ctx: Context, node: ir.Node) -> str | None:
+def gradient(ctx: Context, node: ir.Node) -> None:
     """dx = g · wᵀ, dw = xᵀ · g and dc = Σ g of g = dy act'(z), where they are read."""
     dy, xt, wq = ctx.dense(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     (m, n), k, act = dy.shape, wq.shape[0], _activation(ctx, node)
@@ -121,8 +118,7 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
         parts, dz = act_parts(m, n), ctx.scratch(dy.dtype, (m, n))
         problem = SlopeProduct(m, n, dy.dtype, parts, **act)
         writes = {"dz": dz, "part": ctx.scratch("float32", (parts, n))}
-        if why := ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes):
-            return why
+        ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes)
     parts = Float8(m, n, dz.dtype, E5M2, HISTORY).parts
     sums = ctx.scratch("float32", (parts, n)) if ctx.wants(node, 2) else None
     q = Rounded(
@@ -130,18 +126,16 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
         ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
         ctx.scratch("float32", ()),
     )
-    why = _rounded(ctx, node, dz, E5M2, 5, 3, q, sums)
+    _rounded(ctx, node, dz, E5M2, 5, 3, q, sums)
     if sums is not None:
         dc = ctx.output(node, 2, (n,), dy.dtype)
-        total = PartSums(parts, n, dc.dtype)
-        why = why or ctx.select(node, total, {"part": sums}, {"out0": dc})
+        ctx.select(node, PartSums(parts, n, dc.dtype), {"part": sums}, {"out0": dc})
     if q.rows is not None:
         dx = {"y": ctx.output(node, 0, (m, k), dy.dtype)}
-        why = why or _product(ctx, node, q.rows, wq, (q.scale, ctx.view(node, 4)), dx)
+        _product(ctx, node, q.rows, wq, (q.scale, ctx.view(node, 4)), dx)
     if q.columns is not None:
         dw = {"y": ctx.output(node, 1, (k, n), dy.dtype)}
-        why = why or _product(ctx, node, xt, q.columns, (ctx.view(node, 3), q.scale), dw)
-    return why
+        _product(ctx, node, xt, q.columns, (ctx.view(node, 3), q.scale), dw)
 
 
 def _activation(ctx: Context, node: ir.Node) -> dict[str, Any]:

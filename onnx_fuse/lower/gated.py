@@ -18,7 +18,7 @@ from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, Unserved
 from onnx_fuse.lower.folds import in_threads
 from onnx_fuse.lower.linear import activation, bias_row, norm_problem, norm_product, product
 from onnx_fuse.ops.fused.gated import OPS
@@ -50,26 +50,24 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
     return pairs.reshape(w.shape)
 
 
-def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
+def gated_gemm(ctx: Context, node: ir.Node) -> None:
     """y = act(gate) * other, of the halves of N(x) · w + c."""
     name = OPS[node.op_type]
     prefix, place = name.norm, name.place
     at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
     x, w = ctx.view(node, 0), ctx.view(node, at)
     if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
-        return f"no gated product of {x.dtype} in {len(x.shape)} axes and {list(w.shape)}"
+        raise Unserved(f"no gated product of {x.dtype} in {len(x.shape)} axes and {list(w.shape)}")
     if 0 in (*x.shape, *w.shape):
-        return "nothing to multiply"
+        raise Unserved("nothing to multiply")
     row = bias_row(ctx, node, at + 1, w.shape[1])
-    if row is None:
-        return "the bias is not one row"
     if w.shape[1] % (2 * BLOCK):
-        return f"{w.shape[1] // 2} columns are no multiple of {BLOCK}"
+        raise Unserved(f"{w.shape[1] // 2} columns are no multiple of {BLOCK}")
     if ctx.known(w) is None or ctx.known(row) is None:
-        return "its weights are not constants"
+        raise Unserved("its weights are not constants")
     attrs = {**activation(ctx, node, name.activation), "gate": True}
     if not _pays(ctx, node, w, attrs):
-        return "the product by itself and a pass over its halves are faster"
+        raise Unserved("the product by itself and a pass over its halves are faster")
     one, columns = (
         required(
             ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))
@@ -80,7 +78,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
         return norm_product(ctx, node, one, columns, attrs)
     y = ctx.output(node, 0, (*x.shape[:-1], w.shape[1] // 2), x.dtype)
     wide = one.expand((*x.shape[:-2], *one.shape))
-    return product(ctx, node, x, wide, y, {"col1": columns}, attrs={"bias": True, **attrs})
+    product(ctx, node, x, wide, y, {"col1": columns}, attrs={"bias": True, **attrs})
 
 
 def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, Any]) -> bool:

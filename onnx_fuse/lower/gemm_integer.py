@@ -15,12 +15,12 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import conv_nhwc, linear
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Codes, Context, Lowering, copy, emit
+from onnx_fuse.lower.context import Codes, Context, Lowering, Unserved, copy, emit
 from onnx_fuse.lower.conv import triple, window
+from onnx_fuse.lower.matrices import factors
 from onnx_fuse.lower.quant import to_integer
 from onnx_fuse.lower.quantized import factors_of
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problems import Conv
@@ -76,7 +76,7 @@ def product(
     zb: Tensor | None,
     y: Tensor,
     za_step: int = 0,
-) -> str | None:
+) -> None:
     """y [..., m, n] = (a [..., m, k] - za) · (b [..., n, k] - zb)ᵀ, of two batch axes at most."""
     a, b = _rows(ctx, node, a), _rows(ctx, node, b)
     (*batch, m, k), n = a.shape, b.shape[-2]
@@ -88,7 +88,7 @@ def product(
     )  # fmt: skip
     reads = {"a": a, "b": b}
     reads |= {name: z for name, z in (("za", za), ("zb", zb)) if z is not None}
-    return ctx.select(node, problem, reads, {"y": y})
+    ctx.select(node, problem, reads, {"y": y})
 
 
 def _wide(ctx: Context, node: ir.Node, t: Tensor, zero: Tensor | None) -> Tensor:
@@ -103,30 +103,21 @@ def _wide(ctx: Context, node: ir.Node, t: Tensor, zero: Tensor | None) -> Tensor
     return y
 
 
-def _matmul(
-    ctx: Context, node: ir.Node, places: tuple[int, int, int, int]
-) -> tuple[Tensor | None, tuple[int, ...], str | None]:
-    """The int32 product of a and b with zero points and its shape, or the reason for a refusal."""
+def _matmul(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> Tensor:
+    """The int32 product of a and b with zero points."""
     ia, ib, iza, izb = places
-    a, b = ctx.view(node, ia), ctx.view(node, ib)
+    a, b, batch, shape = factors(ctx.view(node, ia), ctx.view(node, ib))
     if a.dtype not in BYTES or b.dtype not in BYTES:
-        return None, (), f"no kernel for {a.dtype} and {b.dtype}"
+        raise Unserved(f"no kernel for {a.dtype} and {b.dtype}")
     za, zb = _zero(ctx, node, iza), _zero(ctx, node, izb)
-    vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
-    if vector_a:
-        a = replace(a, shape=(1, *a.shape), strides=(0, *a.strides))
-    if vector_b:
-        b = replace(b, shape=(*b.shape, 1), strides=(*b.strides, 0))
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a product over {a.shape[-1]} and {b.shape[-2]}")
-    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
     (m, k), n = a.shape[-2:], b.shape[-1]
-    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     y = ctx.scratch("int32", (*batch, m, n))
     if not y.size:
-        return reshaped(ctx, y, shape), shape, None
+        return reshaped(ctx, y, shape)
     if k == 0:
-        return ctx.constant(np.zeros((), np.int32)).expand(shape), shape, None
+        return ctx.constant(np.zeros((), np.int32)).expand(shape)
     rows = za is not None and za.size != 1
     columns = zb is not None and zb.size not in (1, n)
     wide = columns or (rows and bool(batch))
@@ -136,7 +127,8 @@ def _matmul(
             za = reshaped(ctx, za, (za.size, 1))
         a, b = _wide(ctx, node, a, za), _wide(ctx, node, b, zb)
         a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
-        return reshaped(ctx, y, shape), shape, linear.product(ctx, node, a, b, y)
+        linear.product(ctx, node, a, b, y)
+        return reshaped(ctx, y, shape)
     if (za is not None and rows and za.size != m) or (zb is not None and zb.size not in (1, n)):
         raise ValueError("zero points do not fit the rows and columns")
     turned = b.permute((*range(len(b.shape) - 2), len(b.shape) - 1, len(b.shape) - 2))
@@ -149,17 +141,13 @@ def _matmul(
         count = prod(batch)
         a, turned = reshaped(ctx, a, (count, m, k)), reshaped(ctx, turned, (count, n, k))
         flat = (count, m, n)
-    return reshaped(ctx, y, shape), shape, product(
-        ctx, node, a, turned, za, zb, reshaped(ctx, y, flat)
-    )  # fmt: skip
+    product(ctx, node, a, turned, za, zb, reshaped(ctx, y, flat))
+    return reshaped(ctx, y, shape)
 
 
-def matmul_integer(ctx: Context, node: ir.Node) -> str | None:
+def matmul_integer(ctx: Context, node: ir.Node) -> None:
     """MatMulInteger: int32 of a, b and their zero points."""
-    result, _, why = _matmul(ctx, node, (0, 1, 2, 3))
-    if result is not None and why is None:
-        ctx.alias(node, 0, result)
-    return why
+    ctx.alias(node, 0, _matmul(ctx, node, (0, 1, 2, 3)))
 
 
 Scales = tuple[int, int, int, int]  # inputs: of a, of b, of y, y's zero point
@@ -168,7 +156,7 @@ Scales = tuple[int, int, int, int]  # inputs: of a, of b, of y, y's zero point
 def _requantize(
     ctx: Context, node: ir.Node, total: Tensor, places: Scales, row: Callable[[Tensor], Tensor],
     bias: Tensor | None = None,
-) -> str | None:  # fmt: skip
+) -> None:  # fmt: skip
     """Output 0 = saturate(round((total + bias) (sa sb / sy)) + zero).
 
     `row` turns a vector with one number per channel into a view that broadcasts to `total`.
@@ -176,7 +164,7 @@ def _requantize(
     dtype = ctx.view(node, places[3]).dtype
     y = ctx.output(node, 0, total.shape, dtype)
     if not total.size:
-        return None
+        return
     code = Code()
 
     def number(i: int) -> Any:
@@ -200,30 +188,27 @@ def _requantize(
         scale = code.step("Div", "float32", code.step("Scale", "float32", sa, sb), sy)
     value = code.step("Scale", "float32", code.step("Cast", "float32", value), scale)
     emit(ctx, code, node, to_integer(code, value, dtype, number(places[3])), y)
-    return None
 
 
-def qlinear_matmul(ctx: Context, node: ir.Node) -> str | None:
+def qlinear_matmul(ctx: Context, node: ir.Node) -> None:
     """QLinearMatMul: a, sa, za, b, sb, zb, sy, zy; scales of a and y are one number each."""
     if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
-        return "scales of a's and y's rows have no kernel"
+        raise Unserved("scales of a's and y's rows have no kernel")
     if ctx.view(node, 7).dtype not in BYTES:
-        return f"no kernel for {ctx.view(node, 7).dtype}"
-    total, shape, why = _matmul(ctx, node, (0, 3, 2, 5))
-    if total is None or why:
-        return why
-    if ctx.view(node, 4).size not in (1, shape[-1] if shape else 1):
+        raise Unserved(f"no kernel for {ctx.view(node, 7).dtype}")
+    total = _matmul(ctx, node, (0, 3, 2, 5))
+    if ctx.view(node, 4).size not in (1, *total.shape[-1:]):
         raise ValueError("b's scales do not fit its columns")
-    return _requantize(ctx, node, total, (1, 4, 6, 7), lambda t: reshaped(ctx, t, (t.size,)))
+    _requantize(ctx, node, total, (1, 4, 6, 7), lambda t: reshaped(ctx, t, (t.size,)))
 
 
-def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> Tensor | str:
-    """The int32 convolution of x and w with zero points, [batch, channels, *sizes], or a reason."""
+def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> Tensor:
+    """The int32 convolution of x and w with zero points, [batch, channels, *sizes]."""
     ix, iw, izx, izw = places
     x, w = ctx.view(node, ix), ctx.view(node, iw)
     rank, groups = len(x.shape) - 2, int(ctx.attr(node, "group", 1))
     if x.dtype not in BYTES or w.dtype not in BYTES or not 1 <= rank <= 3:
-        return f"no kernel for {x.dtype} and {w.dtype} over {rank} axes on {ctx.hw.arch}"
+        raise Unserved(f"no kernel for {x.dtype} and {w.dtype} over {rank} axes on {ctx.hw.arch}")
     batch, channels = x.shape[:2]
     filters, each = w.shape[0] // groups, w.shape[1]
     if channels != each * groups or w.shape[0] % groups:
@@ -231,7 +216,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     types = ctx.infer(node)
     shape = types[0] if types else None
     if shape is None:
-        return "its shape is not known"
+        raise Unserved("its shape is not known")
     outer = (1,) * (3 - rank) + shape[1][2:]
     total = ctx.scratch("int32", (batch, groups, filters, prod(outer)))
     if not total.size:
@@ -241,7 +226,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         raise ValueError("the zero points do not fit x, or the filters")
     taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
     if min(taps.before) < 0:
-        return "auto_pad cuts the image, where the stride is larger than the kernel"
+        raise Unserved("auto_pad cuts the image, where the stride is larger than the kernel")
     lead = (1,) * (3 - rank)
     x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)
     # channels last, so that a tap's are neighbours, and the border is the zero point
@@ -273,19 +258,14 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     packed = ctx.packed(turned, "channels last", lambda array: array)
     rows = reshaped(ctx, turned if packed is None else packed, (1, groups, filters, depth))
     a = rows.expand((batch, groups, filters, depth))
-    why = product(
-        ctx, node, a, columns, zw, zx, total, filters if zw is not None and zw.size > 1 else 0
-    )
-    return why or reshaped(ctx, total, shape[1])
+    step_of_zeros = filters if zw is not None and zw.size > 1 else 0
+    product(ctx, node, a, columns, zw, zx, total, step_of_zeros)
+    return reshaped(ctx, total, shape[1])
 
 
-def conv_integer(ctx: Context, node: ir.Node) -> str | None:
+def conv_integer(ctx: Context, node: ir.Node) -> None:
     """ConvInteger: int32 of x, w and their zero points."""
-    total = _convolution(ctx, node, (0, 1, 2, 3))
-    if isinstance(total, str):
-        return total
-    ctx.alias(node, 0, total)
-    return None
+    ctx.alias(node, 0, _convolution(ctx, node, (0, 1, 2, 3)))
 
 
 def _at_once(ctx: Context, node: ir.Node) -> bool:
@@ -320,7 +300,9 @@ def _at_once(ctx: Context, node: ir.Node) -> bool:
     more = shift if bias is None else (shift.astype(np.int64) + bias).astype(np.int32)
     both = replace(both, shift=ctx.constant(more), scale=ctx.constant(scale))
     sums = ctx.output(node, 0, shape, "float32")
-    if conv_nhwc.integers(ctx, node, problem, both, {}, sums):
+    try:
+        conv_nhwc.integers(ctx, node, problem, both, {}, sums)
+    except Unserved:
         return False
     value = required(ctx.slots[node.outputs[0]].tensor)
     y, code = follow(ctx, node, ctx.output(node, 0, shape, dtype), [value]), Code()
@@ -329,21 +311,19 @@ def _at_once(ctx: Context, node: ir.Node) -> bool:
     return True
 
 
-def qlinear_conv(ctx: Context, node: ir.Node) -> str | None:
+def qlinear_conv(ctx: Context, node: ir.Node) -> None:
     """QLinearConv: x, sx, zx, w, sw, zw, sy, zy, bias (int32)."""
     if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
-        return "scales of x and y are one number each"
+        raise Unserved("scales of x and y are one number each")
     if _at_once(ctx, node):
-        return None
+        return
     total = _convolution(ctx, node, (0, 3, 2, 5))
-    if isinstance(total, str):
-        return total
 
     def channel(t: Tensor) -> Tensor:
         return reshaped(ctx, t, (t.size, *(1,) * (len(total.shape) - 2)))
 
     bias = ctx.dense(node, 8) if ctx.has(node, 8) else None
-    return _requantize(ctx, node, total, (1, 4, 6, 7), channel, bias)
+    _requantize(ctx, node, total, (1, 4, 6, 7), channel, bias)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.build import required
-from onnx_fuse.lower.context import Context, Lowering, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, emit
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import UNKNOWN, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
 
@@ -20,13 +20,13 @@ MOST_KNOWN = 1 << 12
 """Elements up to which a constant is looked at for zeros."""
 
 
-def gather(ctx: Context, node: ir.Node) -> str | None:
+def gather(ctx: Context, node: ir.Node) -> None:
     """y[o, index..., i] = x[o, index, i] along `axis`."""
     indices = ctx.host(node, 1)
     if indices is not None and indices.size == 1:
         return _pick(ctx, node)
     if indices is not None and indices.ndim == 1 and _run(ctx, node, indices):
-        return None
+        return
     x, index = ctx.view(node, 0), ctx.view(node, 1)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     left, right, rank = x.shape[:axis], x.shape[axis + 1 :], len(index.shape)
@@ -36,7 +36,6 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
     index = reshaped(ctx, index, (*index.shape, *[1] * len(right))).expand(y.shape)
     code = Code()
     emit(ctx, code, node, code.row(table, index, x.strides[axis], x.shape[axis]), y)
-    return None
 
 
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
@@ -56,22 +55,21 @@ def _is_run(index: np.ndarray, size: int) -> bool:
     return inside and not (index != np.arange(index.size) + first).any()
 
 
-def _pick(ctx: Context, node: ir.Node) -> str | None:
+def _pick(ctx: Context, node: ir.Node) -> None:
     """Gather by one index that is known at lowering, as a view."""
     x, index = ctx.view(node, 0), required(ctx.host(node, 1))
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     k = number(index.reshape(-1)[0])
     k += x.shape[axis] if k < 0 else 0
     if not 0 <= k < x.shape[axis]:
-        return f"index {k} is outside the axis of {x.shape[axis]}"
+        raise Unserved(f"index {k} is outside the axis of {x.shape[axis]}")
     one = x.at(axis, k)
     strides = (*one.strides[:axis], *(0,) * index.ndim, *one.strides[axis:])
     shape = (*one.shape[:axis], *index.shape, *one.shape[axis:])
     ctx.alias(node, 0, replace(one, shape=shape, strides=strides))
-    return None
 
 
-def gather_elements(ctx: Context, node: ir.Node) -> str | None:
+def gather_elements(ctx: Context, node: ir.Node) -> None:
     """y[o, j, i] = x[o, index[o, j, i], i] along `axis`."""
     x, index = ctx.view(node, 0), ctx.dense(node, 1)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
@@ -82,10 +80,10 @@ def gather_elements(ctx: Context, node: ir.Node) -> str | None:
         y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
         index.dtype,
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
+    ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
-def gather_nd(ctx: Context, node: ir.Node) -> str | None:
+def gather_nd(ctx: Context, node: ir.Node) -> None:
     """y[b, j, i] = x[b, index[b, j, :], i]."""
     x, index = ctx.dense(node, 0), ctx.dense(node, 1)
     batch = ctx.attr(node, "batch_dims", 0)
@@ -96,22 +94,22 @@ def gather_nd(ctx: Context, node: ir.Node) -> str | None:
         prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
         prod(tail), x.dtype, index.dtype,
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
+    ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
-def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
+def scatter_elements(ctx: Context, node: ir.Node) -> None:
     """y = x, then y[o, index[o, j, i], i] (op)= update[o, j, i] along `axis`, in order of j."""
     x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     rank = len(x.shape)
     axis = ctx.attr(node, "axis", 0) % rank
     if any(index.shape[k] != x.shape[k] for k in range(rank) if k != axis):
-        return "indices do not span the other axes"
+        raise Unserved("indices do not span the other axes")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
-        return None
+        return
     if not index.size:
         copy(ctx, node, x, y)
-        return None
+        return
     updates, length, inner = index.shape[axis], x.shape[axis], prod(x.shape[axis + 1 :])
     reduction, lines = ctx.attr(node, "reduction", "none"), index.size // updates
     if lines == 1 and reduction == "add":  # which may write the zeros of x as well
@@ -123,7 +121,7 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
         distinct=_chosen_along(node.inputs[1], axis, rank),
     )  # fmt: skip
     reads = {"index": index, "update": update, "before": y}
-    return ctx.select(node, problem, reads, {"y": y})
+    ctx.select(node, problem, reads, {"y": y})
 
 
 def _chosen_along(index: ir.Value | None, axis: int, rank: int) -> bool:
@@ -135,25 +133,25 @@ def _chosen_along(index: ir.Value | None, axis: int, rank: int) -> bool:
     return bool((-1 if along is None else along.as_int()) % rank == axis)
 
 
-def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
+def scatter_nd(ctx: Context, node: ir.Node) -> None:
     """y = x, then y[index[j, :], i] (op)= update[j, i], in order of j."""
     x, index, update = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     q, reduction = index.shape[-1], ctx.attr(node, "reduction", "none")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
-        return None
+        return
     count, inner = prod(index.shape[:-1]), prod(x.shape[q:])
     if not (count and inner):
         copy(ctx, node, x, y)
-        return None
+        return
     index_values = ctx.host(node, 1)
     if index_values is not None and q == 1 and reduction in ("none", "add"):
         indices = index_values.reshape(-1)
         if _is_run(indices, x.shape[0]):
             _scatter_run(ctx, node, x, int(indices[0]), update, y, add=reduction == "add")
-            return None
+            return
     problem = ScatterND(count, x.shape[:q], inner, update.dtype, index.dtype, reduction)
-    return _scattered(ctx, node, problem, x, index, update, y)
+    _scattered(ctx, node, problem, x, index, update, y)
 
 
 def _scattered(
@@ -164,15 +162,15 @@ def _scattered(
     index: Tensor,
     update: Tensor,
     y: Tensor,
-) -> str | None:
+) -> None:
     """y = x with the updates; where x is zero, one kernel writes the zeros and the sums."""
     reads = {"index": index, "update": update}
     if problem.reduction == "add" and _is_zero(ctx, x):
         fresh = replace(problem, fresh=True)
-        if ctx.select(node, fresh, reads, {"y": y}) is None:
-            return None
+        if ctx.serves(fresh):
+            return ctx.select(node, fresh, reads, {"y": y})
     copy(ctx, node, x, y)
-    return ctx.select(node, problem, reads | {"before": y}, {"y": y})
+    ctx.select(node, problem, reads | {"before": y}, {"y": y})
 
 
 def _is_zero(ctx: Context, x: Tensor) -> bool:
@@ -202,18 +200,16 @@ def _scatter_run(
         copy(ctx, node, update, y.part(0, first, count))
 
 
-def one_hot(ctx: Context, node: ir.Node) -> str | None:
+def one_hot(ctx: Context, node: ir.Node) -> None:
     """y = index == arange(depth) ? on : off, with negative indices counted from the end."""
-    depth, index = ctx.host(node, 1), ctx.view(node, 0)
-    if depth is None:
-        return f"its shape is {UNKNOWN}"
-    n, values = int(depth.reshape(-1)[0]), ctx.view(node, 2)
+    index, values = ctx.view(node, 0), ctx.view(node, 2)
+    n = int(ctx.given(node, 1).reshape(-1)[0])
     rank = len(index.shape) + 1
     axis = ctx.attr(node, "axis", -1) % rank
     shape = (*index.shape[:axis], n, *index.shape[axis:])
     y = ctx.output(node, 0, shape, values.dtype)
     if not y.size:
-        return None
+        return
     place = [n if k == axis else 1 for k in range(rank)]
     classes = ctx.constant(np.arange(n))
     column = reshaped(ctx, index, (*index.shape[:axis], 1, *index.shape[axis:]))
@@ -227,7 +223,6 @@ def one_hot(ctx: Context, node: ir.Node) -> str | None:
     hit = code.step("Equal", "bool", k, code.load(reshaped(ctx, classes, place).expand(shape)))
     off, on = (code.load(values.at(0, i).expand(shape)) for i in (0, 1))
     emit(ctx, code, node, code.step("Where", values.dtype, hit, on, off), y)
-    return None
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -7,32 +7,27 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, floats
 from onnx_fuse.program.data_movement import Determinant, Fourier
 
 
-def det(ctx: Context, node: ir.Node) -> str | None:
+def det(ctx: Context, node: ir.Node) -> None:
     """y [...] = det(x [..., n, n])."""
-    x = ctx.dense(node, 0)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x = floats(ctx.dense(node, 0))
     if len(x.shape) < 2 or x.shape[-1] != x.shape[-2]:
         raise ValueError("only square matrices have a determinant")
     y = ctx.output(node, 0, x.shape[:-2], x.dtype)
     problem = Determinant(y.size, x.shape[-1], x.dtype)
-    return ctx.select(node, problem, {"x": x}, {"y": y})
+    ctx.select(node, problem, {"x": x}, {"y": y})
 
 
-def fourier(ctx: Context, node: ir.Node) -> str | None:
+def fourier(ctx: Context, node: ir.Node) -> None:
     """The transform of `points` points along `axis` of x [..., 1 or 2], as DFT has it.
 
     With `frames`, those that begin `step` apart, each times the window, and an axis of them more.
     """
-    x = ctx.dense(node, 0)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x = floats(ctx.dense(node, 0))
     axis, points, frames = (ctx.attr(node, name) for name in ("axis", "points", "frames"))
     inverse, onesided = bool(ctx.attr(node, "inverse")), bool(ctx.attr(node, "onesided"))
     before, inner, parts = x.shape[:axis], x.shape[axis + 1 : -1], x.shape[-1]
@@ -49,7 +44,7 @@ def fourier(ctx: Context, node: ir.Node) -> str | None:
         reads["window"] = ctx.dense(node, 1)
         if reads["window"].shape != (points,):
             raise ValueError("a window has an element for each of a frame")
-    return ctx.select(node, problem, reads, {"y": y})
+    ctx.select(node, problem, reads, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Det"): det, (FUSE, "Fourier"): fourier}

@@ -17,11 +17,17 @@ from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower import quantized
-from onnx_fuse.lower.context import Context, Lowering, copy
-from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
+from onnx_fuse.lower.matrices import (
+    Matrix,
+    Operands,
+    alignment,
+    factors,
+    matrix,
+    with_whole_rows,
+)
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
-from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
@@ -60,10 +66,10 @@ def product(
     extra: dict[str, Tensor] | None = None,
     writes: dict[str, Tensor] | None = None,
     attrs: dict[str, Any] | None = None,
-) -> str | None:
+) -> None:
     """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
     if 0 in y.shape:
-        return None
+        return
     if a.shape[-1] == 0:  # the sum of nothing, with all that follows it: one product of zeros
         zero = ctx.constant(np.zeros((), dtype_of(a.dtype)))
         a, b = zero.expand((*a.shape[:-1], 1)), zero.expand((*b.shape[:-2], 1, b.shape[-1]))
@@ -109,31 +115,22 @@ def product(
     )
     operands = with_whole_rows(ctx, node, Operands(problem, left, right, y))
     reads = {"a": operands.a.tensor, "b": operands.b.tensor, **(extra or {})}
-    why = ctx.select(node, operands.problem, reads, {"y": operands.y, **(writes or {})})
-    if why is None and operands.y is not y:
+    ctx.select(node, operands.problem, reads, {"y": operands.y, **(writes or {})})
+    if operands.y is not y:
         copy(ctx, node, operands.y, y.reshape(operands.y.shape) or y)
-    return why
 
 
-def matmul(ctx: Context, node: ir.Node) -> str | None:
+def matmul(ctx: Context, node: ir.Node) -> None:
     """y = a · b with NumPy's rules for 1-D operands and broadcast batches."""
-    a, b = ctx.view(node, 0), ctx.view(node, 1)
-    vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
-    if vector_a:
-        a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
-    if vector_b:
-        b = Tensor(b.buffer, b.dtype, (*b.shape, 1), (*b.strides, 0), b.offset)
-    batch = sizes.broadcast(a.shape[:-2], b.shape[:-2])
-    m, n = a.shape[-2], b.shape[-1]
-    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    a, b, batch, shape = factors(ctx.view(node, 0), ctx.view(node, 1))
     y = ctx.output(node, 0, shape, a.dtype)
     if quantized.product(ctx, node, y):
-        return None
+        return
     a, b = (t.expand((*batch, *t.shape[-2:])) for t in (a, b))
-    return product(ctx, node, a, b, y.view((*batch, m, n)))
+    product(ctx, node, a, b, y.view((*batch, a.shape[-2], b.shape[-1])))
 
 
-def gemm(ctx: Context, node: ir.Node) -> str | None:
+def gemm(ctx: Context, node: ir.Node) -> None:
     """Y = alpha A' · B' + beta C."""
     a, b = ctx.view(node, 0), ctx.view(node, 1)
     a = a.permute((1, 0)) if ctx.attr(node, "transA", 0) else a
@@ -143,10 +140,10 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)
     if ctx.codes and alpha == 1 and beta in (0, 1) and not ctx.attr(node, "transA", 0):
         biased = ctx.has(node, 2) and beta == 1
-        row = bias_row(ctx, node, 2, shape[1]) if biased else None
+        row = _row(ctx, node, 2, shape[1]) if biased else None
         turned = bool(ctx.attr(node, "transB", 0))
         if biased == (row is not None) and quantized.product(ctx, node, y, row, turned=turned):
-            return None
+            return
     attrs: dict[str, Any] = {"alpha": alpha} if alpha != 1 else {}
     extra = {}
     if ctx.has(node, 2) and beta != 0:
@@ -156,7 +153,7 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
         else:
             extra["c"] = c
             attrs |= {"beta": beta, "c_rows": c.strides[0], "c_cols": c.strides[1]}
-    return product(ctx, node, a, b, y, extra, attrs=attrs)
+    product(ctx, node, a, b, y, extra, attrs=attrs)
 
 
 ACTIVATIONS = {"": "", **{a.name: a.key for a in TABLE.values()}}
@@ -174,8 +171,14 @@ def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, Any]:
     return attrs
 
 
-def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
-    """Input `i`, a bias of n columns or one number for all, as a row; None for other shapes."""
+def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor:
+    """Input `i`, a bias of n columns or one number for all, as a row; else raises Unserved."""
+    if (row := _row(ctx, node, i, n)) is None:
+        raise Unserved("the bias is not one row")
+    return row
+
+
+def _row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
     c = ctx.view(node, i)
     if c.size == 1 and n > 1:  # zero, where there is no bias
         value = ctx.host(node, i)
@@ -186,53 +189,49 @@ def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
     return None if row is None else ctx.contiguous(row)
 
 
-def fused_gemm(ctx: Context, node: ir.Node) -> str | None:
+def fused_gemm(ctx: Context, node: ir.Node) -> None:
     """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
     name = FusedName.of(node.op_type)
     if name.exposed not in ((), ("z",)):
-        return f"no kernel gives {', '.join(name.exposed)}"
+        raise Unserved(f"no kernel gives {', '.join(name.exposed)}")
     if stays_packed(ctx, node.inputs[1]):
-        return PACKED
+        raise Unserved(PACKED)
     x, w = ctx.view(node, 0), ctx.view(node, 1)
     n = w.shape[1]
-    if (row := bias_row(ctx, node, 2, n)) is None:
-        return "the bias is not one row"
+    row = bias_row(ctx, node, 2, n)
     attrs = {"bias": True} | activation(ctx, node, name.activation)
     shape = (*x.shape[:-1], n)
     if len(x.shape) == 1:
-        return "x is a vector"
+        raise Unserved("x is a vector")
     y = ctx.output(node, 0, shape, x.dtype)
     writes = {}
     act = (str(attrs.get("act", "")), float(str(attrs.get("act_alpha", 0.0))))
     if not name.exposed and quantized.product(ctx, node, y, row, act):
-        return None
+        return
     if name.exposed:
         z = ctx.output(node, 1, shape, x.dtype)
         writes["z"] = z
         attrs["save_z"] = True
-    return product(
-        ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, attrs
-    )
+    product(ctx, node, x, w.expand((*x.shape[:-2], *w.shape)), y, {"col1": row}, writes, attrs)
 
 
-def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
+def norm_gemm(ctx: Context, node: ir.Node) -> None:
     """(LayerNorm|RMSNorm)Gemm<Act>: y = act(N(x) · w + c); mean, rstd, z where they are exposed."""
     name = FusedName.of(node.op_type)
     exposed = name.exposed
     if not set(exposed) <= {"mean", "rstd", "z"}:
-        return f"no kernel gives {', '.join(exposed)}"
+        raise Unserved(f"no kernel gives {', '.join(exposed)}")
     at = 2 if name.rms else 3
     if stays_packed(ctx, node.inputs[at]):
-        return PACKED
+        raise Unserved(PACKED)
     w = ctx.view(node, at)
-    if len(ctx.view(node, 0).shape) < 2 or (row := bias_row(ctx, node, at + 1, w.shape[1])) is None:
-        return "x is a vector, or the bias is not one row"
+    row = bias_row(ctx, node, at + 1, w.shape[1])
+    if len(ctx.view(node, 0).shape) < 2:
+        raise Unserved("x is a vector")
     weights = node.inputs[at]
     maker = weights.producer() if weights is not None else None
     cast = maker is not None and maker.op_type == "Cast"
-    return norm_product(
-        ctx, node, w, row, activation(ctx, node, name.activation), exposed, cast=cast
-    )
+    norm_product(ctx, node, w, row, activation(ctx, node, name.activation), exposed, cast=cast)
 
 
 def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, Any]) -> GemmProblem:
@@ -253,7 +252,7 @@ def norm_product(
     exposed: Sequence[str] = (),
     *,
     cast: bool = False,
-) -> str | None:
+) -> None:
     """y = act(N(x) · w + row), the norm's x and parameters being the node's first inputs.
 
     `cast`: w is a cast of its master in each run.
@@ -269,7 +268,7 @@ def norm_product(
     if "z" in exposed:
         problem = problem.replace(save_z=True)
     if select("LayerNormGemm", problem, ctx.hw) is None:
-        return f"no kernel serves {problem}"
+        raise Unserved(f"no kernel serves {problem}")
     beta = None if rms else ctx.view(node, 2)
     folded, trans = None, right.trans
     if not exposed:
@@ -295,7 +294,7 @@ def norm_product(
     for extra in ("mean", "rstd"):  # RMSNorm's mean is zero
         if extra not in writes:
             writes[extra] = ctx.scratch("float32", stat)
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)
 
 
 def _rows_pay(ctx: Context, problem: GemmProblem) -> bool:
@@ -346,11 +345,11 @@ def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> di
     return folded
 
 
-def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+def norm_gemm_grad(ctx: Context, node: ir.Node) -> None:
     """(LayerNorm|RMSNorm)Gemm<Act>Grad: dx, dscale, (dbias,) dw, dc from dy and what was kept."""
     name = FusedName.of(node.op_type)
     if name.exposed:
-        return f"no kernel gives {', '.join(name.exposed)}"
+        raise Unserved(f"no kernel gives {', '.join(name.exposed)}")
     rms = name.rms
     names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
     names = [key for key in names if not rms or key not in ("beta", "mean")]
@@ -358,11 +357,12 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     x, w = operands["x"], operands["w"]
     k, n = w.shape
     if {t.dtype for key, t in operands.items() if key not in ("mean", "rstd")} != {x.dtype}:
-        return "operands of several types"
+        raise Unserved("operands of several types")
     if {operands[key].dtype for key in ("mean", "rstd") if key in operands} != {"float32"}:
-        return "mean and rstd are not float32"
-    if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
-        return "x is a vector, or the bias is not one row"
+        raise Unserved("mean and rstd are not float32")
+    row = bias_row(ctx, node, names.index("c"), n)
+    if len(x.shape) < 2:
+        raise Unserved("x is a vector")
     problem = GemmProblem.of(
         "LayerNormGemmGrad",
         m=prod(x.shape[:-1]),
@@ -377,11 +377,12 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         problem = problem.replace(frozen=True)
     if select(problem.op, problem, ctx.hw, ctx.prefs) is None:
         why = refusals(problem.op, problem, ctx.hw).items()
-        return "; ".join(f"{kernel}: {reason}" for kernel, reason in why) or "it has no rows"
+        listing = "; ".join(f"{kernel}: {reason}" for kernel, reason in why)
+        raise Unserved(listing or "it has no rows")
     if problem.op not in forced(ctx.prefs):
         fused, apart = (total(p, ctx.hw, ctx.prefs) for p in ((problem,), _apart(problem)))
         if apart <= fused:
-            return f"its parts are faster: {apart * 1e6:.1f} µs against {fused * 1e6:.1f}"
+            raise Unserved(f"its parts are faster: {apart * 1e6:.1f} µs against {fused * 1e6:.1f}")
     if turned := _turned(ctx, problem, w):
         problem = problem.replace(trans_b=True)
     reads = {
@@ -401,7 +402,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
             ctx.alias(node, i, writes[key].permute((1, 0)))
         else:
             writes[key] = ctx.output(node, i, shape, x.dtype)
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)
 
 
 def _turned(ctx: Context, problem: GemmProblem, w: Tensor) -> bool:
@@ -474,7 +475,7 @@ def _apart(problem: GemmProblem) -> tuple[AnyProblem, ...]:
     )
 
 
-def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
+def activated_gemm_grad(ctx: Context, node: ir.Node) -> None:
     """Gemm<Act>Grad: dz = dy act'(z) and dc = sum_m dz in one pass, dx = dz wᵀ, dw = xᵀ dz."""
     name = FusedName.of(node.op_type)
     dy, w = ctx.view(node, 0), ctx.view(node, 2)
@@ -485,7 +486,9 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         or not n
         or name.exposed not in ((), ("dz",))
     ):
-        return f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
+        raise Unserved(
+            f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
+        )
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
     parts = act_parts(rows, n)
@@ -508,14 +511,13 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "part": part})
         if dc is not None:
             ctx.select(node, PartSums(parts, n, dy.dtype), {"part": part}, {"out0": dc})
-    flat, why = dz.view((rows, n)), None
+    flat = dz.view((rows, n))
     if ctx.wants(node, 0):
         dx = ctx.output(node, 0, x.shape, x.dtype).view((rows, k))
-        why = product(ctx, node, flat, w.permute((1, 0)), dx)
-    if why is None and ctx.wants(node, 1):
+        product(ctx, node, flat, w.permute((1, 0)), dx)
+    if ctx.wants(node, 1):
         turned = x.view((rows, k)).permute((1, 0))
-        why = product(ctx, node, turned, flat, ctx.output(node, 1, (k, n), w.dtype))
-    return why
+        product(ctx, node, turned, flat, ctx.output(node, 1, (k, n), w.dtype))
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

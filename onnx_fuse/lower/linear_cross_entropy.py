@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.kernels import forced, serves
+from onnx_fuse.kernels import forced
 from onnx_fuse.kernels.costs import Passes, pays
-from onnx_fuse.lower.context import Context, Lowering, copy
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
 from onnx_fuse.lower.linear import bias_row, product
 from onnx_fuse.lower.matrices import alignment
 from onnx_fuse.lower.reduce import reduction
@@ -65,16 +65,16 @@ class _Chunks:
         """The epilogue of the scores' product, what that reads and what it writes."""
         return ({}, {}, {}) if self.row is None else ({"bias": True}, {"col1": self.row}, {})
 
-    def scores(self, start: int, end: int) -> str | None:
+    def scores(self, start: int, end: int) -> None:
         """z = x · Wᵀ + c; of as many columns as `w` has rows, the last ones of any number."""
         columns, stride = self.w.shape[0], self.z.shape[1]
         attrs, extra, writes = self._beside_scores(start, end)
         attrs |= {"ldy": stride} if stride != columns else {}
         x, z = rows_of(self.x, start, end), replace(self.z, shape=(end - start, columns))
         w = self.w.permute((1, 0))
-        return product(self.ctx, self.node, x, w, z, extra, writes, attrs)
+        product(self.ctx, self.node, x, w, z, extra, writes, attrs)
 
-    def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
+    def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> None:
         """Make each row's loss and weight and, with `gradient`, z's gradient in its place."""
         ctx, node = self.ctx, self.node
         labels, weight = ctx.dense(node, 3), ctx.dense(node, 4)
@@ -83,39 +83,38 @@ class _Chunks:
         reads = {"x": z, "target": rows_of(labels, start, end)}
         reads |= {"weight": weight} if weight.shape else {}
         writes = {"rows": rows_of(to, start, end)} | ({"dx": z} if gradient else {})
-        return ctx.select(node, problem, reads, writes)
+        ctx.select(node, problem, reads, writes)
 
     def _beside_gx(self, rows: int) -> tuple[Fields, Operands]:
         """The epilogue of the product for gx, and what that reads."""
         return {}, {}
 
-    def of_x(self, start: int, end: int, gx: Tensor) -> str | None:
+    def of_x(self, start: int, end: int, gx: Tensor) -> None:
         """gx = g · W for these rows."""
         attrs, extra = self._beside_gx(end - start)
         y, w = rows_of(gx, start, end), rows_of(self.w, 0, self.classes)
-        return product(self.ctx, self.node, self._z(start, end), w, y, extra, attrs=attrs)
+        product(self.ctx, self.node, self._z(start, end), w, y, extra, attrs=attrs)
 
     def factor(self, start: int, end: int) -> Tensor:
         """What the transposed gradient of these rows of z is multiplied by."""
         return rows_of(self.x, start, end)
 
-    def of_w(self, start: int, end: int, gw: Tensor) -> str | None:
+    def of_w(self, start: int, end: int, gw: Tensor) -> None:
         """gw += gᵀ · x, in float32; what is contiguous in W is so in gw."""
         g, x = self._z(start, end), self.factor(start, end)
         attrs: dict[str, object] = {"accumulate": True} if start else {}
         if gw.dense:
             return product(self.ctx, self.node, g.permute((1, 0)), x, gw, attrs=attrs)
         turned = gw.permute((1, 0))
-        return product(self.ctx, self.node, x.permute((1, 0)), g, turned, attrs=attrs)
+        product(self.ctx, self.node, x.permute((1, 0)), g, turned, attrs=attrs)
 
     def _whole(self, rows: int) -> Tensor:
         """z with the columns between two rows, which are zeros."""
         return replace(self.z, shape=(rows, self.z.shape[1]))
 
-    def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
+    def of_bias(self, start: int, end: int, to: Tensor) -> None:
         """The sums of g's columns for these rows, to [1, stride]."""
         reduction(self.ctx, self.node, self._whole(end - start), to, "Sum", [0])
-        return None
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class _Exponentials(_Chunks):
     def _part(self, rows: int) -> Tensor:
         return replace(self.part, shape=(self.part.shape[0], rows), strides=(rows, 1))
 
-    def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
+    def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> None:
         """Make each row's loss, weight and factor, and z's gradient but for that."""
         ctx, node, z = self.ctx, self.node, self._z(start, end)
         weight, reads = ctx.dense(node, 4), label_operands(self, start, end)
@@ -155,7 +154,7 @@ class _Exponentials(_Chunks):
         if self.narrow is not None:
             writes["narrow"] = rows_of(required(self.narrow), 0, end - start)
         problem = rows_problem(self, end - start, scaled=self.scaled is not None)
-        return ctx.select(node, problem, reads, writes)
+        ctx.select(node, problem, reads, writes)
 
     def _beside_gx(self, rows: int) -> tuple[Fields, Operands]:
         return {"row_scale": True}, {"row0": rows_of(self.scale, 0, rows)}
@@ -164,12 +163,12 @@ class _Exponentials(_Chunks):
         """scale x."""
         return rows_of(required(self.scaled), 0, end - start)
 
-    def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
+    def of_bias(self, start: int, end: int, to: Tensor) -> None:
         """The same, each row times its factor."""
         g, problem = self._whole(end - start), bias_problem(self, end - start)
         scale = rows_of(required(self.narrow), 0, end - start).view((end - start, 1))
         reads = {"a": g.permute((1, 0)), "b": scale}
-        return self.ctx.select(self.node, problem, reads, {"y": to.permute((1, 0))})
+        self.ctx.select(self.node, problem, reads, {"y": to.permute((1, 0))})
 
 
 def label_operands(chunks: _Exponentials, start: int, end: int) -> Operands:
@@ -266,23 +265,23 @@ def rows_of(t: Tensor, start: int, end: int) -> Tensor:
     return t.part(0, start, end - start)
 
 
-def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
+def linear_cross_entropy(ctx: Context, node: ir.Node) -> None:
     """The sums of the losses and of their weights; what exposes gx, gw and gb also makes these."""
     x, w, labels = ctx.view(node, 0), ctx.view(node, 1), ctx.dense(node, 3)
     (m, k), classes = x.shape, w.shape[0]
     if x.dtype not in ("float32", "float16", "bfloat16") or w.dtype != x.dtype:
-        return f"no kernel for {x.dtype} and {w.dtype}"
+        raise Unserved(f"no kernel for {x.dtype} and {w.dtype}")
     if labels.dtype not in ("int32", "int64") or 0 in (m, k, classes):
-        return f"labels of {labels.dtype}, or no row"
+        raise Unserved(f"labels of {labels.dtype}, or no row")
     exposed = FusedName.of(node.op_type).exposed
     gradients = [bool(exposed) and ctx.wants(node, i) for i in (2, 3, 4)]
     weight = ctx.host(node, 4)
     if not ctx.view(node, 4).shape and (weight is None or weight != 1):
-        return "its weight is one number other than 1"
+        raise Unserved("its weight is one number other than 1")
     biased = len(ctx.view(node, 2).shape) == 1
     row = bias_row(ctx, node, 2, classes) if biased else None
     if row is None and not is_zero(ctx, node):
-        return "its bias is a number that is not known beforehand"
+        raise Unserved("its bias is a number that is not known beforehand")
     stride = -(-classes // COLUMNS) * COLUMNS
     rows = chunk_rows(m, stride, x.dtype)
     if stride != classes and not _leaves_gaps(ctx, x, w, rows, stride):
@@ -305,16 +304,14 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         ctx.alias(node, 3, gw)
     sums = ctx.scratch("float32", (len(starts), stride)) if gradients[2] else None
     for i, (start, end) in enumerate(zip(starts, [*starts[1:], m], strict=True)):
-        why = chunks.scores(start, end)
-        why = why or chunks.losses(start, end, losses, gradient=any(gradients))
+        chunks.scores(start, end)
+        chunks.losses(start, end, losses, gradient=any(gradients))
         if gx is not None:
-            why = why or chunks.of_x(start, end, gx)
+            chunks.of_x(start, end, gx)
         if gw is not None:
-            why = why or chunks.of_w(start, end, gw)
+            chunks.of_w(start, end, gw)
         if sums is not None:
-            why = why or chunks.of_bias(start, end, rows_of(sums, i, i + 1))
-        if why is not None:
-            return why
+            chunks.of_bias(start, end, rows_of(sums, i, i + 1))
     if sums is not None:
         gb = ctx.scratch("float32", (stride,))
         reduction(ctx, node, sums, gb, "Sum", [0])
@@ -323,7 +320,6 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     reduction(ctx, node, losses, both, "Sum", [0])
     for i in range(2):
         ctx.alias(node, i, replace(both, shape=(), strides=(), offset=i))
-    return None
 
 
 def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> bool:
@@ -333,7 +329,7 @@ def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> 
         "Gemm", m=rows, n=w.shape[0], k=x.shape[1], dtype=x.dtype, trans_b=w.dense,
         lda=x.strides[0], ldb=line, ldy=stride, math=ctx.math
     )  # fmt: skip
-    return serves("Gemm", problem, ctx.hw, ctx.prefs)
+    return ctx.serves(problem)
 
 
 def _longer(ctx: Context, node: ir.Node, t: Tensor, rows: int) -> Tensor:

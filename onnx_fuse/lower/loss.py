@@ -7,18 +7,16 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS, accumulator
+from onnx_fuse.cuda.macros import accumulator
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, Unserved, floats
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.losses import CrossEntropy
 
 
-def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
+def cross_entropy(ctx: Context, node: ir.Node) -> None:
     """-w[t] log p[t] by row; their sum, or their mean weighted by w; optionally log p itself."""
-    x, target = ctx.dense(node, 0), ctx.dense(node, 1)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x, target = floats(ctx.dense(node, 0)), ctx.dense(node, 1)
     classes, inner = x.shape[1], prod(x.shape[2:])
     count = x.shape[0] * inner
     kind = ctx.attr(node, "reduction", "mean")
@@ -42,24 +40,23 @@ def cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         ctx.select(node, problem, reads, writes)
     if kind != "none":
         ctx.select(node, replace(problem, stage="total"), {"rows": rows}, {"loss": loss})
-    return None
 
 
-def cross_entropy_grad(ctx: Context, node: ir.Node) -> str | None:
+def cross_entropy_grad(ctx: Context, node: ir.Node) -> None:
     """dx = slope (softmax(x) - [class is the label]); label and slope [N, 1, ...]."""
-    x, target = ctx.dense(node, 0), ctx.dense(node, 1)
-    if x.dtype not in FLOATS or target.dtype not in ("int32", "int64"):
-        return f"no kernel for {x.dtype}"
+    x, target = floats(ctx.dense(node, 0)), ctx.dense(node, 1)
+    if target.dtype not in ("int32", "int64"):
+        raise Unserved(f"no kernel for {x.dtype}")
     classes, inner = x.shape[1], prod(x.shape[2:])
     count = x.shape[0] * inner
     weight_shape = (x.shape[0], 1, *x.shape[2:])
     if target.shape != weight_shape:
-        return "the labels are not one a row"
+        raise Unserved("the labels are not one a row")
     slope = ctx.contiguous(ctx.view(node, 2).expand(weight_shape))
     dx = ctx.output(node, 0, x.shape, x.dtype)
     problem = CrossEntropy("grad", count, classes, inner, x.dtype, target.dtype)
     reads = {"x": x, "target": target, "slope": slope}
-    return ctx.select(node, problem, reads, {"dx": dx}, inplace=[("dx", "x")])
+    ctx.select(node, problem, reads, {"dx": dx}, inplace=[("dx", "x")])
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

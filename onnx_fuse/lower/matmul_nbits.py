@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.matmul_nbits import FLOATS
 from onnx_fuse.lower import linear
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.lower.quant import four_bit_weights
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import PackedProduct
@@ -29,7 +29,7 @@ def product(
     bits: int,
     block: int,
     zero: str,
-) -> str | None:
+) -> None:
     """y [..., n] = a [..., k] · wᵀ + bias; `packed`: q, scale, and zero, groups, bias if any."""
     k = a.shape[-1]
     tiles = _tiles(ctx, a, packed, bits=bits, block=block, zero=zero)
@@ -41,7 +41,7 @@ def product(
         static_b=all(ctx.known(t) is not None for t in fixed),
         epilogue=Epilogue(bias="bias" in packed),
     )  # fmt: skip
-    return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
+    ctx.select(node, problem, {"a": a, **packed}, {"y": y})
 
 
 def _tiles(
@@ -71,23 +71,23 @@ def _tiles(
     return {"q": q, "scale": scale, **bias}
 
 
-def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
+def matmul_nbits(ctx: Context, node: ir.Node) -> None:
     """com.microsoft.MatMulNBits: a [..., K], q, scales, zero points, g_idx, bias."""
     sizes = [int(ctx.attr(node, name, default)) for name, default in
              (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))]  # fmt: skip
     k, n, bits, block = sizes
     if ctx.attr(node, "weight_prepacked", 0):
-        return "weights packed for another runtime's kernels"
+        raise Unserved("weights packed for another runtime's kernels")
     if bits not in (2, 4, 8) or block < 16 or block & (block - 1):
-        return f"no kernel for {bits} bits in blocks of {block}"
+        raise Unserved(f"no kernel for {bits} bits in blocks of {block}")
     a = ctx.dense(node, 0)
     if a.dtype not in FLOATS:
-        return f"no kernel for {a.dtype}"
+        raise Unserved(f"no kernel for {a.dtype}")
     if a.shape[-1:] != (k,):
         raise ValueError(f"rows of a have {a.shape[-1] if a.shape else 1} elements, but K is {k}")
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
     if not y.size:
-        return None
+        return
     names = {1: "q", 2: "scale", 3: "zero", 4: "groups", 5: "bias"}
     packed = {name: ctx.dense(node, i) for i, name in names.items() if ctx.has(node, i)}
     if not packed["q"].size or not k:  # weights left out
@@ -95,7 +95,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
         bias = packed.get("bias")
         value = code.scalar(0, a.dtype) if bias is None else code.load(bias.expand(y.shape))
         emit(ctx, code, node, value, y)
-        return None
+        return
     blocks = ceil(k / block)
     elements = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
     zero = ""
@@ -107,8 +107,8 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
             raise ValueError(f"{elements[name]} elements of {name} are needed, not {tensor.size}")
         like = name in ("scale", "bias") or (name, zero) == ("zero", "float")
         if like and tensor.dtype != a.dtype:
-            return f"no kernel for {a.dtype} with {name} in {tensor.dtype}"
-    return product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
+            raise Unserved(f"no kernel for {a.dtype} with {name} in {tensor.dtype}")
+    product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
 
 
 def _nibbles(array: np.ndarray) -> np.ndarray:
@@ -119,7 +119,7 @@ def _nibbles(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(even[..., ::2] | even[..., 1::2] << 4)
 
 
-def matmul(ctx: Context, node: ir.Node) -> str | None:
+def matmul(ctx: Context, node: ir.Node) -> None:
     """MatMul; of dequantized 4-bit weights as MatMulNBits, from 4 bits."""
     value = node.inputs[1]
     source = value.producer() if value is not None else None
@@ -159,7 +159,7 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
     assert len(packed) == len(operands)
     a = ctx.contiguous(a)
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
-    return product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)
+    product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

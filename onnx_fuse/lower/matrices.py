@@ -7,7 +7,7 @@ and leaves its result in rows that stand apart, which what reads it, or a copy, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from onnx_fuse.lower.context import Context, copy
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.passes.narrow_products import COLUMNS
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem
+from onnx_fuse.program.size import broadcast
 
 _WHOLE = 8
 """Elements of 16 bits that are 16 bytes."""
@@ -48,6 +49,20 @@ def matrix(ctx: Context, t: Tensor) -> Matrix:
         return Matrix(t, True, max(ld, rows), t.strides[:-2])
     dense = ctx.contiguous(t)
     return Matrix(dense, False, cols, dense.strides[:-2])
+
+
+def factors(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """a and b as matrices, the batch that both broadcast to, and the shape of a · b: NumPy's rules.
+
+    A vector is one row on the left, and one column on the right.
+    """
+    rows, columns = a.shape[-2:-1], b.shape[1:][-1:]
+    if not rows:
+        a = replace(a, shape=(1, *a.shape), strides=(0, *a.strides))
+    if not columns:
+        b = replace(b, shape=(*b.shape, 1), strides=(*b.strides, 0))
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
+    return a, b, batch, (*batch, *rows, *columns)
 
 
 def alignment(*tensors: Tensor) -> int:

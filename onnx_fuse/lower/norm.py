@@ -11,13 +11,12 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.channel import by_columns, channel_chunks, group_chunks
 from onnx_fuse.kernels.norm import grad_parts
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, Unserved, floats
 from onnx_fuse.lower.elementwise import relu_of
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.ops.activations import ACTIVATIONS
@@ -33,27 +32,25 @@ from onnx_fuse.program.problems import (
 )
 
 
-def layer_norm(ctx: Context, node: ir.Node) -> str | None:
+def layer_norm(ctx: Context, node: ir.Node) -> None:
     """LayerNormalization, RMSNormalization, SkipLayerNorm, SkipRMSNorm over the trailing axes."""
     name = FusedName.of(node.op_type)
     skip, rms = name.skip, name.rms
-    x = ctx.dense(node, 0)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x = floats(ctx.dense(node, 0))
     axis = ctx.attr(node, "axis", -1) % len(x.shape)
     length = prod(x.shape[axis:])
     scale = _row(ctx, node, 1 + skip, x.shape[axis:])
     if scale is None:
-        return "the scale does not have the shape of a row"
+        raise Unserved("the scale does not have the shape of a row")
     reads = {"x": x, "scale": scale}
     if skip:
         reads["residual"] = ctx.dense(node, 1)
         if reads["residual"].shape != x.shape:
-            return "the residual is broadcast"
+            raise Unserved("the residual is broadcast")
     if not rms and ctx.has(node, 2 + skip):
         bias = _row(ctx, node, 2 + skip, x.shape[axis:])
         if bias is None:
-            return "the bias does not have the shape of a row"
+            raise Unserved("the bias does not have the shape of a row")
         reads["bias"] = bias
     outputs = ["y", "sum"] if skip else ["y"]
     outputs += name.exposed if node.domain == FUSE else ["mean", "rstd"]
@@ -63,13 +60,13 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
         if i < len(node.outputs) and (i == 0 or ctx.wants(node, i) or name == "sum")
     }
     if not x.size:
-        return None
+        return
     stat = next((writes[n].dtype for n in ("mean", "rstd") if n in writes), "float32")
     problem = Norm(
         x.size // length, length, x.dtype, scale.dtype, stat, rms, residual=skip,
         epsilon=ctx.attr(node, "epsilon", 1e-5),
     )  # fmt: skip
-    return ctx.select(node, problem, reads, writes, inplace=[("y", "x")])
+    ctx.select(node, problem, reads, writes, inplace=[("y", "x")])
 
 
 def _row(ctx: Context, node: ir.Node, i: int, row: tuple[int, ...]) -> Tensor | None:
@@ -84,7 +81,7 @@ def _row(ctx: Context, node: ir.Node, i: int, row: tuple[int, ...]) -> Tensor | 
     return ctx.contiguous(ctx.contiguous(value).view(shape).expand(row))
 
 
-def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+def layer_norm_grad(ctx: Context, node: ir.Node) -> None:
     """LayerNormGrad, RMSNormalizationGrad, their Skip forms: dx, dscale, dbias by mean, rstd."""
     op = FusedName.of(node.op_type)
     skip, rms = op.skip, op.rms
@@ -92,10 +89,9 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
     x, scale, rstd = reads["x"], reads["scale"], reads["rstd"]
     length = x.shape[-1] if x.shape else 1
-    if x.dtype not in FLOATS or any(reads[n].dtype != x.dtype for n in ("dy", "ds") if n in reads):
-        return f"no kernel for {x.dtype}"
+    floats(x, *(reads[n] for n in ("dy", "ds") if n in reads))
     if scale.size != length or not x.size:
-        return "the scale does not have the shape of a row"
+        raise Unserved("the scale does not have the shape of a row")
     problem = NormGrad(
         x.size // length, length, x.dtype, scale.dtype, rstd.dtype, 0, rms, skip,
         dx=ctx.wants(node, 0),
@@ -105,46 +101,42 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     part = ctx.scratch(wide, (problem.parts, 2, length))
     dx = {"dx": ctx.output(node, 0, x.shape, x.dtype)} if problem.dx else {}
     inplace = [(w, r) for w in dx for r in ("dy", "x")]
-    refused = ctx.select(node, problem, reads, {**dx, "part": part}, inplace=inplace)
-    if refused:
-        return refused
+    ctx.select(node, problem, reads, {**dx, "part": part}, inplace=inplace)
     params = {n: ctx.output(node, i, scale.shape, scale.dtype)
               for i, n in enumerate(["dscale"] if rms else ["dscale", "dbias"], 1)}  # fmt: skip
     # whether dx is made is all the same to the sums: others may share their launch
     sums = NormGradSums(replace(problem, dx=True), len(params))
-    return ctx.select(node, sums, {"part": part}, params)
+    ctx.select(node, sums, {"part": part}, params)
 
 
-def group_norm(ctx: Context, node: ir.Node) -> str | None:
+def group_norm(ctx: Context, node: ir.Node) -> None:
     """GroupNormalization and InstanceNormalization (a group a channel): scale, bias by channel."""
-    x, scale, bias = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x, scale, bias = floats(ctx.view(node, 0)), ctx.dense(node, 1), ctx.dense(node, 2)
     batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
     groups = ctx.attr(node, "num_groups", channels)
     if scale.size != channels:
-        return "scale and bias are per group (opset 18)"
+        raise Unserved("scale and bias are per group (opset 18)")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not x.size:
-        return None
+        return
     rows, per, epsilon = batch * groups, channels // groups, ctx.attr(node, "epsilon", 1e-5)
     length = per * inner
     if in_stretch(ctx, x):
         x, y = channels_last(x), channels_last(stored_last(ctx, node, y))
         stats = _group_moments(ctx, node, x, (batch, inner, groups, per), True)
         _apply(ctx, node, (x, scale, bias, *stats), y, (channels, 1), per, epsilon, inner)
-        return None
+        return
     x = ctx.contiguous(x)
     if length > 32768 or (length > 4096 and rows < 64):
         stats = _group_moments(ctx, node, x, (batch, inner, groups, per), False)
         _apply(ctx, node, (x, scale, bias, *stats), y, (channels, inner), per, epsilon)
-        return None
+        return
     problem = Norm(
         rows, length, x.dtype, scale.dtype, affine=2, groups=groups, channels=per, inner=inner,
         epsilon=epsilon,
     )  # fmt: skip
     reads = {"x": x, "scale": scale, "bias": bias}
-    return ctx.select(node, problem, reads, {"y": y}, inplace=[("y", "x")])
+    ctx.select(node, problem, reads, {"y": y}, inplace=[("y", "x")])
 
 
 def _group_moments(
@@ -164,22 +156,20 @@ def _group_moments(
     return mean, variance
 
 
-def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+def group_norm_grad(ctx: Context, node: ir.Node) -> None:
     """GroupNormGrad and its forms with an activation: dx, dscale, dbias from dy and x."""
     dy, x = ctx.view(node, 0), ctx.view(node, 1)
     scale, bias = ctx.dense(node, 2), ctx.dense(node, 3)
-    if x.dtype not in FLOATS or dy.dtype != x.dtype:
-        return f"no kernel for {x.dtype}"
-    if not x.size or x.size >= 2**32:
-        return "nothing to reduce, or 32-bit indices do not reach"
+    if not floats(x, dy).size or x.size >= 2**32:
+        raise Unserved("nothing to reduce, or 32-bit indices do not reach")
     outer, last = x.shape, in_stretch(ctx, x)
     images, channels, pixels = outer[0], outer[1], prod(outer[2:])
     groups = ctx.attr(node, "num_groups", channels)
     if scale.size != channels or bias.size != channels or channels % groups:
-        return "scale and bias are not a number a channel"
+        raise Unserved("scale and bias are not a number a channel")
     act = ACTIVATIONS.get(FusedName.of(node.op_type).activation)
     if act is not None and x.dtype == "float64":
-        return "its activation is computed in float32"
+        raise Unserved("its activation is computed in float32")
     problem = GroupGrad(
         "sums", images, channels, pixels, channels // groups, last, 1, 1, x.dtype, scale.dtype,
         ctx.attr(node, "epsilon", 1e-5), act.key if act else "",
@@ -201,23 +191,22 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     writes = {**params, "means": means}
     ctx.select(node, replace(problem, stage="params"), reads, writes)
     if not ctx.wants(node, 0):
-        return None
+        return
     dx = ctx.output(node, 0, outer, x.dtype)
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
-    return ctx.select(
+    ctx.select(
         node, replace(problem, stage="dx"), {**shared, "means": means}, {"dx": dx}, inplace=inplace
     )
 
 
-def batch_norm(ctx: Context, node: ir.Node) -> str | None:
+def batch_norm(ctx: Context, node: ir.Node) -> None:
     """BatchNormalization: by the running statistics, or in training by the batch's own."""
-    x, (scale, bias, mean, variance) = ctx.view(node, 0), (ctx.dense(node, i) for i in range(1, 5))
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x = floats(ctx.view(node, 0))
+    scale, bias, mean, variance = (ctx.dense(node, i) for i in range(1, 5))
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not x.size:
-        return None
+        return
     last = in_stretch(ctx, x)
     y = channels_last(stored_last(ctx, node, y)) if last else y
     shape = _planes(x, last)
@@ -240,16 +229,13 @@ def batch_norm(ctx: Context, node: ir.Node) -> str | None:
             )
     epsilon = ctx.attr(node, "epsilon", 1e-5)
     _apply(ctx, node, (x, scale, bias, mean, variance), y, planes, 0, epsilon)
-    return None
 
 
-def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+def batch_norm_grad(ctx: Context, node: ir.Node) -> None:
     """BatchNormGrad: dx, dscale, dbias; the forward's mean and variance are the same calls."""
     dy, x, scale = ctx.view(node, 0), ctx.view(node, 1), ctx.dense(node, 2)
-    if x.dtype not in FLOATS or dy.dtype != x.dtype:
-        return f"no kernel for {x.dtype}"
-    if not x.size or x.size >= 2**32:
-        return "nothing to reduce, or 32-bit indices do not reach"
+    if not floats(x, dy).size or x.size >= 2**32:
+        raise Unserved("nothing to reduce, or 32-bit indices do not reach")
     relu = _relu_behind(ctx, node)
     dy = ctx.view(relu[0], 1) if relu is not None else dy
     outer, last = x.shape, in_stretch(ctx, x)
@@ -274,12 +260,12 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     reads = {"part": part, "scale": scale, **gate, "variance": variance}
     ctx.select(node, replace(problem, stage="params"), reads, {**params, "sums": sums})
     if not ctx.wants(node, 0):
-        return None
+        return
     dx = ctx.output(node, 0, outer, x.dtype)
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
     reads = {**operands, "sums": sums}
-    return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
+    ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
 
 
 def _relu_behind(ctx: Context, node: ir.Node) -> tuple[ir.Node, ir.Node] | None:

@@ -19,7 +19,7 @@ from onnx_fuse.lower.channels_last import (
     is_channels_last,
     stored_last,
 )
-from onnx_fuse.lower.context import Context, Lowering, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, emit, floats
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.quant import codes, to_float
 from onnx_fuse.lower.reduce import reduction
@@ -34,21 +34,21 @@ _TIE = np.float32(1e-6)
 KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 
-def pool(ctx: Context, node: ir.Node) -> str | None:
+def pool(ctx: Context, node: ir.Node) -> None:
     """MaxPool (with indices), AveragePool, LpPool."""
     if max_of_codes(ctx, node):
-        return None
-    return _pool(ctx, node, ctx.view(node, 0))
+        return
+    _pool(ctx, node, ctx.view(node, 0))
 
 
-def _pool(ctx: Context, node: ir.Node, x: Tensor) -> str | None:
+def _pool(ctx: Context, node: ir.Node, x: Tensor) -> None:
     """The pool of x, which is the node's input or its codes."""
     largest = node.op_type == "MaxPool"
     if x.dtype not in FLOATS and (not largest or x.dtype not in ("int8", "uint8")):
-        return f"no kernel for {x.dtype}"
+        raise Unserved(f"no kernel for {x.dtype}")
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
-        return f"{rank} spatial axes"
+        raise Unserved(f"{rank} spatial axes")
     kernel = ctx.attr(node, "kernel_shape")
     outer = spatial(ctx, node, kernel, x.shape[2:])
     shape = (*x.shape[:2], *outer) if outer else None
@@ -60,7 +60,7 @@ def _pool(ctx: Context, node: ir.Node, x: Tensor) -> str | None:
         steps = dense_strides(x.shape[2:][:: -1 if major else 1])
         nowhere = -sum(map(number, steps))  # onnxruntime's: position -1 along each axis
     if not y.size:
-        return None
+        return
     inner = x.shape[2:]
     last = in_stretch(ctx, x) and "indices" not in writes
     x = channels_last(x) if last else ctx.contiguous(x)
@@ -73,7 +73,7 @@ def _pool(ctx: Context, node: ir.Node, x: Tensor) -> str | None:
     )  # fmt: skip
     if last:
         writes["y"] = channels_last(stored_last(ctx, node, y))
-    return ctx.select(node, problem, {"x": x}, writes)
+    ctx.select(node, problem, {"x": x}, writes)
 
 
 def max_of_codes(ctx: Context, node: ir.Node) -> bool:
@@ -90,8 +90,7 @@ def max_of_codes(ctx: Context, node: ir.Node) -> bool:
     if moved or ctx.attr(node, "auto_pad", "NOTSET") != "NOTSET" or max(pads) >= min(kernel):
         return False
     dtype = ctx.view(node, 0).dtype
-    if _pool(ctx, node, held.q) is not None:
-        return False
+    _pool(ctx, node, held.q)
     pooled = required(ctx.slots[node.outputs[0]].tensor)
     y, code = follow(ctx, node, ctx.output(node, 0, pooled.shape, dtype), [pooled]), Code()
     zero = code.scalar(int(held.zero[0]), "int32")
@@ -101,33 +100,30 @@ def max_of_codes(ctx: Context, node: ir.Node) -> bool:
     return True
 
 
-def global_pool(ctx: Context, node: ir.Node) -> str | None:
+def global_pool(ctx: Context, node: ir.Node) -> None:
     """GlobalAveragePool, GlobalMaxPool, GlobalLpPool: reductions over the spatial axes."""
     x = ctx.view(node, 0)
     kind = node.op_type.removeprefix("Global").removesuffix("Pool")
     p = ctx.attr(node, "p", 2)
     if kind == "Lp" and p not in (1, 2):
-        return f"p = {p}"
+        raise Unserved(f"p = {p}")
     y = ctx.output(node, 0)
     if y.size:
         reducer = {"Average": "Mean", "Max": "Max", "Lp": f"L{p}"}[kind]
         last = is_channels_last(x)
         axes = range(1 + (not last), len(x.shape) - last)
         reduction(ctx, node, channels_last(x) if last else ctx.contiguous(x), y, reducer, axes)
-    return None
 
 
-def lrn(ctx: Context, node: ir.Node) -> str | None:
+def lrn(ctx: Context, node: ir.Node) -> None:
     """Local response normalization over neighbouring channels."""
-    x = ctx.dense(node, 0)
-    if x.dtype not in FLOATS:
-        return f"no kernel for {x.dtype}"
+    x = floats(ctx.dense(node, 0))
     y = ctx.output(node, 0)
     problem = ChannelWindow(
         x.size, x.shape[1], prod(x.shape[2:]), ctx.attr(node, "size"), x.dtype,
         ctx.attr(node, "alpha", 1e-4), ctx.attr(node, "beta", 0.75), ctx.attr(node, "bias", 1.0),
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x}, {"y": y})
+    ctx.select(node, problem, {"x": x}, {"y": y})
 
 
 # ---- Resize -----------------------------------------------------------------------------------
@@ -211,13 +207,13 @@ def taps(
     return index.astype(np.int32), weight.astype(np.float32)
 
 
-def resize(ctx: Context, node: ir.Node) -> str | None:
+def resize(ctx: Context, node: ir.Node) -> None:
     """Resize: a pass for two axes, a gather with weights that the host works out."""
     x = ctx.view(node, 0)
     rank = len(x.shape)
     mode = ctx.attr(node, "mode", "nearest")
     if x.dtype not in FLOATS and (mode != "nearest" or x.dtype not in ("int32", "int8", "uint8")):
-        return f"no kernel for {x.dtype}"
+        raise Unserved(f"no kernel for {x.dtype}")
     y = ctx.output(node, 0)
     axes = [a % rank for a in ctx.attr(node, "axes") or range(rank)]
     scales = dict.fromkeys(range(rank), 1.0)
@@ -227,9 +223,7 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
     elif ctx.has(node, 3):
         # not_larger and not_smaller give all axes one factor; the output's size is rounded after
         policy = ctx.attr(node, "keep_aspect_ratio_policy", "stretch")
-        sizes = ctx.host(node, 3)
-        if sizes is None:
-            return "its sizes are not known before it runs"
+        sizes = ctx.given(node, 3, "its sizes")
         lengths = [int(x.shape[a]) or 1 for a in axes]
         ratios = [
             float(np.float32(int(s)) / np.float32(n)) for s, n in zip(sizes, lengths, strict=True)
@@ -238,20 +232,20 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
             ratios = [(min if policy == "not_larger" else max)(ratios)] * len(axes)
         scales |= dict(zip(axes, ratios, strict=True))
     else:
-        return "its scales are not known before it runs"
+        raise Unserved("its scales are not known before it runs")
     transform = ctx.attr(node, "coordinate_transformation_mode", "half_pixel")
     roi = ctx.host(node, 1) if ctx.has(node, 1) else None
     if transform == "tf_crop_and_resize" and roi is None:
-        return "its region of interest is not known before it runs"
+        raise Unserved("its region of interest is not known before it runs")
     antialias = bool(ctx.attr(node, "antialias", 0))
     todo = [
         a for a in range(rank) if scales[a] != 1 and not (antialias and x.shape[a] == y.shape[a])
     ]
     if x.shape == y.shape or not todo:  # copied, whatever the scales
         ctx.alias(node, 0, x)
-        return None
+        return
     if not y.size:
-        return None
+        return
     acc = accumulator(x.dtype) if x.dtype in FLOATS else "float"
     between = {"float": "float32", "double": "float64"}[acc]
     last_axis = is_channels_last(x)  # what it makes is the larger one, should a copy be needed
@@ -274,7 +268,7 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         )  # fmt: skip
     source = channels_last(x) if last_axis else x
     if _repeated(ctx, node, source, y, tables):
-        return None
+        return
     source, shape = ctx.contiguous(source), list(source.shape)
     todo = sorted(tables)
     while todo:
@@ -295,7 +289,6 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         )  # fmt: skip
         ctx.select(node, problem, {"x": source, **read}, {"y": target})
         source = target
-    return None
 
 
 def _repeated(
@@ -322,45 +315,42 @@ def _repeated(
 # ---- gathers with weights ----------------------------------------------------------------------
 
 
-def grid_sample(ctx: Context, node: ir.Node) -> str | None:
+def grid_sample(ctx: Context, node: ir.Node) -> None:
     """GridSample in two or three axes: nearest, linear or cubic; zeros, border or reflection."""
     x, grid = ctx.dense(node, 0), ctx.dense(node, 1)
     rank = len(x.shape) - 2
     if x.dtype not in FLOATS or rank not in (2, 3):
-        return f"no kernel for {x.dtype} in {rank} axes"
+        raise Unserved(f"no kernel for {x.dtype} in {rank} axes")
     modes = {"nearest": 0, "linear": 1, "bilinear": 1, "cubic": 2, "bicubic": 2}
     mode = modes[ctx.attr(node, "mode", "linear")]
     if mode == 2 and rank == 3:
-        return "cubic in three axes"
+        raise Unserved("cubic in three axes")
     paddings = ("zeros", "border", "reflection")
     y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
     if not y.size or not x.size:
-        return "it is empty"
+        raise Unserved("it is empty")
     problem = GridSample(
         x.shape[0], x.shape[1], triple(x.shape[2:]), prod(grid.shape[1:-1]), rank, x.dtype,
         grid.dtype, mode, paddings.index(ctx.attr(node, "padding_mode", "zeros")),
         bool(ctx.attr(node, "align_corners", 0)),
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x, "grid": grid}, {"y": y})
+    ctx.select(node, problem, {"x": x, "grid": grid}, {"y": y})
 
 
-def col2im(ctx: Context, node: ir.Node) -> str | None:
+def col2im(ctx: Context, node: ir.Node) -> None:
     """Col2Im: each pixel adds up what the columns hold of it."""
-    x = ctx.dense(node, 0)
-    lengths = [ctx.host(node, i) for i in (1, 2)]
-    if x.dtype not in FLOATS or lengths[0] is None or lengths[1] is None:
-        return f"no kernel for {x.dtype}, or its shapes are not known before it runs"
-    image, block = ([int(n) for n in g] for g in lengths if g is not None)
+    x = floats(ctx.dense(node, 0))
+    image, block = ([int(n) for n in ctx.given(node, i, "its shapes")] for i in (1, 2))
     rank = len(image)
     if not 1 <= rank <= 3:
-        return f"{rank} spatial axes"
+        raise Unserved(f"{rank} spatial axes")
     y = ctx.output(node, 0, (x.shape[0], x.shape[1] // prod(block), *image), x.dtype)
     taps = window(ctx, node, block, image, [1] * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]
     padded = [n + a + b for n, a, b in zip(triple(image), taps.before, taps.after, strict=True)]
     grid = [(n - r) // s + 1 for n, r, s in zip(padded, reach, taps.strides, strict=True)]
     problem = Col2Im(y.size, triple(image), triple(grid), taps, x.dtype)
-    return ctx.select(node, problem, {"x": x}, {"y": y})
+    ctx.select(node, problem, {"x": x}, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

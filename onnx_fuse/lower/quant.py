@@ -32,7 +32,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.gemm_integer import BYTES
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Codes, Context, Lowering, Rounded, emit
+from onnx_fuse.lower.context import Codes, Context, Lowering, Rounded, Unserved, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Range
 
@@ -105,11 +105,12 @@ def _number(ctx: Context, code: Code, node: ir.Node, i: int, view: View) -> Ref 
     return code.load(view(ctx.dense(node, i)))
 
 
-def _unsupported(*dtypes: str) -> str | None:
-    return next((f"no kernel for {d}" for d in dtypes if d not in STORAGE), None)
+def _hold_stored(*dtypes: str) -> None:
+    if other := [dtype for dtype in dtypes if dtype not in STORAGE]:
+        raise Unserved(f"no kernel for {other[0]}")
 
 
-def quantize(ctx: Context, node: ir.Node) -> str | None:
+def quantize(ctx: Context, node: ir.Node) -> None:
     """y = saturate(round_half_even(x / scale) + zero_point), the division in `precision`.
 
     As in onnxruntime's CPU kernel, a NaN becomes the smallest integer. With saturate=0, a value
@@ -119,7 +120,7 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
     held = codes(ctx, node, 0)
     if held is not None and _same_codes(ctx, node, held):
         ctx.alias(node, 0, held.q)
-        return None
+        return
     asked = ctx.attr(node, "output_dtype", 0)
     if ctx.has(node, 2):
         dtype = ctx.view(node, 2).dtype
@@ -128,12 +129,11 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
     precision = ctx.attr(node, "precision", 0)
     how = dtype_name(ir.DataType(precision)) if precision else scale.dtype
     how = "float32" if how == "float8_e8m0fnu" else how
-    if why := _unsupported(x.dtype, scale.dtype, dtype):
-        return why
+    _hold_stored(x.dtype, scale.dtype, dtype)
     if how not in FLOATS or x.dtype not in (*FLOATS, "int32") or scale.dtype == "int32":
-        return f"no kernel divides {x.dtype} by {scale.dtype} in {how}"
+        raise Unserved(f"no kernel divides {x.dtype} by {scale.dtype} in {how}")
     if dtype not in RANGES and dtype not in LARGEST:
-        return f"no kernel quantizes to {dtype}"
+        raise Unserved(f"no kernel quantizes to {dtype}")
     y, parts = ctx.output(node, 0, x.shape, dtype), _parts(ctx, node, x, scale)
     if not ctx.attr(node, "block_size", 0):
         y = follow(ctx, node, y, [x])
@@ -162,7 +162,6 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
             saturate = bool(ctx.attr(node, "saturate", 1)) or dtype == "float4_e2m1fn"
             value = rounded(code, value, dtype, saturate)
         emit(ctx, code, node, value, elements(y))
-    return None
 
 
 def divides_exactly(scale: np.float32) -> bool:
@@ -202,20 +201,19 @@ def to_integer(code: Code, value: Ref, dtype: str, zero: Ref | None) -> Ref:
     return code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
 
 
-def dequantize(ctx: Context, node: ir.Node) -> str | None:
+def dequantize(ctx: Context, node: ir.Node) -> None:
     """y = (q - zero_point) * scale: the difference in int32, the product in float32."""
     q, scale = ctx.view(node, 0), ctx.view(node, 1)
     asked = ctx.attr(node, "output_dtype", 0)
     dtype = dtype_name(ir.DataType(asked)) if asked else scale.dtype
-    if why := _unsupported(q.dtype, scale.dtype, dtype):
-        return why
+    _hold_stored(q.dtype, scale.dtype, dtype)
     if dtype not in FLOATS:
-        return f"no kernel dequantizes to {dtype}"
+        raise Unserved(f"no kernel dequantizes to {dtype}")
     parts = _parts(ctx, node, q, scale)
     if not four_bit_weights(ctx, node) and (once := _once(ctx, node, q, parts, dtype)) is not None:
         ctx.alias(node, 0, once)
         _remember(ctx, node, q, once)
-        return None
+        return
     y = ctx.output(node, 0, q.shape, dtype)
     if not ctx.attr(node, "block_size", 0):
         y = follow(ctx, node, y, [q])
@@ -232,7 +230,6 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
         factor = required(_number(ctx, code, node, 1, numbers))
         emit(ctx, code, node, to_float(code, value, dtype, zero, factor), elements(y))
     _remember(ctx, node, q, y)
-    return None
 
 
 def _remember(ctx: Context, node: ir.Node, q: Tensor, floats: Tensor) -> None:
@@ -365,24 +362,23 @@ def four_bit_weights(ctx: Context, node: ir.Node) -> bool:
     )
 
 
-def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
+def dynamic_quantize(ctx: Context, node: ir.Node) -> None:
     """uint8 y, scale and zero point of float32 x by its range, which holds 0 and leaves NaN out.
 
     scale = (max - min) / 255, 1 where that is 0; zero point = round(-min / scale) within 0..255.
     """
     x = ctx.dense(node, 0)
     if x.dtype != "float32":
-        return f"no kernel for {x.dtype}"
+        raise Unserved(f"no kernel for {x.dtype}")
     y = ctx.output(node, 0, x.shape, "uint8")
     scale, zero = ctx.output(node, 1, (), "float32"), ctx.output(node, 2, (), "uint8")
     ctx.select(node, Range(x.size), {"x": x}, {"scale": scale, "zero": zero})
     if not x.size:
-        return None
+        return
     code = Code()
     value = code.step("Div", "float32", code.load(x), code.load(scale.expand(x.shape)))
     value = to_integer(code, value, "uint8", code.load(zero.expand(x.shape)))
     emit(ctx, code, node, value, y)
-    return None
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

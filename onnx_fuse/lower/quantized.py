@@ -17,7 +17,6 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.ir.build import required
-from onnx_fuse.kernels import serves
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower.context import Codes, Context, emit
 from onnx_fuse.lower.quant import codes
@@ -100,7 +99,7 @@ def convolution(
     reads: Mapping[str, Tensor],
     y: Tensor,
     act: tuple[str, float] = ("", 0.0),
-) -> str | None:
+) -> None:
     """y = act(scale (x * weight + shift) + bias); `reads` are x, weight and perhaps a bias.
 
     y is laid out as the problem has it.
@@ -120,9 +119,9 @@ def convolution(
     name, alpha = act
     plain = y.dtype == "float32" and not name
     sums = y if plain else ctx.scratch("float32", y.shape)
-    why = ctx.select(node, problem, operands, {"y": sums})
-    if why or plain:
-        return why
+    ctx.select(node, problem, operands, {"y": sums})
+    if plain:
+        return
     code = Code()
     value = code.load(sums)
     if name:
@@ -134,7 +133,6 @@ def convolution(
     if y.dtype != "float32":
         value = code.step(cast_step(y.dtype), y.dtype, value)
     emit(ctx, code, node, value, y)
-    return None
 
 
 def product(
@@ -158,8 +156,9 @@ def product(
     k, n = both.x.shape[-1], y.shape[-1]
     rows = (1, 1, prod(y.shape[:-1]))
     problem = IntegerConv(1, 1, k, n, rows, rows, ONE_TAP, both.x.dtype, both.zero)
-    if both.weight.shape != (n, k) or not serves(problem.op, problem, ctx.hw, ctx.prefs):
+    if both.weight.shape != (n, k) or not ctx.serves(problem):
         return False
     reads = {"x": ctx.contiguous(both.x), "weight": ctx.contiguous(both.weight)}
     reads |= {"bias": bias} if bias is not None else {}
-    return convolution(ctx, node, problem, both, reads, y, act) is None
+    convolution(ctx, node, problem, both, reads, y, act)
+    return True

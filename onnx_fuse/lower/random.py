@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.data_movement import Random
 
@@ -38,22 +38,21 @@ def _dtype(ctx: Context, node: ir.Node, default: str) -> str:
     return default if number is None else dtype_name(ir.DataType(number))
 
 
-def draw(ctx: Context, node: ir.Node) -> str | None:
+def draw(ctx: Context, node: ir.Node) -> None:
     """RandomUniform, RandomNormal, RandomUniformLike and RandomNormalLike."""
     like = node.op_type.endswith("Like")
     shape = ctx.view(node, 0).shape if like else tuple(ctx.attr(node, "shape"))
     dtype = _dtype(ctx, node, ctx.view(node, 0).dtype if like else "float32")
     if dtype not in FLOATS:
-        return f"no random numbers of {dtype}"
+        raise Unserved(f"no random numbers of {dtype}")
     y = ctx.output(node, 0, shape, dtype)
     if "Normal" in node.op_type:
         fill(ctx, node, y, NORMAL, ctx.attr(node, "mean", 0.0), ctx.attr(node, "scale", 1.0))
     else:
         fill(ctx, node, y, UNIFORM, ctx.attr(node, "low", 0.0), ctx.attr(node, "high", 1.0))
-    return None
 
 
-def bernoulli(ctx: Context, node: ir.Node) -> str | None:
+def bernoulli(ctx: Context, node: ir.Node) -> None:
     """1 with probability x[i]."""
     x = ctx.dense(node, 0)
     dtype = _dtype(ctx, node, x.dtype)
@@ -64,22 +63,21 @@ def bernoulli(ctx: Context, node: ir.Node) -> str | None:
         code = Code()
         out = ctx.output(node, 0, x.shape, dtype)
         emit(ctx, code, node, code.step("Cast", dtype, code.load(y)), out)
-    return None
 
 
-def dropout(ctx: Context, node: ir.Node) -> str | None:
+def dropout(ctx: Context, node: ir.Node) -> None:
     """y = x scale, mask = scale > 0; scale = 1 / (1 - ratio) where kept. Outside training y = x."""
     x = ctx.view(node, 0)
     training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
     ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)
     if training is None or (training.any() and ratio is None):
-        return f"its ratio, or whether it trains, is {UNKNOWN}"
+        raise Unserved(f"its ratio, or whether it trains, is {UNKNOWN}")
     share = float(ratio.reshape(-1)[0]) if ratio is not None else 0.0
     if not training.any() or share == 0:
         ctx.alias(node, 0, x)
         if ctx.wants(node, 1):
             ctx.alias(node, 1, ctx.constant(np.ones((), bool)).expand(x.shape))
-        return None
+        return
     scale = ctx.scratch("float32", x.shape)
     growth = 1 / (1 - share) if share < 1 else 0.0
     fill(ctx, node, scale, DROPOUT, growth, share)
@@ -95,7 +93,6 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
         code = Code()
         positive = code.step("Greater", "bool", code.load(scale), code.scalar(0, "float32"))
         emit(ctx, code, node, positive, ctx.output(node, 1, x.shape, "bool"))
-    return None
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

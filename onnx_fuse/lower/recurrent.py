@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, floats
 from onnx_fuse.ops.recurrent import steps_kind, ways
 from onnx_fuse.ops.rnn_unrolled import DEFAULT, Cell, activations
 from onnx_fuse.program.call import Tensor
@@ -161,24 +160,22 @@ _GRADS = {
 
 def _launch(
     ctx: Context, node: ir.Node, grad: bool, reads: dict[str, Tensor], writes: dict[str, Tensor]
-) -> str | None:
+) -> None:
     z, batch = reads["z"], reads["lengths"].shape[0]
     number, _ = (_GRADS if grad else _KINDS)[node.op_type]
     gates = {0: 4, 1: 3, 2: 3}.get(number, 1)
     hidden = (reads["dy"] if grad else reads["h0"]).shape[-1]
-    floats = [t.dtype for name, t in reads.items() if name != "lengths"]
-    if z.dtype not in FLOATS or any(d != z.dtype for d in floats):
-        return f"no kernel for {z.dtype}"
+    floats(z, *(t for name, t in reads.items() if name != "lengths"))
     if grad and number == 0:
         cell_dtype = "float64" if z.dtype == "float64" else "float32"
         writes["cells"] = ctx.scratch(cell_dtype, (z.shape[0], batch, hidden))
     problem = Recurrence(
         number, gates, z.shape[0], batch, hidden, z.dtype, bool(ctx.attr(node, "reads")[0]), grad
     )
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)
 
 
-def steps(ctx: Context, node: ir.Node) -> str | None:
+def steps(ctx: Context, node: ir.Node) -> None:
     """y of all steps and the last states."""
     reads = {name: ctx.dense(node, i) for i, name in enumerate(_KINDS[node.op_type][1])}
     z, h0 = reads["z"], reads["h0"]
@@ -188,10 +185,10 @@ def steps(ctx: Context, node: ir.Node) -> str | None:
         for i, (name, shape) in enumerate(outputs.items())
         if i < len(node.outputs)
     }
-    return _launch(ctx, node, False, reads, writes)
+    _launch(ctx, node, False, reads, writes)
 
 
-def steps_grad(ctx: Context, node: ir.Node) -> str | None:
+def steps_grad(ctx: Context, node: ir.Node) -> None:
     """The gradients of the sums of all steps, and of the first states."""
     number, names = _GRADS[node.op_type]
     reads = {name: ctx.dense(node, i) for i, name in enumerate(names)}
@@ -203,7 +200,8 @@ def steps_grad(ctx: Context, node: ir.Node) -> str | None:
     writes = {
         name: ctx.output(node, i, shape, z.dtype) for i, (name, shape) in enumerate(outputs.items())
     }
-    return _launch(ctx, node, True, reads, writes) if writes["dz"].size else None
+    if writes["dz"].size:
+        _launch(ctx, node, True, reads, writes)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -21,7 +21,7 @@ from onnx_fuse.kernels.reduce import pass_width
 from onnx_fuse.kernels.rule_based import BLOCK
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import coarse
@@ -127,28 +127,25 @@ def reduction(
         source, from_state = target, True
 
 
-def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
-    if not ctx.has(node, 1):
-        listed = ctx.attr(node, "axes")
-    elif (values := ctx.host(node, 1)) is None:
-        return "its axes are not known before it runs"
-    else:
-        listed = [int(a) for a in values.reshape(-1)]
+def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int]:
+    listed = ctx.attr(node, "axes")
+    if ctx.has(node, 1):
+        if ctx.host(node, 1) is None:
+            raise Unserved("its axes are not known before it runs")
+        listed = [int(a) for a in ctx.given(node, 1).reshape(-1)]
     if not listed:
         return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
     return sorted({int(a) % rank for a in listed}) if rank else []  # a scalar's axis 0 is none
 
 
-def reduce(ctx: Context, node: ir.Node) -> str | None:
+def reduce(ctx: Context, node: ir.Node) -> None:
     """ReduceSum, ReduceMean, ... over the axes of input 1 (all where there is none)."""
     x = ctx.view(node, 0)
     axes = _axes(ctx, node, len(x.shape))
-    if isinstance(axes, str):
-        return axes
     reducer = REDUCERS[node.op_type]
     if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
         ctx.alias(node, 0, x)  # in any order: a copy would leave the one of its neighbours
-        return None
+        return
     rank = len(x.shape)
     spatial = set(range(2, rank))
     if is_channels_last(x) and (spatial <= set(axes) or 1 in axes):  # the rest keeps its order
@@ -165,10 +162,9 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
         emit(ctx, code, node, code.scalar(ends[reducer == "Min"], x.dtype), y)
     elif y.size:
         reduction(ctx, node, x, y, reducer, axes)
-    return None
 
 
-def dots(ctx: Context, node: ir.Node) -> str | None:
+def dots(ctx: Context, node: ir.Node) -> None:
     """Dots: the sum of a times b, which are broadcast to each other, over `axes`, in one pass."""
     a, b = ctx.view(node, 0), ctx.view(node, 1)
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
@@ -178,10 +174,9 @@ def dots(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0, kept, a.dtype)
     if y.size:
         reduction(ctx, node, a, y, "Dot", axes, other=b)
-    return None
 
 
-def arg(ctx: Context, node: ir.Node) -> str | None:
+def arg(ctx: Context, node: ir.Node) -> None:
     """ArgMax, ArgMin along one axis: the first index of the extreme, or the last."""
     x = ctx.dense(node, 0)
     y = ctx.output(node, 0)
@@ -189,10 +184,9 @@ def arg(ctx: Context, node: ir.Node) -> str | None:
     if y.size:
         axis = ctx.attr(node, "axis", 0) % len(x.shape)
         reduction(ctx, node, x, y, node.op_type + last, [axis])
-    return None
 
 
-def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
+def sum_of_squares(ctx: Context, node: ir.Node) -> None:
     """Sum of ReduceSumSquares over whole tensors (a global norm): few launches for all of them.
 
     What the ReduceSumSquares themselves emitted is dropped, as nothing reads it any more.
@@ -210,7 +204,7 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
     tensors = [t for t in tensors if t.size]  # a launch has blocks
     reads = {f"x.{i}": t for i, t in enumerate(tensors)}
     problem = SumSquares(tuple(t.size for t in tensors), tuple(t.dtype for t in tensors), dtype)
-    return ctx.select(node, problem, reads, {"y": ctx.output(node, 0)})
+    ctx.select(node, problem, reads, {"y": ctx.output(node, 0)})
 
 
 def _before_cast(ctx: Context, square: ir.Node) -> Tensor:

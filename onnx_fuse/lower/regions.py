@@ -10,22 +10,22 @@ import onnx_ir as ir
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.data_movement import DeformColumns, NmsChosen, RoiAlign
 
 
-def roi_align(ctx: Context, node: ir.Node) -> str | None:
+def roi_align(ctx: Context, node: ir.Node) -> None:
     """RoiAlign: bins of regions of interest, averaged or their maximum."""
     x, rois, index = (ctx.dense(node, i) for i in range(3))
     if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
-        return f"no kernel for {x.dtype} of rank {len(x.shape)}"
+        raise Unserved(f"no kernel for {x.dtype} of rank {len(x.shape)}")
     y = ctx.output(node, 0)
     if not x.size:  # onnxruntime and the kernel would read pixels that are not there
         copy(ctx, node, ctx.constant(np.zeros((), dtype_of(x.dtype))), y)
-        return None
+        return
     # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
     half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
     problem = RoiAlign(
@@ -33,20 +33,20 @@ def roi_align(ctx: Context, node: ir.Node) -> str | None:
         ctx.attr(node, "sampling_ratio", 0), ctx.attr(node, "spatial_scale", 1.0),
         ctx.attr(node, "mode", "avg") == "max", half,
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x, "rois": rois, "index": index}, {"y": y})
+    ctx.select(node, problem, {"x": x, "rois": rois, "index": index}, {"y": y})
 
 
-def deform_conv(ctx: Context, node: ir.Node) -> str | None:
+def deform_conv(ctx: Context, node: ir.Node) -> None:
     """DeformConv: the moved taps of every place as columns, then a product with the weights."""
     x, w, offset = (ctx.dense(node, i) for i in range(3))
     if x.dtype not in FLOATS or len(x.shape) != 4:
-        return f"no kernel for {x.dtype} in {len(x.shape) - 2} axes"
+        raise Unserved(f"no kernel for {x.dtype} in {len(x.shape) - 2} axes")
     groups, shifts = ctx.attr(node, "group", 1), ctx.attr(node, "offset_group", 1)
     batch, channels, *image = x.shape
     outer, taps = offset.shape[2:], prod(w.shape[2:])
     y = ctx.output(node, 0, (batch, w.shape[0], *outer), x.dtype)
     if not y.size:
-        return None
+        return
     fits = offset.shape[1] == shifts * taps * 2 and w.shape[1] * groups == channels
     if not fits or channels % shifts or w.shape[0] % groups:
         raise ValueError("its offsets, groups and channels do not fit together")
@@ -62,22 +62,21 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     biased = ctx.has(node, 3)
     unbiased = ctx.scratch(y.dtype, y.shape) if biased else y
     rows = unbiased.view((batch, groups, w.shape[0] // groups, pixels))
-    why = product(ctx, node, filters.expand((batch, *filters.shape)), columns, rows)
-    if why is None and biased:
+    product(ctx, node, filters.expand((batch, *filters.shape)), columns, rows)
+    if biased:
         bias, code = ctx.view(node, 3).view((w.shape[0], 1, 1)), Code()
         total = code.step("Add", y.dtype, code.load(unbiased), code.load(bias.expand(y.shape)))
         emit(ctx, code, node, total, y)
-    return why
 
 
-def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
+def nms_chosen(ctx: Context, node: ir.Node) -> None:
     """(int64 [batch, classes, boxes]: kept boxes, best first; int64 [batch, classes]: how many).
 
     The inputs and attributes are NonMaxSuppression's, which is this and the choice of what counts.
     """
     boxes, scores = ctx.dense(node, 0), ctx.dense(node, 1)
     if boxes.dtype != "float32" or scores.dtype != "float32":
-        return f"no kernel for {boxes.dtype}"
+        raise Unserved(f"no kernel for {boxes.dtype}")
     batch, classes, count = scores.shape
     reads = {"boxes": boxes, "scores": scores}
     limits = enumerate(("most", "iou", "least"), 2)
@@ -88,7 +87,7 @@ def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
         "found": ctx.output(node, 1, (batch, classes), "int64"),
     }
     problem = NmsChosen(batch * classes, classes, count, ctx.attr(node, "center_point_box", 0))
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -9,7 +9,7 @@ from onnx_fuse.ops import OPS
 from onnx_fuse.program.problems import Registered
 
 
-def registered(ctx: Context, node: ir.Node) -> str | None:
+def registered(ctx: Context, node: ir.Node) -> None:
     """One call, whose operands have the names of the body's inputs and outputs."""
     function = OPS[node.domain, node.op_type].function()
     reads = {
@@ -23,4 +23,4 @@ def registered(ctx: Context, node: ir.Node) -> str | None:
     attributes |= {name: attribute.value for name, attribute in node.attributes.items()}
     pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(attributes.items())]
     problem = Registered(f"{node.domain}::{node.op_type}", ends[0], ends[1], tuple(pairs))
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)

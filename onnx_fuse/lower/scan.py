@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.program.call import UNKNOWN
+from onnx_fuse.lower.context import Context, Lowering, NotStatic, around
 from onnx_fuse.program.data_movement import (
     CumulativeSum,
     KeptCounts,
@@ -18,63 +15,56 @@ from onnx_fuse.program.data_movement import (
 )
 
 
-def cumsum(ctx: Context, node: ir.Node) -> str | None:
+def cumsum(ctx: Context, node: ir.Node) -> None:
     """Running sums or products; `exclusive` leaves the element out, `reverse` starts at the end."""
     x = ctx.dense(node, 0)
-    axis_value = ctx.host(node, 1)
-    if axis_value is None:
-        return "its axis is not known before it runs"
+    axis = int(ctx.given(node, 1, "its axis").reshape(-1)[0]) % len(x.shape)
     y = ctx.output(node, 0)
-    axis = int(axis_value.reshape(-1)[0]) % len(x.shape)
-    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     problem = CumulativeSum(
-        outer, length, inner, x.dtype, bool(ctx.attr(node, "exclusive", 0)),
+        *around(x.shape, axis), x.dtype, bool(ctx.attr(node, "exclusive", 0)),
         bool(ctx.attr(node, "reverse", 0)), node.op_type == "CumProd",
     )  # fmt: skip
-    return ctx.select(node, problem, {"x": x}, {"y": y})
+    ctx.select(node, problem, {"x": x}, {"y": y})
 
 
-def topk(ctx: Context, node: ir.Node) -> str | None:
+def topk(ctx: Context, node: ir.Node) -> None:
     """The k largest or smallest and their indices, in order; equal values by index."""
     x = ctx.dense(node, 0)
-    count = ctx.host(node, 1)
-    if count is None:
-        return "its k is not known before it runs"
-    k, axis = int(count.reshape(-1)[0]), ctx.attr(node, "axis", -1) % len(x.shape)
-    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
+    k = int(ctx.given(node, 1, "its k").reshape(-1)[0])
     values, indices = ctx.output(node, 0), ctx.output(node, 1)
-    problem = TopK(outer, length, inner, k, x.dtype, bool(ctx.attr(node, "largest", 1)))
-    return ctx.select(node, problem, {"x": x}, {"values": values, "indices": indices})
+    sizes = around(x.shape, ctx.attr(node, "axis", -1) % len(x.shape))
+    problem = TopK(*sizes, k, x.dtype, bool(ctx.attr(node, "largest", 1)))
+    ctx.select(node, problem, {"x": x}, {"values": values, "indices": indices})
 
 
-def sorted_rows(ctx: Context, node: ir.Node) -> str | None:
+def sorted_rows(ctx: Context, node: ir.Node) -> None:
     """int64 [count]: the rows of [count, width] in order, by their first numbers that differ."""
     x = ctx.dense(node, 0)
     count, width = x.shape
     indices = ctx.output(node, 0, (count,), "int64")
-    return ctx.select(node, SortedRows(count, width, x.dtype), {"x": x}, {"indices": indices})
+    ctx.select(node, SortedRows(count, width, x.dtype), {"x": x}, {"indices": indices})
 
 
-def kept_counts(ctx: Context, node: ir.Node) -> str | None:
+def kept_counts(ctx: Context, node: ir.Node) -> None:
     """int64 [tiles + 1]: the flags of a bool [length] set before each tile, and last of all."""
     keep = ctx.dense(node, 0)
     problem = KeptCounts(keep.size)
     first = ctx.output(node, 0, (problem.tiles + 1,), "int64")
-    return ctx.select(node, problem, {"keep": keep}, {"first": first})
+    ctx.select(node, problem, {"keep": keep}, {"first": first})
 
 
-def kept_positions(ctx: Context, node: ir.Node) -> str | None:
+def kept_positions(ctx: Context, node: ir.Node) -> None:
     """int64 [count]: the positions of the flags that are set, by their counts and their number."""
     keep, first, number = ctx.dense(node, 0), ctx.dense(node, 1), ctx.host(node, 2)
     if number is None:
         ctx.require_operand(node, 2)  # the counts of tiles decide about no shape
-        return f"its shape is {UNKNOWN}"
+        raise NotStatic("its shape")
     count = int(number.reshape(-1)[0])
     position = ctx.output(node, 0, (count,), "int64")
     if not count:
-        return None
+        return
     reads = {"keep": keep, "first": first}
-    return ctx.select(node, KeptPositions(keep.size, count), reads, {"position": position})
+    ctx.select(node, KeptPositions(keep.size, count), reads, {"position": position})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

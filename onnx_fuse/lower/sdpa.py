@@ -14,9 +14,9 @@ from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.kernels import forced, serves
+from onnx_fuse.kernels import forced
 from onnx_fuse.kernels.costs import Passes, total
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
 from onnx_fuse.program.call import NoRoom, Tensor
@@ -45,12 +45,12 @@ def aligned(ctx: Context, x: Tensor) -> Tensor:
     return x if x.strides[3] == 1 and pieces else ctx.contiguous(x)
 
 
-def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, S, D], keys and values [B, Hkv, T, .], copied where a product would broadcast
-    their batches or heads; H is a multiple of Hkv. None where they do not fit together.
+    their batches or heads; H is a multiple of Hkv. Raises Unserved where they do not fit together.
     """
     if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
-        return None
+        raise Unserved(BROADCAST)
     try:
         (batch,) = broadcast(q.shape[:1], k.shape[:1], v.shape[:1])
         (shared,) = broadcast(k.shape[1:2], v.shape[1:2])
@@ -58,7 +58,7 @@ def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
         if not shared or heads % shared:  # heads of keys to which one of queries is broadcast
             (heads,) = broadcast((heads,), (shared,))
     except ValueError:
-        return None
+        raise Unserved(BROADCAST) from None
     leading = ((batch, heads), (batch, shared), (batch, shared))
     fitted = [
         t if t.shape[:2] == lead else ctx.contiguous(t.expand((*lead, *t.shape[2:])))
@@ -121,8 +121,8 @@ def _window(left: int, right: int, queries: int, keys: int) -> dict[str, Any] | 
 
 def _masks(
     ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor, *, windows: bool = True
-) -> _Masks | str:
-    """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them.
+) -> _Masks:
+    """The masks from input `first` on, seen as [B, H, S, T].
 
     Without `windows`, a mask is read that hides what is outside of a window.
     """
@@ -147,19 +147,31 @@ def _masks(
         if step == "Where":
             fill = ctx.host(node, at + 1)
             if fill is None or np.isnan(fill).any():
-                return "what its condition fills in is not known"
+                raise Unserved("what its condition fills in is not known")
             suffix = name.removeprefix("mask")
             masks.fields[f"keep{suffix}"] = True
             masks.fields[f"fill{suffix}"] = float(fill.reshape(()))
             tensor = _as_numbers(ctx, node, tensor, q.dtype)
         at += 2 if step == "Where" else 1
         if larger:
-            return "its mask is larger than the scores"
+            raise Unserved("its mask is larger than the scores")
         if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
             tensor = ctx.contiguous(tensor)
         masks.reads[name] = tensor.expand(shape)
         masks.fields[name] = masks.reads[name].strides
     return masks
+
+
+def _windowed(
+    ctx: Context, node: ir.Node, of: type[A], q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
+    first: int, **results: Tensor,
+) -> tuple[A, _Masks]:  # fmt: skip
+    """The problem and its masks, which hide what is outside of a window that no kernel knows."""
+    problem = _problem(ctx, node, of, q, k, v, masks, **results)
+    if problem.window and not ctx.serves(problem):
+        masks = _masks(ctx, node, first, q, k, windows=False)
+        problem = _problem(ctx, node, of, q, k, v, masks, **results)
+    return problem, masks
 
 
 def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor:
@@ -171,43 +183,34 @@ def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor
     return numbers
 
 
-def sdpa(ctx: Context, node: ir.Node) -> str | None:
+def sdpa(ctx: Context, node: ir.Node) -> None:
     """y = softmax(z) v with z from scale q kᵀ, the S x T matrix never in memory."""
     exposed = FusedName.of(node.op_type).exposed
     if exposed not in ((), ("lse",)):
-        return f"it returns {', '.join(exposed)}"
+        raise Unserved(f"it returns {', '.join(exposed)}")
     if len(ctx.view(node, 0).shape) != 4:
-        return "its operands are not [B, H, S, D]"
-    fitted = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
-    if fitted is None:
-        return BROADCAST
-    q, k, v = fitted
+        raise Unserved("its operands are not [B, H, S, D]")
+    q, k, v = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
     masks = _masks(ctx, node, 3, q, k)
-    if isinstance(masks, str):
-        return masks
     y = _output(ctx, node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
     writes = {"y": y}
     if exposed:
         writes["lse"] = ctx.output(node, 1, (*q.shape[:3], 2), "float32")
     if not prod(y.shape) or not k.shape[2]:
-        return "it is empty"
-    problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
-    if problem.window and not serves(problem.op, problem, ctx.hw, ctx.prefs):
-        masks = _masks(ctx, node, 3, q, k, windows=False)
-        assert not isinstance(masks, str)
-        problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
+        raise Unserved("it is empty")
+    problem, masks = _windowed(ctx, node, Attention, q, k, v, masks, 3, y=y)
     reads = {"q": q, "k": k, "v": v} | masks.reads
     if k.buffer in ctx.rooms and ctx.lengths is not None:
         if problem.mask or problem.causal or problem.window:
             raise NoRoom("attention over it has a mask")
         problem, reads = replace(problem, lengths=True), reads | {"lengths": ctx.lengths}
-        reason = ctx.select(node, problem, reads, writes)
-        if reason:
-            raise NoRoom(reason)
-        return None
+        try:
+            return ctx.select(node, problem, reads, writes)
+        except Unserved as error:
+            raise NoRoom(str(error)) from None
     if _apart_pays(ctx, problem, 2 * len(exposed)):
-        return APART
-    return ctx.select(node, problem, reads, writes)
+        raise Unserved(APART)
+    ctx.select(node, problem, reads, writes)
 
 
 def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
@@ -238,22 +241,19 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
     return MARGIN * total(apart, ctx.hw, ctx.prefs) < total((problem,), ctx.hw, ctx.prefs)
 
 
-def attention(ctx: Context, node: ir.Node) -> str | None:
+def attention(ctx: Context, node: ir.Node) -> None:
     """ai.onnx Attention of heads that stand apart, without mask, past or softcap.
 
     A sliding window that no kernel skips becomes a mask known at lowering.
     """
     if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
-        return "it has a mask or a past, or its heads are not apart"
+        raise Unserved("it has a mask or a past, or its heads are not apart")
     if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
-        return "it has a softcap, or returns more than the attention"
-    fitted = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
-    if fitted is None:
-        return BROADCAST
-    q, k, v = fitted
+        raise Unserved("it has a softcap, or returns more than the attention")
+    q, k, v = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
     shape = (*q.shape[:3], v.shape[3])
     if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
-        return "it is empty, or its types differ"
+        raise Unserved("it is empty, or its types differ")
     reads = {"q": q, "k": k, "v": v}
     left, right = (ctx.attr(node, f"{side}_window_size", -1) for side in ("left", "right"))
     right = 0 if ctx.attr(node, "is_causal", 0) else right
@@ -262,49 +262,43 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
     if left >= 0 or right >= 0:
         fields = _window(left, right, q.shape[2], k.shape[2])
         if fields is None:
-            return "a query sees no key through its window"
+            raise Unserved("a query sees no key through its window")
         problem = replace(problem, **{"causal": False, **fields})
-        if problem.window and not serves(problem.op, problem, ctx.hw, ctx.prefs):
+        if problem.window and not ctx.serves(problem):
             ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
             seen = (ahead >= -left) if left >= 0 else np.ones_like(ahead, bool)
             seen &= (ahead <= right) if right >= 0 else True
             low = np.where(seen, 0, -np.inf).astype(q.dtype)
             reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
             problem = replace(problem, causal=False, window=(), mask=reads["mask"].strides)
-    return ctx.select(node, problem, reads, {"y": y})
+    ctx.select(node, problem, reads, {"y": y})
 
 
-def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
+def sdpa_grad(ctx: Context, node: ir.Node) -> None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
     dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
     if _fitted(ctx, q, k, v) != (q, k, v):
-        return BROADCAST
+        raise Unserved(BROADCAST)
     lse = ctx.dense(node, 2)
     masks = _masks(ctx, node, 6, q, k)
-    if isinstance(masks, str):
-        return masks
     if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
-        return "it is empty"
-    asked = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
-    if asked.window and not serves(asked.op, asked, ctx.hw, ctx.prefs):
-        masks = _masks(ctx, node, 6, q, k, windows=False)
-        assert not isinstance(masks, str)
-        asked = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
+        raise Unserved("it is empty")
+    asked, masks = _windowed(ctx, node, AttentionGrad, q, k, v, masks, 6, dy=dy, y=y)
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse} | masks.reads
     names, shapes = ("dq", "dk", "dv"), (q.shape, k.shape, v.shape)
     if _apart_pays(ctx, asked):
-        return APART
+        raise Unserved(APART)
     merged = _merged(ctx, node, shapes, q.dtype)
     if merged is not None:
         writes = dict(zip(names, merged, strict=True))
         problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y, **writes)
-        if ctx.select(node, problem, reads, writes) is None:
+        if ctx.serves(problem):
             for i, gradient in enumerate(merged):
                 ctx.alias(node, i, gradient)
-            return None
+            return ctx.select(node, problem, reads, writes)
     writes = {n: ctx.output(node, i, shapes[i], q.dtype) for i, n in enumerate(names)}
     problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
-    return ctx.select(node, problem, reads, writes)
+    ctx.select(node, problem, reads, writes)
 
 
 def _merged(

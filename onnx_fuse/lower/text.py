@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering, Unserved
 from onnx_fuse.program.data_movement import NGrams
 
 MODES = {"TF": 0, "IDF": 1, "TFIDF": 2}
@@ -34,19 +34,19 @@ def entries(
     return table
 
 
-def tfidf(ctx: Context, node: ir.Node) -> str | None:
+def tfidf(ctx: Context, node: ir.Node) -> None:
     """y [..., columns] of x [..., words]: how often each n-gram of the pool stands in a row."""
     x = ctx.dense(node, 0)
     pool = ctx.attr(node, "pool_int64s")
     if x.dtype not in ("int32", "int64") or not pool:
-        return "it is over strings"
+        raise Unserved("it is over strings")
     table = entries(
         ctx.attr(node, "ngram_counts"), len(pool), ctx.attr(node, "ngram_indexes"),
         ctx.attr(node, "min_gram_length"), ctx.attr(node, "max_gram_length"),
         ctx.attr(node, "max_skip_count"),
     )  # fmt: skip
     if table is None:
-        return "two n-grams share a column"
+        raise Unserved("two n-grams share a column")
     width = len(table)
     y = ctx.output(node, 0, (*x.shape[:-1], width), "float32")
     reads = {"x": x, "pool": ctx.constant(np.array(pool, np.int64)), "entry": ctx.constant(table)}
@@ -57,7 +57,7 @@ def tfidf(ctx: Context, node: ir.Node) -> str | None:
         reads["weight"] = ctx.constant(by_column)
     words = x.shape[-1] if x.shape else 1
     problem = NGrams(y.size, width, words, x.dtype, MODES[ctx.attr(node, "mode")])
-    return ctx.select(node, problem, reads, {"y": y})
+    ctx.select(node, problem, reads, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {("", "TfIdfVectorizer"): tfidf}

@@ -12,12 +12,10 @@ from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Context, Lowering, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, NotStatic, Unserved, copy, emit
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
-
-SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"
 
 
 def _ints(array: np.ndarray) -> list[int]:
@@ -30,11 +28,8 @@ def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return ctx.contiguous(tensor).view(shape) if view is None else view
 
 
-def reshape(ctx: Context, node: ir.Node) -> str | None:
-    x, target = ctx.view(node, 0), ctx.host(node, 1)
-    if target is None:
-        return SHAPE_UNKNOWN
-    shape = _ints(target)
+def reshape(ctx: Context, node: ir.Node) -> None:
+    x, shape = ctx.view(node, 0), _ints(ctx.given(node, 1))
     if not ctx.attr(node, "allowzero", 0):
         shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
     held, rest = x.size, prod(d for d in shape if d != -1)
@@ -45,62 +40,44 @@ def reshape(ctx: Context, node: ir.Node) -> str | None:
     if -1 in shape or prod(shape) != x.size:
         raise ValueError(f"it has {x.size} elements, {shape} {prod(shape)}")
     ctx.alias(node, 0, reshaped(ctx, x, shape))
-    return None
 
 
-def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | None:
-    axes = ctx.host(node, 1) if ctx.has(node, 1) else None
-    return None if axes is None else [a % rank for a in _ints(axes)]
-
-
-def squeeze(ctx: Context, node: ir.Node) -> str | None:
+def squeeze(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
-    if ctx.has(node, 1) and ctx.host(node, 1) is None:
-        return SHAPE_UNKNOWN
-    axes = _axes(ctx, node, len(x.shape))
+    axes = [a % len(x.shape) for a in _ints(ctx.given(node, 1))] if ctx.has(node, 1) else []
     if not axes:  # onnxruntime takes an empty list for none
         axes = [k for k, d in enumerate(x.shape) if d == 1]
     remaining = [k for k in range(len(x.shape)) if k not in axes]
     shape, strides = tuple(x.shape[k] for k in remaining), tuple(x.strides[k] for k in remaining)
     ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, x.offset))
-    return None
 
 
-def unsqueeze(ctx: Context, node: ir.Node) -> str | None:
-    x, axes = ctx.view(node, 0), ctx.host(node, 1)
-    if axes is None:
-        return SHAPE_UNKNOWN
-    rank = len(x.shape) + axes.size
-    new = {a % rank for a in _ints(axes)}
+def unsqueeze(ctx: Context, node: ir.Node) -> None:
+    x, axes = ctx.view(node, 0), _ints(ctx.given(node, 1))
+    rank = len(x.shape) + len(axes)
+    new = {a % rank for a in axes}
     old = iter(zip(x.shape, x.strides, strict=True))
     pairs = [(1, 0) if k in new else next(old) for k in range(rank)]
     shape, strides = tuple(d for d, _ in pairs), tuple(s for _, s in pairs)
     ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, x.offset))
-    return None
 
 
-def flatten(ctx: Context, node: ir.Node) -> str | None:
+def flatten(ctx: Context, node: ir.Node) -> None:
     x, axis = ctx.view(node, 0), ctx.attr(node, "axis", 1)
     axis = axis + len(x.shape) if axis < 0 else axis
     rows = prod(x.shape[:axis])
     ctx.alias(node, 0, reshaped(ctx, x, (rows, prod(x.shape[axis:]))))
-    return None
 
 
-def transpose(ctx: Context, node: ir.Node) -> str | None:
+def transpose(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
     perm = ctx.attr(node, "perm") or list(reversed(range(len(x.shape))))
     ctx.alias(node, 0, x.permute(perm))
-    return None
 
 
-def expand(ctx: Context, node: ir.Node) -> str | None:
-    x, target = ctx.view(node, 0), ctx.host(node, 1)
-    if target is None:
-        return SHAPE_UNKNOWN
-    shape = sizes.broadcast(x.shape, _ints(target))
-    ctx.alias(node, 0, x.expand(shape))
-    return None
+def expand(ctx: Context, node: ir.Node) -> None:
+    x = ctx.view(node, 0)
+    ctx.alias(node, 0, x.expand(sizes.broadcast(x.shape, _ints(ctx.given(node, 1)))))
 
 
 def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
@@ -116,31 +93,24 @@ def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
     return begin, -((begin - end) // step) if end > begin else 0
 
 
-def slice_(ctx: Context, node: ir.Node) -> str | None:
+def slice_(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
-    bounds = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
-    if any(ctx.has(node, i) and bounds[i - 1] is None for i in range(1, 5)):
-        return SHAPE_UNKNOWN
-    begin, end = _ints(required(bounds[0])), _ints(required(bounds[1]))
-    axes = _ints(bounds[2]) if bounds[2] is not None else list(range(len(begin)))
-    strides = _ints(bounds[3]) if bounds[3] is not None else [1] * len(begin)
+    bounds = [_ints(ctx.given(node, i)) if ctx.has(node, i) else None for i in range(1, 5)]
+    begin, end = required(bounds[0]), required(bounds[1])
+    axes, strides = bounds[2] or list(range(len(begin))), bounds[3] or [1] * len(begin)
     starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)
     for a, b, e, step in zip(axes, begin, end, strides, strict=True):
         axis = a % len(x.shape)
         starts[axis], steps[axis] = 0, step
         starts[axis], shape[axis] = _part(b, e, step, x.shape[axis])
     ctx.alias(node, 0, x.slice(starts, steps, shape))
-    return None
 
 
-def split(ctx: Context, node: ir.Node) -> str | None:
+def split(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
     axis, count = ctx.attr(node, "axis", 0) % len(x.shape), len(node.outputs)
     if ctx.has(node, 1):
-        lengths = ctx.host(node, 1)
-        if lengths is None:
-            return SHAPE_UNKNOWN
-        sizes = _ints(lengths)
+        sizes = _ints(ctx.given(node, 1))
         if sum(sizes) != x.shape[axis]:
             raise ctx.fault(node, f"its parts have {sum(sizes)} elements along axis {axis}")
     else:
@@ -150,7 +120,6 @@ def split(ctx: Context, node: ir.Node) -> str | None:
     for i, size in enumerate(sizes):
         ctx.alias(node, i, x.part(axis, start, size))
         start += size
-    return None
 
 
 def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tensor | None:
@@ -176,14 +145,14 @@ def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tenso
     return whole if whole.permute(order).dense else None
 
 
-def concat(ctx: Context, node: ir.Node) -> str | None:
+def concat(ctx: Context, node: ir.Node) -> None:
     parts = [ctx.view(node, i) for i in range(len(node.inputs))]
     axis = ctx.attr(node, "axis") % len(parts[0].shape)
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     if (there := _adjacent(parts, axis, shape)) is not None:
         ctx.alias(node, 0, there)
-        return None
+        return
     y = ctx.output(node, 0, shape, parts[0].dtype)
     y = follow(ctx, node, y, parts)
     start = 0
@@ -191,14 +160,10 @@ def concat(ctx: Context, node: ir.Node) -> str | None:
         if part.size:
             copy(ctx, node, part, y.part(axis, start, part.shape[axis]))
         start += part.shape[axis]
-    return None
 
 
-def tile(ctx: Context, node: ir.Node) -> str | None:
-    x, repeats = ctx.view(node, 0), ctx.host(node, 1)
-    if repeats is None:
-        return SHAPE_UNKNOWN
-    times = _ints(repeats)
+def tile(ctx: Context, node: ir.Node) -> None:
+    x, times = ctx.view(node, 0), _ints(ctx.given(node, 1))
     shape, strides = [], []
     for d, s, n in zip(x.shape, x.strides, times, strict=True):
         shape += [n, d]
@@ -206,19 +171,14 @@ def tile(ctx: Context, node: ir.Node) -> str | None:
     wide = Tensor(x.buffer, x.dtype, tuple(shape), tuple(strides), x.offset)
     final = [d * n for d, n in zip(x.shape, times, strict=True)]
     ctx.alias(node, 0, reshaped(ctx, wide, final))
-    return None
 
 
-def pad(ctx: Context, node: ir.Node) -> str | None:
+def pad(ctx: Context, node: ir.Node) -> None:
     """mode constant: fill, then copy the inside (negative pads crop); others: reflected copies."""
-    x, pads = ctx.view(node, 0), ctx.host(node, 1)
-    if pads is None or (ctx.has(node, 3) and ctx.host(node, 3) is None):
-        return SHAPE_UNKNOWN
+    x, widths = ctx.view(node, 0), _ints(ctx.given(node, 1))
     rank, mode = len(x.shape), ctx.attr(node, "mode", "constant")
-    axis_values = ctx.host(node, 3) if ctx.has(node, 3) else None
-    axes = [a % rank for a in _ints(axis_values)] if axis_values is not None else list(range(rank))
+    axes = [a % rank for a in _ints(ctx.given(node, 3))] if ctx.has(node, 3) else list(range(rank))
     before, after = [0] * rank, [0] * rank
-    widths = _ints(pads)
     for k, axis in enumerate(axes):
         before[axis], after[axis] = widths[k], widths[k + len(axes)]
     shape = [d + b + a for d, b, a in zip(x.shape, before, after, strict=True)]
@@ -245,7 +205,6 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
     if all(inner_shape):
         source = x.slice(starts, [1] * rank, inner_shape)
         copy(ctx, node, source, y.slice([max(b, 0) for b in before], [1] * rank, inner_shape))
-    return None
 
 
 def _scalar(tensor: Tensor) -> Tensor:
@@ -254,15 +213,15 @@ def _scalar(tensor: Tensor) -> Tensor:
 
 def _pad_axes(
     ctx: Context, node: ir.Node, x: Tensor, before: list[int], after: list[int], mode: str
-) -> str | None:
+) -> None:
     """edge, reflect, wrap: axis by axis, the border rows copied from their sources."""
     rank = len(x.shape)
     if any(b < 0 or a < 0 for b, a in zip(before, after, strict=True)):
-        return f"Pad mode {mode} with negative pads has no kernel"
+        raise Unserved(f"Pad mode {mode} with negative pads has no kernel")
     padded = [k for k in range(rank) if before[k] or after[k]]
     if not padded:
         ctx.alias(node, 0, x)
-        return None
+        return
     for axis in padded:
         d = x.shape[axis]
         shape = [
@@ -283,16 +242,13 @@ def _pad_axes(
             copy(ctx, node, run, y.part(axis, at, end - at))
             at = end
         x = y
-    return None
 
 
-def trilu(ctx: Context, node: ir.Node) -> str | None:
+def trilu(ctx: Context, node: ir.Node) -> None:
     """The triangle by a mask made at lowering: [R, C] bytes, shared by every matrix."""
     x = ctx.view(node, 0)
-    k = ctx.host(node, 1) if ctx.has(node, 1) else np.zeros((), np.int64)
-    if k is None:
-        return SHAPE_UNKNOWN
-    upper, diagonal = ctx.attr(node, "upper", 1), int(k.reshape(-1)[0])
+    diagonal = int(ctx.given(node, 1).reshape(-1)[0]) if ctx.has(node, 1) else 0
+    upper = ctx.attr(node, "upper", 1)
     ones = np.ones(x.shape[-2:], bool)
     mask = ctx.constant(np.triu(ones, diagonal) if upper else np.tril(ones, diagonal))
     code = Code()
@@ -300,10 +256,9 @@ def trilu(ctx: Context, node: ir.Node) -> str | None:
         "Where", x.dtype, code.load(mask.expand(x.shape)), code.load(x), code.scalar(0, x.dtype)
     )
     emit(ctx, code, node, masked, ctx.output(node, 0, x.shape, x.dtype))
-    return None
 
 
-def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
+def depth_to_space(ctx: Context, node: ir.Node) -> None:
     """DepthToSpace and SpaceToDepth: six axes in another order, two of which merge thrice."""
     x = ctx.view(node, 0)
     n, c, h, w = x.shape
@@ -319,24 +274,22 @@ def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
             split, order = (n, b, b, few, h, w), (0, 3, 4, 1, 5, 2)
         merged = (n, few, h * b, w * b)
     ctx.alias(node, 0, reshaped(ctx, reshaped(ctx, x, split).permute(order), merged))
-    return None
 
 
-def bit_cast(ctx: Context, node: ir.Node) -> str | None:
+def bit_cast(ctx: Context, node: ir.Node) -> None:
     """The same bits as another type of that size."""
     x, name = ctx.view(node, 0), dtype_name(ir.DataType(ctx.attr(node, "to")))
     if ITEMSIZE.get(name) != ITEMSIZE[x.dtype]:
-        return f"no view of {x.dtype} as {name}"
+        raise Unserved(f"no view of {x.dtype} as {name}")
     ctx.alias(node, 0, Tensor(x.buffer, name, x.shape, x.strides, x.offset))
-    return None
 
 
-def constant_of_shape(ctx: Context, node: ir.Node) -> str | None:
+def constant_of_shape(ctx: Context, node: ir.Node) -> None:
     """Refuse a shape that is not known; one that is known is evaluated on the host."""
-    return SHAPE_UNKNOWN
+    raise NotStatic("its shape")
 
 
-def eye_like(ctx: Context, node: ir.Node) -> str | None:
+def eye_like(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
     dtype = ctx.attr(node, "dtype")
     name = x.dtype if dtype is None else dtype_name(ir.DataType(dtype))
@@ -345,7 +298,6 @@ def eye_like(ctx: Context, node: ir.Node) -> str | None:
     code = Code()
     y = ctx.output(node, 0, x.shape, name)
     emit(ctx, code, node, code.step(cast_step(name), name, code.load(ones)), y)
-    return None
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -31,6 +31,7 @@ from onnx_fuse.lower.context import (
     Mistyped,
     NotStatic,
     Slot,
+    Unserved,
     data_type,
     type_proto,
 )
@@ -319,18 +320,9 @@ class Lowerer(Control):
         outermost = not self._owner
         self._owner = self.label(node)
         try:
-            unsupported = next(
-                (v for v in node.inputs if v is not None and not self._numeric(v)), None
-            )
-            if unsupported is not None:
-                reason = f"no kernel takes {unsupported.dtype} tensors"
-            elif lowering is None:
-                reason = "no kernel"
-            else:
-                why = self._attempt(lowering, node)
-                if why is None:
-                    return
-                reason = why
+            reason = self._attempt(lowering, node)
+            if not reason:
+                return
             self._rewind(mark)
             if UNKNOWN in reason and (names := self._deciding(node)):
                 raise NeedsValues(names)
@@ -344,16 +336,23 @@ class Lowerer(Control):
             if outermost:
                 self._owner = ""
 
-    def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
+    def _attempt(self, lowering: Lowering | None, node: ir.Node) -> str:
+        """Why the lowering does not serve the node; "" where it has."""
+        given = (v for v in node.inputs if v is not None)
+        if (unsupported := next((v for v in given if not self._numeric(v)), None)) is not None:
+            return f"no kernel takes {unsupported.dtype} tensors"
+        if lowering is None:
+            return "no kernel"
         if node.domain == "" and node.op_type in FITTED:
             # kernels take types that an opset's operator does not have
             with contextlib.suppress(Mistyped):
                 self._inferred(node)
         try:
             with self._misfits(node):
-                return lowering(self, node)
-        except NotStatic as error:
-            return f"{error} is {UNKNOWN}"
+                lowering(self, node)
+        except Unserved as error:
+            return str(error)
+        return ""
 
     @contextlib.contextmanager
     def _misfits(self, node: ir.Node) -> Iterator[None]:
