@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from onnx_fuse.kernels import refused, select
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import AnyProblem, Hardware, Prefs
+from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, Prefs, Value
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,26 @@ class Passes(AnyProblem):
     def bytes(self) -> int:
         """The bytes that are moved."""
         return self.moved
+
+
+_LAYOUTS: Mapping[str, Mapping[str, Value]] = {
+    "NN": {}, "NT": {"trans_b": True}, "TN": {"trans_a": True},
+}  # fmt: skip
+
+
+def products(text: str, sizes: Mapping[str, int], **how: Value) -> list[GemmProblem]:
+    """The products that a text lists: "NT m k n bias; LayerNormGemm m n k".
+
+    Each is which operand lies turned, or the operator; then the names of its M, N and K among
+    `sizes`, and what is true of it. `how` is what all have in common.
+    """
+    problems = []
+    for product in text.split("; "):
+        kind, m, n, k, *flags = product.split()
+        op, of = ("Gemm" if kind in _LAYOUTS else kind), (sizes[m], sizes[n], sizes[k])
+        more: dict[str, Value] = {**_LAYOUTS.get(kind, {}), **dict.fromkeys(flags, True), **how}
+        problems.append(GemmProblem.of(op, m=of[0], n=of[1], k=of[2], **more))
+    return problems
 
 
 def seconds(

@@ -14,7 +14,7 @@ from onnx_fuse.ir.build import dim
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, refusals, select
-from onnx_fuse.kernels.costs import Passes, pays, seconds, total
+from onnx_fuse.kernels.costs import Passes, pays, products, seconds, total
 from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
@@ -450,8 +450,7 @@ def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     )
     apart = (
         GemmProblem.of("Gemm", n=n, k=k, bias=True, **how, **saved),
-        GemmProblem.of("Gemm", n=k, k=n, trans_b=True, **how),
-        GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
+        *products("NT m k n; TN k n m", {"m": m, "n": n, "k": k}, math=math),
     )
     # the norm and its gradient, dz, its sums; small launches beside others take half their time
     moved = 4 * (5 * m * k + (4 if act else 1) * m * n)
@@ -467,12 +466,9 @@ def _apart(problem: GemmProblem) -> tuple[AnyProblem, ...]:
     problem = problem.upper_bound()
     m, n, k = problem.m, problem.n, problem.k
     passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)
-    how: dict[str, Value] = {"dtype": problem.dtype, "math": problem.math}
-    return (
-        GemmProblem.of("Gemm", m=m, n=k, k=n, trans_b=True, **how),
-        GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how),
-        Passes(ITEMSIZE[problem.dtype] * passes, 15),
-    )
+    sizes = {"m": m, "n": n, "k": k}
+    gemms = products("NT m k n; TN k n m", sizes, dtype=problem.dtype, math=problem.math)
+    return (*gemms, Passes(ITEMSIZE[problem.dtype] * passes, 15))
 
 
 def activated_gemm_grad(ctx: Context, node: ir.Node) -> None:

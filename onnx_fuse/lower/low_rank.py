@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
 
+from onnx_fuse.kernels import costs
 from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
 
@@ -47,16 +47,16 @@ class Costs:
             within += total(self._merged_weight(each.k, each.n, each.rank), self.hw)
             for rows in each.rows:
                 sizes = (rows, each.k, each.n, each.rank)
-                apart = self._seconds(_beside, *sizes)
-                behind = self._seconds(_beside_a_norm, *sizes) if each.normed else inf
+                apart = self._seconds(f"{_BESIDE}; {_BY_ROWS}", *sizes)
+                behind = self._seconds(_BESIDE_A_NORM, *sizes) if each.normed else inf
                 beside += behind if self.dtype != "float32" and behind < inf else apart
-                within += min(self._seconds(way, *sizes) for way in (_by_rows, _by_weight))
+                within += min(self._seconds(way, *sizes) for way in (_BY_ROWS, _BY_WEIGHT))
         return within < beside
 
     def rows_pay(self, rows: int | None, k: int, n: int, rank: int) -> bool:
         """Whether the gradients of A and B cost less from x and dy than from dW."""
         sizes = (rows, k, n, rank)
-        return self._seconds(_by_rows, *sizes) < self._seconds(_by_weight, *sizes)
+        return self._seconds(_BY_ROWS, *sizes) < self._seconds(_BY_WEIGHT, *sizes)
 
     def _merged_weight(self, k: int, n: int, rank: int) -> Iterator[AnyProblem]:
         """A·B, and a pass over W, the sum and what is left of A·B, which all weights share."""
@@ -67,46 +67,18 @@ class Costs:
             yield GemmProblem.of("Gemm", **sizes)
             yield Passes(k * n * (ITEMSIZE["float32"] + 2 * ITEMSIZE[self.dtype]), launches=0)
 
-    def _seconds(self, way: Way, rows: int | None, k: int, n: int, rank: int) -> float:
-        return total(way(rows or ROWS, k, n, rank, self.dtype, self.math), self.hw)
+    def _seconds(self, way: str, rows: int | None, k: int, n: int, rank: int) -> float:
+        sizes = {"m": rows or ROWS, "k": k, "n": n, "r": rank}
+        return total(costs.products(way, sizes, dtype=self.dtype, math=self.math), self.hw)
 
 
-Way: TypeAlias = Callable[[int, int, int, int, str, str], Iterator[AnyProblem]]
-"""(rows, K, N, rank, dtype, math) -> problems."""
-
-
-def _beside(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
-    """y + u·B and dx + t·Aᵀ, besides what the gradients by rows take."""
-    how: dict[str, Value] = {"dtype": dtype, "math": math, "residual": True}
-    yield GemmProblem.of("Gemm", m=m, n=n, k=rank, **how)
-    yield GemmProblem.of("Gemm", m=m, n=k, k=rank, trans_b=True, **how)
-    yield from _by_rows(m, k, n, rank, dtype, math)
-
-
-def _beside_a_norm(
-    m: int, k: int, n: int, rank: int, dtype: str, math: str
-) -> Iterator[AnyProblem]:
-    """The same where u and the gradients of x and A are products of their own behind the norm."""
-    how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield GemmProblem.of("LayerNormGemm", m=m, n=rank, k=k, bias=True, **how)
-    yield GemmProblem.of("Gemm", m=m, n=n, k=rank, residual=True, **how)
-    yield GemmProblem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
-    yield GemmProblem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
-    yield GemmProblem.of("LayerNormGemmGrad", m=m, n=rank, k=k, **how)
-
-
-def _by_rows(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
-    """u = x·A and dB = uᵀ·dy; t = dy·Bᵀ and dA = xᵀ·t."""
-    how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield GemmProblem.of("Gemm", m=m, n=rank, k=k, **how)
-    yield GemmProblem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
-    yield GemmProblem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
-    yield GemmProblem.of("Gemm", m=k, n=rank, k=m, trans_a=True, **how)
-
-
-def _by_weight(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
-    """dW = xᵀ·dy; dA = dW·Bᵀ and dB = Aᵀ·dW."""
-    how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how)
-    yield GemmProblem.of("Gemm", m=k, n=rank, k=n, trans_b=True, **how)
-    yield GemmProblem.of("Gemm", m=rank, n=n, k=k, trans_a=True, **how)
+_BESIDE = "NN m n r residual; NT m k r residual"
+"""y + u·B and dx + t·Aᵀ, besides what the gradients by rows take; r is the rank."""
+_BY_ROWS = "NN m r k; TN r n m; NT m r n; TN k r m"
+"""u = x·A and dB = uᵀ·dy; t = dy·Bᵀ and dA = xᵀ·t."""
+_BY_WEIGHT = "TN k n m; NT k r n; TN r n k"
+"""dW = xᵀ·dy; dA = dW·Bᵀ and dB = Aᵀ·dW."""
+_BESIDE_A_NORM = (
+    "LayerNormGemm m r k bias; NN m n r residual; TN r n m; NT m r n; LayerNormGemmGrad m r k"
+)
+"""All of that where u and the gradients of x and A are products of their own behind the norm."""

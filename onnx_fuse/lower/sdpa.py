@@ -15,13 +15,13 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced
-from onnx_fuse.kernels.costs import Passes, total
+from onnx_fuse.kernels.costs import Passes, products, total
 from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
 from onnx_fuse.program.call import NoRoom, Tensor
 from onnx_fuse.program.contractions import Attention, AttentionGrad
-from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Value
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.size import OpenSize, broadcast
 
 A = TypeVar("A", bound=Attention)
@@ -228,16 +228,12 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
     scores = ITEMSIZE[p.dtype] * p.batches * p.m * p.n
     if scores > SCORES:
         return False
-    math: dict[str, Value] = {"math": ctx.math, "batch": p.batch}
-    products = [GemmProblem.of("Gemm", m=p.m, n=p.n, k=p.k, trans_b=True, **math),
-                GemmProblem.of("Gemm", m=p.m, n=p.dv, k=p.n, **math)]  # fmt: skip
-    passes = 1 + bool(p.mask) + more
+    text, passes = "NT m n k; NN m dv n", 1 + bool(p.mask) + more
     if backward:
-        products += [GemmProblem.of("Gemm", m=p.m, n=p.n, k=p.dv, trans_b=True, **math),
-                     GemmProblem.of("Gemm", m=p.n, n=p.dv, k=p.m, trans_a=True, **math),
-                     GemmProblem.of("Gemm", m=p.n, n=p.k, k=p.m, trans_a=True, **math)]  # fmt: skip
-        passes += 2
-    apart = (*products, Passes(2 * passes * scores, 2 * passes))
+        text, passes = f"{text}; NT m n dv; TN n dv m; TN n k m", passes + 2
+    sizes = {"m": p.m, "n": p.n, "k": p.k, "dv": p.dv}
+    gemms = products(text, sizes, math=ctx.math, batch=p.batch)
+    apart = (*gemms, Passes(2 * passes * scores, 2 * passes))
     return MARGIN * total(apart, ctx.hw, ctx.prefs) < total((problem,), ctx.hw, ctx.prefs)
 
 
