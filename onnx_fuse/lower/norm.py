@@ -184,20 +184,8 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> None:
     part = ctx.scratch(stat, (images, 2, channels, splits))
     means = ctx.scratch(stat, (images, groups, 2))
     shared = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
-    ctx.select(node, problem, shared, {"part": part})
-    params = {name: ctx.output(node, i, scale.shape, scale.dtype)
-              for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
-    reads = {"part": part, "scale": scale, "variance": variance}
-    writes = {**params, "means": means}
-    ctx.select(node, replace(problem, stage="params"), reads, writes)
-    if not ctx.wants(node, 0):
-        return
-    dx = ctx.output(node, 0, outer, x.dtype)
-    dx = channels_last(stored_last(ctx, node, dx)) if last else dx
-    inplace = [("dx", "dy"), ("dx", "x")]
-    ctx.select(
-        node, replace(problem, stage="dx"), {**shared, "means": means}, {"dx": dx}, inplace=inplace
-    )
+    ends = {"scale": scale, "variance": variance}
+    _in_stages(ctx, node, problem, (shared, ends, shared), part, {"means": means}, outer, last)
 
 
 def batch_norm(ctx: Context, node: ir.Node) -> None:
@@ -254,18 +242,33 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> None:
     part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (4, channels))
     operands = {"x": x, "dy": dy, "mean": mean}
     gate = {} if relu is None else {"scale": scale, "bias": ctx.dense(relu[1], 2)}
-    ctx.select(node, problem, {**operands, **gate, "variance": variance}, {"part": part})
+    shared = {**operands, **gate, "variance": variance}
+    ends = {"scale": scale, **gate, "variance": variance}
+    _in_stages(ctx, node, problem, (shared, ends, operands), part, {"sums": sums}, outer, last)
+
+
+def _in_stages(
+    ctx: Context, node: ir.Node, problem: ChannelGrad | GroupGrad,
+    stages: tuple[dict[str, Tensor], ...], part: Tensor, means: dict[str, Tensor],
+    outer: tuple[int, ...], last: bool,
+) -> None:  # fmt: skip
+    """The parts of the sums over pixels, dscale and dbias of them with what dx takes, and dx.
+
+    `stages` are what the three read beside parts and `means`; `outer` is the shape of dx, and
+    `last` says that its channels are last.
+    """
+    first, ends, pixels = stages
+    scale = ends["scale"]
+    ctx.select(node, problem, first, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
-    reads = {"part": part, "scale": scale, **gate, "variance": variance}
-    ctx.select(node, replace(problem, stage="params"), reads, {**params, "sums": sums})
-    if not ctx.wants(node, 0):
-        return
-    dx = ctx.output(node, 0, outer, x.dtype)
-    dx = channels_last(stored_last(ctx, node, dx)) if last else dx
-    inplace = [("dx", "dy"), ("dx", "x")]
-    reads = {**operands, "sums": sums}
-    ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
+    ctx.select(node, replace(problem, stage="params"), {"part": part, **ends}, params | means)
+    if ctx.wants(node, 0):
+        dx = ctx.output(node, 0, outer, problem.dtype)
+        dx = channels_last(stored_last(ctx, node, dx)) if last else dx
+        inplace = [("dx", "dy"), ("dx", "x")]
+        reads = {**pixels, **means}
+        ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
 
 
 def _relu_behind(ctx: Context, node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
