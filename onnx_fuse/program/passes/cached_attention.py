@@ -35,7 +35,7 @@ def append_in_attention(calls: Calls, i: int, call: Call) -> None:
         return
     reads = {name: t for name, t in reads.items() if name not in ("k", "v")}
     reads |= {CACHE_OPERANDS.get(name, name): t for name, t in given.items() if name != "q"}
-    if any(at <= w < i for t in reads.values() for w in calls.writers[t.buffer]):
+    if calls.written(at, i, *reads.values()):
         return
     strides = {"q_strides": append.q_strides} if append.heads else {}
     both = CachedAttention(**{**p.fields(), **strides, "append": append})

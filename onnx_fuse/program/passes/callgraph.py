@@ -39,6 +39,13 @@ def steps_of(call: Call) -> list[str]:
     return [step.name for step in call.expression.steps] if call.expression is not None else []
 
 
+def operands_of(call: Call, step: str) -> tuple[Tensor, ...]:
+    """Both operands and the result of a pointwise call that is one step of two; else nothing."""
+    if steps_of(call) != [step] or (len(call.reads), len(call.writes)) != (2, 1):
+        return ()
+    return tuple(t for _, t in (*call.reads, *call.writes))
+
+
 def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
     """The tensor, moved to the buffer that `same` names for its own, if any."""
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
@@ -93,6 +100,10 @@ class Calls:
         """
         readers, writers = self.readers[tensor.buffer], self.writers[tensor.buffer]
         return writers == [i] and not any(at <= r < i for r in readers)
+
+    def written(self, at: int, i: int, *tensors: Tensor) -> bool:
+        """Whether a call from `at` on, before call `i`, writes to the buffer of one of them."""
+        return any(at <= w < i for t in tensors for w in self.writers[t.buffer])
 
     def serves(self, problem: AnyProblem) -> bool:
         """Whether a kernel serves the problem, and the one that the user asks for, if any, does."""

@@ -19,6 +19,7 @@ from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.passes.callgraph import (
     LARGE,
     Calls,
+    operands_of,
     rename_buffer,
     rename_buffers,
     steps_of,
@@ -69,7 +70,7 @@ def add(calls: Calls, i: int, call: Call) -> None:
     Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
     """
     norm = isinstance(call.problem, Norm) and call.problem.residual
-    if not (norm or (steps_of(call) == ["Add"] and len(call.reads) == 2)):
+    if not (norm or operands_of(call, "Add")):
         return
     if not all(t.dense or _row(t) or _column(t) for _, t in (*call.reads, *call.writes)):
         return
@@ -112,9 +113,9 @@ def scale(calls: Calls, i: int, call: Call) -> None:
 
     Layer scale, where it is not folded into the weights. A residual may follow.
     """
-    if steps_of(call) != ["Mul"] or len(call.reads) != 2 or len(call.writes) != 1:
+    if not (tensors := operands_of(call, "Mul")):
         return
-    (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
+    first, second, y = tensors
     for z, g in ((first, second), (second, first)):
         source = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "layer_scale"))
         if source is None or not (z.dense and y.dense and _row(g)) or g.offset:
@@ -284,9 +285,9 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
     reads r afterwards, adds to it in place, whichever the cost models find cheaper; where the sum's
     own launch is cheapest, everything stays.
     """
-    if steps_of(call) != ["Add"] or len(call.reads) != 2:
+    if not (tensors := operands_of(call, "Add")):
         return
-    first, second, total = tensors = [t for _, t in (*call.reads, *call.writes)]
+    first, second, total = tensors
     readers, writers = calls.readers, calls.writers
     if writers[total.buffer] != [i] or not whole(total.size, *tensors):
         return
@@ -352,9 +353,9 @@ def add_onto(calls: Calls, i: int, call: Call) -> None:
 
     So the gradient of a table that is looked up and multiplied by takes no pass over it.
     """
-    if steps_of(call) != ["Add"] or len(call.reads) != 2:
+    if not (tensors := operands_of(call, "Add")):
         return
-    first, second, total = tensors = [t for _, t in (*call.reads, *call.writes)]
+    first, second, total = tensors
     if not whole(total.size, *tensors) or len({t.dtype for t in tensors}) > 1:
         return
     for u, r in ((first, second), (second, first)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, whole
 from onnx_fuse.program.problem import GemmProblem, ld
 from onnx_fuse.program.problems import Norm, NormGrad
@@ -30,39 +30,32 @@ def _plain(call: Call, also: str = "") -> GemmProblem | None:
     return p if ld(p) == (p.k, p.k if p.trans_b else p.n) else None
 
 
-def _written(calls: Calls, at: int, i: int, *tensors: Tensor) -> bool:
-    """Whether something from call `at` on, before call `i`, writes one of them."""
-    return any(at <= w < i for t in tensors for w in calls.writers[t.buffer])
-
-
 def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     """z = y · w + c over few columns, y a LayerNormalization's: that makes z, and y if read."""
     p = _plain(call, "bias")
     if p is None or p.n > COLUMNS:
         return
     reads, (_, z) = dict(call.reads), call.writes[0]
-    y, w, c = reads["a"], reads["b"], reads.get("col1")
+    y, w, row = reads["a"], reads["b"], [reads["col1"]] if "col1" in reads else []
     at, norm = calls.producer(y) or (i, call)
     plain = norm.problem
     if not isinstance(plain, Norm) or plain.columns:
         return
-    normed, rows = dict(norm.writes)["y"], plain.affine == 1 and plain.length == p.k
-    if normed.buffer != y.buffer or not rows or not whole(p.m * p.k, normed, y):
+    normed, fits = dict(norm.writes)["y"], plain.affine == 1 and plain.length == p.k
+    if normed.buffer != y.buffer or not fits or not whole(p.m * p.k, normed, y):
         return
-    types = {y.dtype, normed.dtype, w.dtype, z.dtype, p.out, *([c.dtype] if c is not None else [])}
+    types = {p.out, *(t.dtype for t in (y, normed, w, z, *row))}
     if len(types) > 1 or y.dtype == "float64" or not z.dense or z.size != p.m * p.n:
         return
-    if c is not None and (c.shape[-1] != p.n or c.strides[-1] != 1):
+    if any(c.shape[-1] != p.n or c.strides[-1] != 1 for c in row):
         return
-    if _written(calls, at, i, w, *([c] if c is not None else [])):
-        return
-    if not calls.may_write(at, i, z):
+    if calls.written(at, i, w, *row) or not calls.may_write(at, i, z):
         return
     both = replace(plain, columns=p.n, turned=p.trans_b)
     if not calls.pays((plain, p), (both,)):
         return
     unread = calls.sole_producer(i, y) is not None
-    more = (("w", w), *([("c", c)] if c is not None else []))
+    more = tuple(zip(("w", "c"), (w, *row), strict=False))
     calls.fuse(at, i, replace(
         norm,
         kernel=f"{norm.kernel}+{call.kernel}",
@@ -88,7 +81,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
     if {p.dtype, p.out, reads["scale"].dtype} != {"float32"}:
         return
     a, b = (dict(product.reads)[name] for name in ("a", "b"))
-    if _written(calls, at + 1, i, a, b):
+    if calls.written(at + 1, i, a, b):
         return
     both = replace(grad, k=p.k, turned=p.trans_b)
     if not calls.pays((p, grad), (both,)):

@@ -76,7 +76,7 @@ def normalise(calls: Calls, i: int, call: Call) -> None:
         return
     if {t.dtype for t in (x, a, *parameters)} != {p.dtype} or norm.param != p.dtype:
         return
-    if any(at <= w < i for t in (x, *parameters) for w in calls.writers[t.buffer]):
+    if calls.written(at, i, x, *parameters):
         return
     both = replace(p, norm="rms" if norm.rms else "layer", epsilon=norm.epsilon)
     if not calls.pays((norm, p), (both,)):
