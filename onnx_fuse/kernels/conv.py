@@ -15,7 +15,14 @@ from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
 from onnx_fuse.kernels.kernel import Kernel, launch
-from onnx_fuse.kernels.rule_based import HeuristicKernel, Planned, tail_macros, typed, window_macros
+from onnx_fuse.kernels.rule_based import (
+    HeuristicKernel,
+    Plan,
+    Planned,
+    tail_macros,
+    typed,
+    window_macros,
+)
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.problems import Conv
 
@@ -107,7 +114,7 @@ class _Tiled(Planned, HeuristicKernel):
         steps, step, _, _ = self._depth(problem, 32 if self.half else 16)
         return max(1, steps // (step * (2 if self.half else 4)))
 
-    def plan(self, problem: Conv, config: KernelConfig, hw: Hardware) -> tuple[Launches, int]:
+    def plan(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Plan:
         """Packing where it is needed, the product, and the sum of its parts."""
         pixels, dtype, count = prod(problem.outer), problem.dtype, prod(problem.window.kernel)
         columns = problem.batch * pixels

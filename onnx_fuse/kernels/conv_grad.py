@@ -21,7 +21,14 @@ from onnx_fuse.kernels.conv_nhwc import (
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernel, launch, matrices, rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed, window_macros
+from onnx_fuse.kernels.rule_based import (
+    HeuristicKernel,
+    Plan,
+    Planned,
+    access_width,
+    typed,
+    window_macros,
+)
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     GemmProblem,
@@ -101,7 +108,7 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class Mma(HeuristicKernel):
+class Mma(Planned, HeuristicKernel):
     """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
     Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
@@ -140,7 +147,7 @@ class Mma(HeuristicKernel):
         """The floor at the share that ConvNeXt's first layer reaches of it on an H200 (2026-11)."""
         return problem.floor(hw) / 0.45 + hw.launch_seconds
 
-    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Plan:
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
         size = ITEMSIZE[problem.dtype]
@@ -159,13 +166,8 @@ class Mma(HeuristicKernel):
             smem=stages * bk * 2 * (bm + bn + 16), T=C_TYPES[problem.dtype],
             DENSE=not problem.x_strides, **macros, **geometry,
         )  # fmt: skip
-        return (*product, _total(problem, splits))
-
-    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
-        """The parts' sums."""
-        _, _, chunk = self._ruled(problem, config)
-        splits = -(-problem.batch * prod(problem.outer) // chunk)
-        return 4 * splits * problem.groups * problem.filters * problem.depth
+        parts = 4 * splits * problem.groups * problem.filters * problem.depth
+        return (*product, _total(problem, splits)), parts
 
 
 class _Way(NamedTuple):
@@ -181,7 +183,7 @@ class _Way(NamedTuple):
         return self.parts == 1 and prod(problem.window.kernel) == 1
 
 
-class Wgmma(HeuristicKernel):
+class Wgmma(Planned, HeuristicKernel):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
     Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
@@ -250,7 +252,7 @@ class Wgmma(HeuristicKernel):
         each = problem.channels * seen + problem.filters * prod(problem.outer)
         return problem.batch * each * ITEMSIZE[problem.dtype]
 
-    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Plan:
         way = self._ruled(problem, config)[1]
         bm, bn, resident = way.tile
         outer = problem.outer[0 if is_deep(problem) else 1 :]
@@ -272,12 +274,10 @@ class Wgmma(HeuristicKernel):
             gathered(problem, 64), *made, smem=stages * (stage + 16), **macros,
             **gathering(problem), **window_macros(problem.window),
         )  # fmt: skip
-        return product if direct else (*product, _total(problem, way.parts))
-
-    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
-        """The parts' sums."""
-        way = self._ruled(problem, config)[1]
-        return 0 if way.direct(problem) else 4 * way.parts * problem.filters * problem.depth
+        if direct:
+            return product, 0
+        parts = 4 * way.parts * problem.filters * problem.depth
+        return (*product, _total(problem, way.parts)), parts
 
 
 class PointwiseWeightGrad(HeuristicKernel):
@@ -335,7 +335,7 @@ class PointwiseWeightGrad(HeuristicKernel):
         return tuple(rename(launch, names) for launch in launches)
 
 
-class Depthwise(HeuristicKernel):
+class Depthwise(Planned, HeuristicKernel):
     """conv/depthwise_weight_grad.cu: two channels a thread, their filters in registers."""
 
     name = "depthwise"
@@ -378,8 +378,7 @@ class Depthwise(HeuristicKernel):
         passes = problem.window.kernel[1] // self._rule(problem)[1]
         return passes * problem.bytes / (0.4 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """The parts' sums, then theirs."""
+    def plan(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Plan:
         wide, krows, chunk = self._rule(problem)
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         rows = problem.batch * oh
@@ -390,14 +389,8 @@ class Depthwise(HeuristicKernel):
             "conv_depthwise_weight_grad", grid, 256, *made, WIDE=wide, KROWS=krows,
             **typed(problem), **window_macros(problem.window),
         )  # fmt: skip
-        return (*sums, _total(problem, splits))
-
-    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
-        """The parts' sums."""
-        _, _, chunk = self._rule(problem)
-        splits = -(-problem.batch * problem.outer[1] // chunk)
         wide = 8 if problem.dtype == "float64" else 4
-        return wide * splits * problem.groups * problem.depth
+        return (*sums, _total(problem, splits)), wide * splits * problem.groups * problem.depth
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -15,7 +15,14 @@ from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.kernel import launch, matrices, rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, typed, window_macros
+from onnx_fuse.kernels.rule_based import (
+    HeuristicKernel,
+    Plan,
+    Planned,
+    tail_macros,
+    typed,
+    window_macros,
+)
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
@@ -302,7 +309,7 @@ class Chosen(ChannelsLast):
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
 
-class Mma(Chosen):
+class Mma(Planned, Chosen):
     """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few.
 
     A tile's k is that of 16 bits; of float32 it is half as many.
@@ -360,8 +367,7 @@ class Mma(Chosen):
         waves = ceil(blocks / hw.sm_count)
         return max(waves * each, problem.bytes / hw.bandwidth) + parts + hw.launch_seconds
 
-    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product, and the sum of its parts."""
+    def plan(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Plan:
         config = self.ruled(problem, config, hw)
         tile, split = config.integers("tile"), config.integer("split")
         (bm, bn, wm, wn, _, stages), bk = tile, self._depth(problem, tile)
@@ -384,14 +390,9 @@ class Mma(Chosen):
             **({} if split > 1 else tail_macros(problem.tail)),
         )  # fmt: skip
         if split == 1:
-            return product
-        return (*product, finish(problem, rows * filters, filters, 1, split))
-
-    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
-        """Partial sums."""
-        split = self.ruled(problem, config, hw).integer("split")
-        size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
-        return 4 * split * size if split > 1 else 0
+            return product, 0
+        sums = finish(problem, rows * filters, filters, 1, split)
+        return (*product, sums), 4 * split * rows * filters
 
 
 def epilogue_of(problem: Conv) -> Epilogue | None:

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Kernel, launch
+from onnx_fuse.kernels.kernel import Arena, Kernel, launch
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width
+from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, Plan, Planned, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -68,20 +68,20 @@ def _units(inner: int, dtype: str) -> tuple[int, str]:
     return width, _UNITS[width * ITEMSIZE[dtype]]
 
 
-class _Tuples(HeuristicKernel):
-    """Kernels that read tuples of up to MAX_TUPLE indices."""
-
-    def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
-        """Refuse tuples of more indices than the kernel has arguments for."""
-        q = len(problem.dims)
-        return f"index tuples of {q}" if q > MAX_TUPLE else None
+def _long_tuples(problem: GatherND | ScatterND) -> str | None:
+    """Why the kernels have not as many arguments as a tuple has indices; None where they have."""
+    q = len(problem.dims)
+    return f"index tuples of {q}" if q > MAX_TUPLE else None
 
 
-class Tuples(_Tuples):
+class Tuples(HeuristicKernel):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
     free_axes = "yz"
+
+    def supports(self, problem: GatherND, hw: Hardware) -> str | None:
+        return _long_tuples(problem)
 
     def launch(self, problem: GatherND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, up to 16 bytes a thread."""
@@ -123,14 +123,26 @@ def _distinct(problem: Scatter) -> bool:
     return isinstance(problem, ScatterElements) and problem.distinct
 
 
-def _short_lines(problem: ScatterElements) -> str | None:
-    """Why a thread a line is better: lines are short, or side by side and many."""
+def _short_lines(problem: Scatter) -> str | None:
+    """Why a thread a line is better: lines are short, or side by side and many. None if it is not.
+
+    Tuples have no lines, but may be too long.
+    """
+    if isinstance(problem, ScatterND):
+        return _long_tuples(problem)
     lines, updates = problem.lines, problem.given
     few = SHORT if lines < MANY else FEWEST
     most = LONG if problem.inner >= 32 and lines >= MANY else few  # of neighbours
     if updates <= most:
         return f"{lines} lines of {updates} updates are short"
     return None
+
+
+def _uncombined(problem: Scatter) -> str | None:
+    """Why updates of a row are not combined, or not in C; None where they are."""
+    if problem.reduction == "none":
+        return "reduction none"
+    return None if problem.dtype in C_TYPES else f"rows of {problem.dtype}"
 
 
 class _Many(HeuristicKernel):
@@ -140,13 +152,10 @@ class _Many(HeuristicKernel):
 
     def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Many updates, of which no thread has a short line to itself."""
-        if isinstance(problem, ScatterElements):
-            if reason := _short_lines(problem):
-                return reason
-        elif problem.fresh:
+        if isinstance(problem, ScatterND) and problem.fresh:
             return "it writes no zeros"
-        elif len(problem.dims) > MAX_TUPLE:
-            return f"index tuples of {len(problem.dims)}"
+        if reason := _short_lines(problem):
+            return reason
         updates = _Updates.of(problem)
         if updates.count <= FEW:
             return f"only {updates.count} updates"
@@ -159,7 +168,7 @@ class _Many(HeuristicKernel):
         return {"IDX": _INDEX_TYPES[problem.index], "T": unit, "ELEMENTS": elements}
 
 
-class Last(_Many):
+class Last(Planned, _Many):
     """indexing/places.cu: the last update of each row is written. Operands: y index update."""
 
     name = "last"
@@ -170,10 +179,6 @@ class Last(_Many):
             return f"reduction {problem.reduction}"
         return super().supports(problem, hw)
 
-    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
-        """A number for each row of y, unless no row has two updates."""
-        return 0 if _distinct(problem) else 4 * _Updates.of(problem).rows
-
     def moved(self, problem: Scatter) -> int:
         """The indices twice, and the numbers of y's rows: cleared, and looked up in sectors."""
         updates = _Updates.of(problem)
@@ -181,8 +186,11 @@ class Last(_Many):
             return problem.bytes + 32 * updates.count
         return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
 
-    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
-        """Numbers of 0, the largest number of an update of each row, and those updates; or all."""
+    def plan(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Plan:
+        """Numbers of 0, the largest number of an update of each row, and those updates.
+
+        Where no row has two updates, all of them alone.
+        """
         updates = _Updates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
         macros = self._macros(problem, unit)
@@ -198,10 +206,10 @@ class Last(_Many):
         tuples = "i32 q, i64 sizes"
         write = each("write_last", total, f"index update {last} y, i64 total units, {tuples}")
         if distinct:
-            return write
+            return write, 0
         clear = each("clear_last", updates.rows, f"{last}, i64 rows")
-        return (*clear, *each("mark_last", updates.count, f"index {last}, i64 count, {tuples}"),
-                *write)  # fmt: skip
+        mark = each("mark_last", updates.count, f"index {last}, i64 count, {tuples}")
+        return clear + mark + write, 4 * updates.rows
 
 
 class WarpLines(HeuristicKernel):
@@ -248,7 +256,7 @@ class WarpLines(HeuristicKernel):
         )  # fmt: skip
 
 
-class Grouped(HeuristicKernel):
+class Grouped(Planned, HeuristicKernel):
     """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
 
     A configuration sets `part`, the sorted updates of a row that one block sums.
@@ -259,24 +267,15 @@ class Grouped(HeuristicKernel):
 
     def supports(self, problem: Scatter, hw: Hardware) -> str | None:
         """Combined updates; not so few that the launches weigh more, nor in too large a table."""
-        if problem.reduction == "none":
-            return "reduction none"
-        if problem.dtype not in C_TYPES:
-            return f"rows of {problem.dtype}"
-        elements = isinstance(problem, ScatterElements)
-        if isinstance(problem, ScatterElements):
-            if reason := _short_lines(problem):
-                return reason
-        elif len(problem.dims) > MAX_TUPLE:
-            return f"index tuples of {len(problem.dims)}"
+        if reason := _uncombined(problem) or _short_lines(problem):
+            return reason
         updates = _Updates.of(problem)
-        fresh = isinstance(problem, ScatterND) and problem.fresh
         count, rows = updates.count, updates.rows
-        if count <= FEW and not fresh:
+        if count <= FEW and not (isinstance(problem, ScatterND) and problem.fresh):
             return f"only {count} updates"
         large = any(size >= 1 << 30 for size in (count, rows, updates.inner))
         # an element's place takes divisions
-        if large or -(-rows // IDS) * count * (8 if elements else 1) > MOST_READ:
+        if large or -(-rows // IDS) * count * (8 if updates.elements else 1) > MOST_READ:
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 
@@ -292,30 +291,17 @@ class Grouped(HeuristicKernel):
         more = (part // 2, 2 * part) if part < _WHOLE else ()
         return [KernelConfig.of(), *(KernelConfig.of(part=n) for n in more)]
 
-    def _room(self, problem: Scatter, config: KernelConfig) -> tuple[int, int, int]:
-        """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
-        updates = _Updates.of(problem)
-        part = config.integer("part") or _part(problem)
-        at = aligned(4 * (updates.rows + 1)) + 2 * aligned(4 * updates.count)
-        size = max(4, ITEMSIZE[problem.dtype])
-        return part, at, at + 2 * -(-updates.count // part) * updates.inner * size
-
-    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of the order of the updates and of the sums of parts."""
-        return self._room(problem, config)[2]
-
-    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Plan:
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
         updates = _Updates.of(problem)
         count, rows, inner = updates.count, updates.rows, updates.inner
         fresh = isinstance(problem, ScatterND) and problem.fresh
-        part, at, _ = self._room(problem, config)
-        first = aligned(4 * (rows + 1))
-        start, row = Ptr("workspace"), Ptr("workspace", first)
-        order = Ptr("workspace", first + aligned(4 * count))
+        part, arena = config.integer("part") or _part(problem), Arena(aligned=16)
+        start, row, order = (arena.allocate(4 * n) for n in (rows + 1, count, count))
+        sums_bytes = 2 * -(-count // part) * inner * max(4, ITEMSIZE[problem.dtype])
         sums = _RowSums(
             count, rows, inner, part, problem.dtype,
-            (start, Ptr("stop"), Ptr("found"), row, order), Ptr("workspace", at),
+            (start, Ptr("stop"), Ptr("found"), row, order), Ptr("workspace", arena.size),
             {"FRESH": fresh, "IDS": IDS, "IDX": _INDEX_TYPES[problem.index], "Q": updates.q,
              "ELEMENTS": updates.elements, "REDUCE": _REDUCTIONS[problem.reduction]},
         )  # fmt: skip
@@ -325,7 +311,7 @@ class Grouped(HeuristicKernel):
             *args("y, i32 count rows, i64 total sizes", updates, total=rows * inner),
             smem=4 * (32 * IDS + 32), **sums.macros,
         )  # fmt: skip
-        return sort + sums.launches()
+        return sort + sums.launches(), arena.size + sums_bytes
 
 
 @dataclass(frozen=True)
@@ -387,18 +373,13 @@ def _part(problem: Scatter) -> int:
     return 1 << max(6, (coarse(_Updates.of(problem).count) - 1).bit_length() // 2)
 
 
-class Sorted(_Many):
+class Sorted(Planned, _Many):
     """scan/radix.cu and indexing/row_sums.cu: any reduction of many. Operands: y index update."""
 
     name = "sorted"
 
     def supports(self, problem: Scatter, hw: Hardware) -> str | None:
-        """Updates that are combined."""
-        if problem.reduction == "none":
-            return "reduction none"
-        if problem.dtype not in C_TYPES:
-            return f"rows of {problem.dtype}"
-        return super().supports(problem, hw)
+        return _uncombined(problem) or super().supports(problem, hw)
 
     def _sort(self, problem: Scatter) -> RadixSort:
         """Of the updates themselves where they have the size of an index."""
@@ -407,20 +388,6 @@ class Sorted(_Many):
         payload = Ptr("update") if values else None
         return RadixSort(1, updates.count, updates.rows.bit_length(), payload=payload)
 
-    def _room(self, problem: Scatter) -> tuple[int, int, int]:
-        """The offsets of stop, found and the parts' sums in the workspace, behind start."""
-        stop = self._sort(problem).end + aligned(4 * _Updates.of(problem).rows)
-        count = stop + aligned(4 * _Updates.of(problem).rows)
-        return stop, count, count + 16
-
-    def workspace(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> int:
-        """The sort's bytes, where the updates of each row begin and end, and the sums of parts."""
-        updates = _Updates.of(problem)
-        if updates.inner == 1:
-            return self._sort(problem).end + TILE_BYTES * -(-updates.count // RUN_TILE)
-        parts = -(-updates.count // _part(problem))
-        return self._room(problem)[2] + 16 * parts * updates.inner
-
     def moved(self, problem: Scatter) -> int:
         """The sort, and the updates in its order: a sector each at least, unless it moved them."""
         updates, sort = _Updates.of(problem), self._sort(problem)
@@ -428,7 +395,7 @@ class Sorted(_Many):
         behind = 2 * size if sort.payload else 3 * size + 32
         return sort.moved + problem.bytes + behind * updates.count
 
-    def launch(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Plan:
         """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
         updates, sort = _Updates.of(problem), self._sort(problem)
         row, order = sort.sorted
@@ -442,19 +409,17 @@ class Sorted(_Many):
         tuples = args("i32 q, i64 sizes", updates)
         keys = each("row_keys", Ptr("index"), sort.keys, *counts, *tuples)
         if updates.inner == 1:
-            return (*keys, *sort.launches(), *self._runs(problem, sort))
-        stop, kept_at, sums = self._room(problem)
-        ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", kept_at))
+            tiles = TILE_BYTES * -(-updates.count // RUN_TILE)
+            return (*keys, *sort.launches(), *self._runs(problem, sort)), sort.end + tiles
+        part, arena = _part(problem), Arena(sort.end, 16)
+        ends = [arena.allocate(size) for size in (4 * updates.rows, 4 * updates.rows, 16)]
         adding = _RowSums(
-            updates.count, updates.rows, updates.inner, _part(problem), problem.dtype,
-            (*ends, row, order), Ptr("workspace", sums), {"FRESH": False, "REDUCE": reduce},
+            updates.count, updates.rows, updates.inner, part, problem.dtype,
+            (*ends, row, order), Ptr("workspace", arena.size), {"FRESH": False, "REDUCE": reduce},
         )  # fmt: skip
-        return (
-            *keys,
-            *sort.launches(),
-            *each("mark_runs", row, *ends, *counts),
-            *adding.launches(),
-        )
+        marks = each("mark_runs", row, *ends, *counts)
+        nbytes = arena.size + 16 * -(-updates.count // part) * updates.inner
+        return (*keys, *sort.launches(), *marks, *adding.launches()), nbytes
 
     def _runs(self, problem: Scatter, sort: RadixSort) -> Launches:
         """indexing/run_sums.cu: the sums of a tile, and of what reaches beyond tiles."""
@@ -473,17 +438,14 @@ class Sorted(_Many):
         )
 
 
-class Rows(_Tuples):
+class Rows(HeuristicKernel):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
     free_axes = "yz"
 
-    def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
-        """Tuples that are not too long, into what y holds."""
-        if isinstance(problem, ScatterND) and problem.fresh:
-            return "it writes no zeros"
-        return super().supports(problem, hw)
+    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
+        return "it writes no zeros" if problem.fresh else _long_tuples(problem)
 
     def launch(self, problem: ScatterND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a tuple."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
@@ -43,6 +43,20 @@ def matrices(
     size = MAP_BYTES[dtype]
     steps = (step * size, (apart or step * lines) * size)
     return TensorMap(Ptr(name), dtype, (line, lines, count), steps, (*box, 1))
+
+
+@dataclass
+class Arena:
+    """Hands out places inside the workspace, in order."""
+
+    size: int = 0
+    aligned: int = 256
+
+    def allocate(self, nbytes: int) -> Ptr:
+        """A place of so many bytes; the next one is aligned as well."""
+        place = Ptr("workspace", self.size)
+        self.size += -(-nbytes // self.aligned) * self.aligned
+        return place
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:

@@ -25,10 +25,10 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Kernel, rename
-from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
+from onnx_fuse.kernels.kernel import Arena, Kernel, rename
+from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRows
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
-from onnx_fuse.kernels.rule_based import Planned
+from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 from onnx_fuse.program.size import maximum
 
@@ -175,9 +175,7 @@ class TwoGemms(Planned):
             + (6 if planes else 4) * hw.launch_seconds
         )
 
-    def plan(
-        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
-    ) -> tuple[Launches, int]:
+    def plan(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Plan:
         """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
         act, planes = problem.epilogue.act, self._planes(problem)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.rule_based import Planned
+from onnx_fuse.kernels.kernel import Arena
+from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -24,19 +25,6 @@ from onnx_fuse.program.problem import (
 from onnx_fuse.program.size import coarse, maximum
 
 N_STEP = 64  # columns of dz and w a stage holds
-
-
-@dataclass
-class Arena:
-    """Hands out offsets inside the workspace, in order."""
-
-    size: int = 0
-
-    def allocate(self, size: int) -> Ptr:
-        """A place of `size` bytes, 256-byte aligned."""
-        place = Ptr("workspace", self.size)
-        self.size += ceil(size / 256) * 256
-        return place
 
 
 @dataclass(frozen=True)
@@ -168,9 +156,7 @@ class FewRows(Planned):
     def _shape(self, config: KernelConfig) -> tuple[Tiles, int]:
         return TILES[config.text("tiles")], config.integer("splits")
 
-    def plan(
-        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
-    ) -> tuple[Launches, int]:
+    def plan(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Plan:
         """The pass that makes dz, if there is an activation; the products; sums across blocks."""
         tiles, splits = self._shape(config)
         m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act

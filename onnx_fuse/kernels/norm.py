@@ -11,8 +11,11 @@ from onnx_fuse.cuda.macros import pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
+    Plan,
+    Planned,
     access_width,
     block_of,
+    cut,
     row_items,
     tail_macros,
     team_size,
@@ -22,13 +25,12 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
-from onnx_fuse.program.size import coarse, maximum, minimum, upper_bound
+from onnx_fuse.program.size import maximum, minimum, upper_bound
 
 _KEPT = 40  # elements of a row a thread may hold in registers, half as many of float64
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
 _GRAD_THREADS = 202752  # of a norm gradient's row loops: fixed, for sums of the shape alone
 _FEW, _LONG = 128, 32768  # rows that leave the chip idle, and elements of one worth cutting
-_PART, _BLOCKS = 8192, 1024  # the least elements of a chunk, and blocks that rows are cut into
 _THREADS = 256  # of a chunk
 _SHARE = 320  # bytes of the weights of few columns that a thread may have in registers
 
@@ -84,19 +86,12 @@ def _uncut(problem: Norm | NormGrad) -> str | None:
     return f"{problem.rows} rows of {problem.length} are not few and long"
 
 
-def _cut(problem: Norm | NormGrad, vec: int) -> tuple[int, int]:
-    """(elements of a chunk, chunks a row)."""
-    chunks = min(coarse(problem.length) // _PART, -(-_BLOCKS // problem.rows))
-    chunk = -(-problem.length // (chunks * vec)) * vec
-    return chunk, -(-problem.length // chunk)
-
-
 def _macros(problem: Norm) -> dict[str, Any]:
     types = typed(problem, P="param", M="stat")
     return types | {"RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine}
 
 
-class Chunks(HeuristicKernel):
+class Chunks(Planned, HeuristicKernel):
     """layernorm/parts.cu: few long rows. Operands: those of `Row` without w, c and z."""
 
     name = "parts"
@@ -115,19 +110,15 @@ class Chunks(HeuristicKernel):
         widths = [problem.dtype, *([problem.param] if problem.affine else [])]
         return min(access_width(problem.length, dtype) for dtype in widths)
 
-    def workspace(self, problem: Norm, config: KernelConfig, hw: Hardware) -> int:
-        """Three accumulators for each chunk."""
-        return 24 * problem.rows * _cut(problem, self._vec(problem))[1]
-
     def moved(self, problem: Norm) -> int:
         """x is read twice, and a residual."""
         tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
         return problem.bytes + tensor * (2 if problem.residual else 1)
 
-    def launch(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Launches:
-        """What each chunk has, and the row by what all of its chunks have."""
+    def plan(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Plan:
+        """What each chunk has, three accumulators, and the row by what all of its chunks have."""
         vec = self._vec(problem)
-        chunk, chunks = _cut(problem, vec)
+        chunk, chunks = cut(problem.rows, problem.length, vec)
         items = row_items(chunk, vec, _THREADS, _kept(problem.dtype))
         macros = _macros(problem) | {"VEC": vec, "ITEMS": items, "BLOCK": _THREADS}
         macros |= tail_macros(problem.tail)
@@ -138,7 +129,8 @@ class Chunks(HeuristicKernel):
             return self.one(entry, problem.rows * chunks, _THREADS, *made, **macros)
 
         names = "x residual scale bias e1 e2 e3 y mean rstd"
-        return each("norm_parts", "x residual sum") + each("norm_apply", names, ", f32 epsilon")
+        parts = each("norm_parts", "x residual sum")
+        return parts + each("norm_apply", names, ", f32 epsilon"), 24 * problem.rows * chunks
 
 
 class Row(HeuristicKernel):
@@ -259,7 +251,7 @@ def _chunk_macros(problem: NormGrad, vec: int) -> dict[str, Any]:
     return types | {"VEC": vec, "BLOCK": _THREADS} | tail_macros(problem.tail)
 
 
-class GradChunks(HeuristicKernel):
+class GradChunks(Planned, HeuristicKernel):
     """layernorm/grad_parts.cu: few long rows. Operands: those of `GradRow` without b."""
 
     name = "parts"
@@ -273,25 +265,20 @@ class GradChunks(HeuristicKernel):
             return reason
         return super().supports(problem, hw) if problem.parts == 1 else f"{problem.parts} parts"
 
-    def _merged(self, problem: NormGrad) -> int:
-        """The offset of the rows' averages in the workspace, behind the chunks' sums."""
-        return 16 * problem.rows * _cut(problem, _chunk_vec(problem))[1]
-
-    def workspace(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> int:
-        """Two accumulators for each chunk, and for each row."""
-        return self._merged(problem) + 16 * problem.rows
-
     def moved(self, problem: NormGrad) -> int:
         """x and dy are read twice where dx is wanted."""
         tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
         return problem.bytes + 2 * tensor * problem.dx
 
-    def launch(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """The averages of each row by its chunks, where dx is wanted, and the columns' strips."""
+    def plan(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> Plan:
+        """The averages of each row by its chunks, where dx is wanted, and the columns' strips.
+
+        Each chunk has two accumulators, and behind them each row.
+        """
         vec = _chunk_vec(problem)
-        chunk, chunks = _cut(problem, vec)
-        parts, whole = Ptr("workspace"), Ptr("workspace", self._merged(problem))
+        chunk, chunks = cut(problem.rows, problem.length, vec)
         macros, rows = _chunk_macros(problem, vec), problem.rows
+        parts, whole = Ptr("workspace"), Ptr("workspace", 16 * rows * chunks)
 
         def one(entry: str, blocks: int, *made: Arg) -> Launches:
             return self.one(entry, blocks, _THREADS, *made, **macros)
@@ -306,7 +293,7 @@ class GradChunks(HeuristicKernel):
             "dx_apply", -(-problem.length // (vec * _THREADS)), *operands, *args("ds e1 e2 e3"),
             whole, *args("dx part, i64 rows length", problem),
         )  # fmt: skip
-        return sums + strips if problem.dx else strips
+        return sums + strips if problem.dx else strips, 16 * rows * (chunks + 1)
 
 
 class GradRounds(HeuristicKernel):

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
+from onnx_fuse.cuda.macros import C_TYPES, pow2
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, typed, window_macros
+from onnx_fuse.kernels.rule_based import (
+    Each,
+    HeuristicKernel,
+    Plan,
+    Planned,
+    access_width,
+    typed,
+    window_macros,
+)
 from onnx_fuse.program.data_movement import Determinant, Fourier, Range, is_smooth
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 
@@ -32,16 +40,11 @@ class RowsOfLanes(HeuristicKernel):
         )  # fmt: skip
 
 
-class Elimination(HeuristicKernel):
+class Elimination(Planned, HeuristicKernel):
     """linalg/det.cu. Operands: x y."""
 
     source = "linalg/det.cu"
     free_axes = "yz"
-
-    def workspace(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of a copy of each matrix."""
-        item = 8 if accumulator(problem.dtype) == "double" else 4
-        return problem.count * problem.n * problem.n * item
 
     def cost(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> float:
         """Rounds of barriers, eight blocks a multiprocessor at a time, and their elements."""
@@ -49,10 +52,11 @@ class Elimination(HeuristicKernel):
         waves, n = -(-problem.count // (8 * hw.sm_count)), problem.n
         return waves * n * (3.5e-6 + n * n * 4e-11) + hw.launch_seconds
 
-    def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a block a matrix."""
-        made = args("x workspace y, i32 n", problem)
-        return self.one("det", problem.count, 256, *made, **typed(problem))
+    def plan(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Plan:
+        """One launch, a block a matrix, with a copy of each."""
+        made, macros = args("x workspace y, i32 n", problem), typed(problem)
+        copies = problem.count * problem.n * problem.n * (8 if macros["ACC"] == "double" else 4)
+        return self.one("det", problem.count, 256, *made, **macros), copies
 
 
 class Stockham(HeuristicKernel):
@@ -89,27 +93,19 @@ class Stockham(HeuristicKernel):
         )  # fmt: skip
 
 
-class MinMax(HeuristicKernel):
+class MinMax(Planned, HeuristicKernel):
     """quant/range.cu. Operands: x scale zero."""
 
     source = "quant/range.cu"
     free_axes = "yz"
 
-    def _parts(self, problem: Range, hw: Hardware) -> int:
-        return max(1, min(2 * hw.sm_count, -(-problem.size // 4096)))
-
-    def workspace(self, problem: Range, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of two numbers for each block."""
-        return 8 * self._parts(problem, hw)
-
-    def launch(self, problem: Range, config: KernelConfig, hw: Hardware) -> Launches:
-        """The range of each block's part, then of all."""
-        blocks = self._parts(problem, hw)
-        parts = args("x workspace, i64 size", problem)
-        total = args("workspace scale zero, i32 blocks", blocks=blocks)
-        return self.one("least_and_largest", blocks, 256, *parts) + self.one(
-            "scale_and_zero", 1, 256, *total
-        )
+    def plan(self, problem: Range, config: KernelConfig, hw: Hardware) -> Plan:
+        """The range of each block's part, two numbers, then of all."""
+        blocks = max(1, min(2 * hw.sm_count, -(-problem.size // 4096)))
+        made = args("x workspace, i64 size", problem)
+        parts = self.one("least_and_largest", blocks, 256, *made)
+        ends = args("workspace scale zero, i32 blocks", blocks=blocks)
+        return parts + self.one("scale_and_zero", 1, 256, *ends), 8 * blocks
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -7,7 +7,15 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, typed, window_macros
+from onnx_fuse.kernels.rule_based import (
+    Each,
+    HeuristicKernel,
+    Plan,
+    Planned,
+    access_width,
+    typed,
+    window_macros,
+)
 from onnx_fuse.program.call import LOWEST
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import MaxPoolGrad, Pool, Resample
@@ -45,7 +53,7 @@ class Windows(HeuristicKernel):
         )  # fmt: skip
 
 
-class MaxGrad(HeuristicKernel):
+class MaxGrad(Planned, HeuristicKernel):
     """pool/max_pool_grad.cu. Operands: x dy dx."""
 
     source = "pool/max_pool_grad.cu"
@@ -57,14 +65,17 @@ class MaxGrad(HeuristicKernel):
         each = 4e-12 if problem.channels > 1 else 12e-12
         return max(problem.floor(hw), elements * each * 50e12 / hw.rate("float32"))
 
-    def launch(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> Plan:
         """The windows' first maxima, by the number of their tap, then the sums."""
-        vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
+        vec = access_width(problem.channels, problem.dtype)
+        outputs = problem.planes * prod(problem.outer) * problem.channels
+        taps = prod(problem.window.kernel)
+        wide_code = 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
         elements = problem.planes * prod(problem.inner) * problem.channels
         macros = typed(problem) | window_macros(problem.window) | {
             "INDEX": "u32" if max(elements, outputs) < 2**31 else "i64",
-            "CODE": f"u{8 * _code_bytes(problem)}", "VEC": vec, "WIDE": wide,
+            "CODE": f"u{8 * wide_code}", "VEC": vec, "WIDE": wide,
         }  # fmt: skip
 
         def each(entry: str, size: int, names: str) -> Launches:
@@ -72,20 +83,8 @@ class MaxGrad(HeuristicKernel):
             return self.one(entry, -(-size // 256), 256, *made, **macros)
 
         codes = each("max_pool_codes", outputs // vec, "x workspace")
-        return codes + each("max_pool_grad", elements // (vec * wide), "dy workspace dx")
-
-    def workspace(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> int:
-        """A number for each window."""
-        return _outputs(problem) * _code_bytes(problem)
-
-
-def _outputs(problem: MaxPoolGrad) -> int:
-    return problem.planes * prod(problem.outer) * problem.channels
-
-
-def _code_bytes(problem: MaxPoolGrad) -> int:
-    taps = prod(problem.window.kernel)
-    return 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
+        sums = each("max_pool_grad", elements // (vec * wide), "dy workspace dx")
+        return codes + sums, outputs * wide_code
 
 
 class Taps(HeuristicKernel):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from onnx_fuse.kernels.kernel import launch
+from onnx_fuse.kernels.kernel import Arena, launch
 from onnx_fuse.program.problem import Launch, Launches, Ptr, args
 
 THREADS = 256
@@ -51,10 +52,19 @@ class RadixSort:
         """Blocks a row."""
         return -(-self.length // (THREADS * (16 if self.item == 4 else 8)))
 
+    @cached_property
+    def _places(self) -> tuple[list[Ptr], int]:
+        """Keys and their order, another pair, counts, totals, bits and sides; where they end."""
+        arena, count = Arena(self.base, 16), self.rows * self.length
+        sizes = [self.item * count, 4 * count] * 2
+        sizes += [1024 * self.rows * self.tiles, 1024 * self.rows]
+        if self._may_skip:
+            sizes += [self.item * self.rows * self.tiles, 4 * self.rows * (self.passes + 1)]
+        return [arena.allocate(size) for size in sizes], arena.size
+
     def _pair(self, side: int) -> tuple[Ptr, Ptr]:
-        keys, at = (aligned(size * self.rows * self.length) for size in (self.item, 4))
-        first = self.base + side * (keys + at)
-        return Ptr("workspace", first), Ptr("workspace", first + keys)
+        key, at = self._places[0][2 * side : 2 * side + 2]
+        return key, at
 
     @property
     def keys(self) -> Ptr:
@@ -67,22 +77,6 @@ class RadixSort:
         return self._pair(self.passes % 2)
 
     @property
-    def _counts(self) -> int:
-        return 2 * self._pair(1)[0].offset - self.base
-
-    @property
-    def _totals(self) -> int:
-        return self._counts + aligned(1024 * self.rows * self.tiles)
-
-    @property
-    def _bits(self) -> int:
-        return self._totals + aligned(1024 * self.rows)
-
-    @property
-    def _sides(self) -> int:
-        return self._bits + aligned(self.item * self.rows * self.tiles)
-
-    @property
     def _may_skip(self) -> bool:
         """Keys of 64 bits are seldom that large: passes of digits that all share are left out."""
         return self.item == 8
@@ -90,9 +84,7 @@ class RadixSort:
     @property
     def end(self) -> int:
         """The first byte after the workspace."""
-        if not self._may_skip:
-            return self._bits
-        return self._sides + aligned(4 * self.rows * (self.passes + 1))
+        return self._places[1]
 
     @property
     def moved(self) -> int:
@@ -102,9 +94,7 @@ class RadixSort:
 
     def launches(self) -> Launches:
         """Three launches a pass, behind those that find which are needed."""
-        counts, totals = Ptr("workspace", self._counts), Ptr("workspace", self._totals)
-        bits = Ptr("workspace", self._bits)
-        sides = Ptr("workspace", self._sides) if self._may_skip else Ptr("sides")  # null
+        counts, totals, bits, sides, *_ = (*self._places[0][4:], Ptr("bits"), Ptr("sides"))  # null
         passes, blocks = self.passes, self.rows * self.tiles
         launches: list[Launch] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
@@ -28,10 +28,14 @@ ACCESS, LATENCY = 32, 0.6e-6
 """Bytes that a thread waits for at once, and the seconds that memory takes (H200, 2026-11)."""
 
 
+Plan: TypeAlias = tuple[Launches, int]
+"""Launches, and the bytes of the workspace."""
+
+
 class Planned(Kernel):
     """A candidate whose launches and workspace are worked out together."""
 
-    def plan(self, problem: Any, config: KernelConfig, hw: Hardware) -> tuple[Launches, int]:
+    def plan(self, problem: Any, config: KernelConfig, hw: Hardware) -> Plan:
         """The launches, and the bytes of the workspace."""
         raise TypeError(f"{type(self).__name__} has no launches")
 
@@ -181,6 +185,17 @@ def row_items(length: int, vec: int, threads: int, most: int) -> int:
     """Vectors a thread keeps of its row; 0 where the row passes `most` elements a thread."""
     items = -(-length // (vec * threads))
     return items if items * vec <= most else 0
+
+
+CHUNK, BLOCKS = 8192, 1024
+"""The least elements of a chunk of a long row, and the blocks that few rows are cut into."""
+
+
+def cut(rows: int, length: int, vec: int) -> tuple[int, int]:
+    """(elements of a chunk, chunks a row) of few long rows, read in accesses of `vec`."""
+    chunks = min(coarse(length) // CHUNK, -(-BLOCKS // rows))
+    chunk = -(-length // (chunks * vec)) * vec
+    return chunk, -(-length // chunk)
 
 
 def thread_choices(threads: int, least: int = 1) -> list[KernelConfig]:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from onnx_fuse.cuda.macros import C_TYPES, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
+from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, typed
 from onnx_fuse.program.data_movement import (
     CumulativeSum,
     KeptCounts,
@@ -41,7 +41,7 @@ def chunk_length(blocks: int, length: int, least: int = CHUNK, multiple: int = 4
     return -(-length // (chunks * multiple)) * multiple
 
 
-class Cumulative(HeuristicKernel):
+class Cumulative(Planned, HeuristicKernel):
     """scan/cumsum.cu. Operands: x y."""
 
     source = "scan/cumsum.cu"
@@ -59,17 +59,12 @@ class Cumulative(HeuristicKernel):
         chunk = chunk_length(blocks, length, CHUNK if rows else CHUNK // lanes(inner))
         return blocks, chunk, -(-length // chunk)
 
-    def workspace(self, problem: CumulativeSum, config: KernelConfig, hw: Hardware) -> int:
-        """A sum for each chunk."""
-        chunks = self._cut(problem)[2]
-        return 8 * problem.outer * problem.inner * chunks if chunks > 1 else 0
-
     def moved(self, problem: CumulativeSum) -> int:
         """x is read twice where it is cut, and of columns."""
         twice = self._cut(problem)[2] > 1 or not self._of_rows(problem)
         return problem.bytes * 3 // 2 if twice else problem.bytes
 
-    def launch(self, problem: CumulativeSum, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: CumulativeSum, config: KernelConfig, hw: Hardware) -> Plan:
         """A block a row, or for up to 32 columns; of chunks their sums first."""
         length, inner = problem.length, problem.inner
         blocks, chunk, chunks = self._cut(problem)
@@ -85,15 +80,16 @@ class Cumulative(HeuristicKernel):
         entry = "cumsum_row" if row else "cumsum_column"
         macros |= typed(problem) | {"EXCLUSIVE": problem.exclusive, "REVERSE": problem.reverse,
                                     "PRODUCT": problem.product}  # fmt: skip
-        parts = "workspace" if chunks > 1 else "parts"
 
         def one(name: str, pointers: str) -> Launches:
             text = f"{pointers}, i64 length{'' if row else ' inner'} chunk chunks"
             made = args(text, problem, chunk=chunk, chunks=chunks)
             return self.one(name, blocks * chunks, block, *made, **macros)
 
-        sums = one(f"{entry}_parts", f"x {parts}") if chunks > 1 else ()
-        return sums + one(entry, f"x y {parts}")
+        if chunks > 1:
+            sums = one(f"{entry}_parts", "x workspace") + one(entry, "x y workspace")
+            return sums, 8 * problem.outer * inner * chunks
+        return one(entry, "x y parts"), 0
 
 
 class InBlock(HeuristicKernel):
@@ -183,7 +179,7 @@ class InBlock(HeuristicKernel):
         return launches
 
 
-class WholeRows(HeuristicKernel):
+class WholeRows(Planned, HeuristicKernel):
     """scan/radix.cu: rows are sorted whole. Operands: x values indices."""
 
     name = "sort"
@@ -194,15 +190,11 @@ class WholeRows(HeuristicKernel):
         bits = 32 if floating else 8 * ITEMSIZE[problem.dtype]
         return RadixSort(problem.outer * problem.inner, problem.length, bits)
 
-    def workspace(self, problem: TopK, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of keys and indices."""
-        return self._sort(problem).end
-
     def moved(self, problem: TopK) -> int:
         """What the passes of the sort move beside the operands."""
         return problem.bytes + self._sort(problem).moved
 
-    def launch(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Plan:
         """The keys, the passes of the sort, and the choice of the first k."""
         sort = self._sort(problem)
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "KEY": sort.key, "BITS": sort.bits,
@@ -215,10 +207,10 @@ class WholeRows(HeuristicKernel):
         keys = each("rank_keys", sort.rows * problem.length, sort.keys, "i64 length inner size")
         text = "values indices, i64 length inner k size"
         take = each("take_ranked", sort.rows * problem.k, sort.sorted[1], text)
-        return keys + sort.launches() + take
+        return keys + sort.launches() + take, sort.end
 
 
-class Order(HeuristicKernel):
+class Order(Planned, HeuristicKernel):
     """scan/sort.cu. Operands: x indices."""
 
     name = "sort"
@@ -228,17 +220,13 @@ class Order(HeuristicKernel):
     def _padded(problem: SortedRows) -> int:
         return max(pow2(problem.count), 2 * PAIRS)
 
-    def workspace(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of the indices."""
-        return 4 * self._padded(problem)
-
     def moved(self, problem: SortedRows) -> int:
         """Each step of the network reads both rows of every pair."""
         steps = self._padded(problem).bit_length() ** 2 // 2
         return problem.bytes * steps
 
-    def launch(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> Launches:
-        """The steps of the sort, and its order."""
+    def plan(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> Plan:
+        """The steps of the sort, which move indices, and its order."""
         padded = self._padded(problem)
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "SIZE": 2 * PAIRS, "BLOCK": PAIRS}
 
@@ -255,27 +243,24 @@ class Order(HeuristicKernel):
             launches += step("sort_merge", "width size", size=size)
             size *= 2
         ends = args("workspace indices, i64 count", problem)
-        return launches + self.one("sort_order", -(-problem.count // PAIRS), PAIRS, *ends, **macros)
+        launches += self.one("sort_order", -(-problem.count // PAIRS), PAIRS, *ends, **macros)
+        return launches, 4 * padded
 
 
-class Votes(HeuristicKernel):
+class Votes(Planned, HeuristicKernel):
     """scan/compact.cu. Operands: keep first, or keep first position."""
 
     source = "scan/compact.cu"
 
-    def workspace(self, problem: Kept, config: KernelConfig, hw: Hardware) -> int:
-        """A number for each tile that is counted."""
-        return 4 * problem.tiles if isinstance(problem, KeptCounts) else 0
-
-    def launch(self, problem: Kept, config: KernelConfig, hw: Hardware) -> Launches:
-        """The counts and their sums; or the positions."""
+    def plan(self, problem: Kept, config: KernelConfig, hw: Hardware) -> Plan:
+        """The counts of tiles and their sums; or the positions."""
         tiles = problem.tiles
         if isinstance(problem, KeptPositions):
             made = args("keep first position, i64 length", problem)
-            return self.one("kept_positions", tiles, 256, *made)
+            return self.one("kept_positions", tiles, 256, *made), 0
         counts = self.one("kept_counts", tiles, 256, *args("keep workspace, i64 length", problem))
         offsets = args("workspace first, i64 tiles", problem)
-        return counts + self.one("kept_offsets", 1, 1024, *offsets)
+        return counts + self.one("kept_offsets", 1, 1024, *offsets), 4 * tiles
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

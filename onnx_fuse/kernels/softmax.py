@@ -8,9 +8,13 @@ from typing import Any
 from onnx_fuse.cuda.macros import lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
+    CHUNK,
     HeuristicKernel,
+    Plan,
+    Planned,
     access_width,
     block_of,
+    cut,
     row_items,
     team_size,
     thread_choices,
@@ -18,11 +22,9 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Softmax
-from onnx_fuse.program.size import coarse
 
 _KEPT = 32  # elements of a row a thread may hold in registers
-_PART = 8192  # the least elements of a long row's chunk, of which a block has one
-_FEW, _BLOCKS = 128, 1024  # rows that leave the chip idle, and blocks that they are cut into
+_FEW = 128  # rows that leave the chip idle
 _THREADS = 256
 
 
@@ -60,7 +62,7 @@ class Row(HeuristicKernel):
         )  # fmt: skip
 
 
-class Parts(HeuristicKernel):
+class Parts(Planned, HeuristicKernel):
     """softmax/parts.cu: few long rows, each by many blocks. Operands: x y."""
 
     name = "parts"
@@ -70,29 +72,18 @@ class Parts(HeuristicKernel):
         """Rows of several chunks that are too few for a block each to fill the chip."""
         if problem.inner != 1:
             return "a row's elements do not stand side by side"
-        if problem.outer >= _FEW or problem.length < 4 * _PART:
+        if problem.outer >= _FEW or problem.length < 4 * CHUNK:
             return f"{problem.outer} rows of {problem.length} are not few and long"
         return None
-
-    def _cut(self, problem: Softmax) -> tuple[int, int]:
-        """(elements of a chunk, chunks a row)."""
-        vec = access_width(problem.length, problem.dtype)
-        chunks = min(coarse(problem.length) // _PART, -(-_BLOCKS // problem.outer))
-        chunk = -(-problem.length // (chunks * vec)) * vec
-        return chunk, -(-problem.length // chunk)
-
-    def workspace(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> int:
-        """Two accumulators for each chunk."""
-        return 16 * problem.outer * self._cut(problem)[1]
 
     def moved(self, problem: Softmax) -> int:
         """x is read twice."""
         return problem.bytes * 3 // 2
 
-    def launch(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Launches:
-        """What each chunk has, and the row by what all of its chunks have."""
-        chunk, chunks = self._cut(problem)
+    def plan(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Plan:
+        """What each chunk has, two accumulators, and the row by what all of its chunks have."""
         vec = access_width(problem.length, problem.dtype)
+        chunk, chunks = cut(problem.outer, problem.length, vec)
 
         def each(entry: str, names: str) -> Launches:
             text = f"{names}, i64 length chunk chunks"
@@ -102,7 +93,8 @@ class Parts(HeuristicKernel):
                 **_macros(problem), VEC=vec, BLOCK=_THREADS,
             )  # fmt: skip
 
-        return each("softmax_parts", "x workspace") + each("softmax_apply", "x y workspace")
+        parts = each("softmax_parts", "x workspace")
+        return parts + each("softmax_apply", "x y workspace"), 16 * problem.outer * chunks
 
 
 class Column(HeuristicKernel):
