@@ -212,16 +212,11 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     if steps_of(call) != ["Cast"] or len(call.reads) != 1 or len(call.writes) != 1:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    source = calls.sole_producer(i, z)
-    problem = source[1].problem if source is not None else None
-    if source is None or not isinstance(problem, GemmProblem):
+    at, product = calls.sole_producer(i, z) or (i, call)
+    problem = product.problem
+    if not isinstance(problem, GemmProblem) or problem.op not in ("Gemm", "LayerNormGemm"):
         return
-    if not calls.may_write(source[0], i, y):
-        return
-    at, product = source
-    if problem.op not in ("Gemm", "LayerNormGemm"):
-        return
-    if problem.epilogue.among("accumulate", "beta", "dact", "gate", "residual", "save_z"):
+    if not calls.may_write(at, i, y) or problem.epilogue.among("accumulate", *_SUMS):
         return
     if z.size >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
         return
