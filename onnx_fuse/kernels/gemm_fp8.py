@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import FLOAT8, epilogue_refusal, result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.kernel import rename
@@ -29,9 +28,7 @@ class EightBits(DelegatingKernel):
     """
 
     name = "wgmma_float8"
-
-    def __init__(self) -> None:
-        self.inner = Wgmma()
+    inner = Wgmma()
 
     def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The same product with each two float8 elements taken as one 16-bit word."""
@@ -72,7 +69,6 @@ class EightBits(DelegatingKernel):
         return hw.launch_seconds + OCCUPIED * (seconds - hw.launch_seconds)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        product, *rest = self.inner.launch(self._gemm(problem), config, hw)
         kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]
-        scaled = rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")})
-        return (replace(scaled, defines=defines(**dict(product.defines), EIGHT=kind)), *rest)
+        product, *rest = self.inner.launch(self._gemm(problem), config, hw, EIGHT=kind)
+        return (rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")}), *rest)

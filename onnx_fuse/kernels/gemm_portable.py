@@ -266,10 +266,8 @@ class _Portable(Kernel, ABC):
         """One launch, or one for each part of a batch that a grid has no room for."""
         parts = parts_of_batch(problem)
         if len(parts) == 1:
-            return self._launch(problem, config, hw)
-        return tuple(
-            rename(call, at) for part, at in parts for call in self._launch(part, config, hw)
-        )
+            return self._launch(problem, config)
+        return tuple(rename(call, at) for part, at in parts for call in self._launch(part, config))
 
     def tile(self, config: KernelConfig) -> tuple[int, int]:
         """The rows and columns of a block's tile."""
@@ -288,15 +286,18 @@ class _Portable(Kernel, ABC):
         """Bytes of shared memory that a launch asks for."""
         return 0
 
-    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The launch of a batch of at most 65,535 matrices."""
+    def _launch(
+        self, problem: GemmProblem, config: KernelConfig, *more: Arg, cluster: int = 0,
+        **macros: object,
+    ) -> Launches:  # fmt: skip
+        """The launch of a batch of at most 65,535 matrices, with `more` arguments and macros."""
         (bm, bn), split = self.tile(config), config.integer("split", 1)
         tiles = ceil(problem.m / bm) * ceil(problem.n / bn)
         return self.one(
             self.entry, (tiles * split, 1, problem.batches), self.threads(config),
-            *portable_args(problem), smem=self._smem(problem, config), cluster=split,
-            TRANS_A=problem.trans_a, TRANS_B=problem.trans_b, **self._macros(problem, config),
-            **epilogue_defines(problem),
+            *portable_args(problem), *more, smem=self._smem(problem, config),
+            cluster=cluster or split, TRANS_A=problem.trans_a, TRANS_B=problem.trans_b,
+            **self._macros(problem, config), **epilogue_defines(problem), **macros,
         )  # fmt: skip
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:

@@ -417,7 +417,9 @@ class Wgmma(Kernel):
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
         return ceil(problem.n / columns)
 
-    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware, **more: object
+    ) -> Launches:
         m, n, k = problem.m, problem.n, problem.k
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
@@ -453,7 +455,7 @@ class Wgmma(Kernel):
         macros: dict[str, object] = {
             **type_defines(problem), "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster,
             "DIRECT": plain, "STAGES": stages, "GROUP": config.integer("group"),
-            "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
+            "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, **more,
         }  # fmt: skip
         macros |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
         macros |= {"SINGLE": 1} if stream or batches * splits == 1 else {}
@@ -506,8 +508,7 @@ class SplitWgmma(DelegatingKernel):
 
     name = "wgmma_split"
 
-    def __init__(self) -> None:
-        self.inner = Wgmma()
+    inner = Wgmma()
 
     def planes(self, problem: GemmProblem) -> int:
         """bf16 planes an operand is split into."""

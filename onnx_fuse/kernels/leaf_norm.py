@@ -7,10 +7,8 @@ axis that dt and W share. W is [n, k] (m = n, n = k of the problem) or, `turned`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, prod
 
-from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.kernels.norm_launches import sum_parts
@@ -53,23 +51,15 @@ class WeightOnlyGrad(SimtSplitK):
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, and the sum of its parts where they do not meet in clusters."""
-        (product,) = super().launch(problem, config, hw)
         join = config.integer("join")
-        args = (*product.args, *map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta")))
+        own = map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta"))
         leaf = 2 if problem.turned else 1
-        macros = defines(**dict(product.defines), LEAF=leaf, JOIN=join)
-        place = {"y": Ptr("dw"), "c": Ptr("w"), "part": Ptr("workspace")}
-        product = replace(product, args=args, defines=macros, cluster=max(1, join))
-        if join:
-            return (rename(product, place),)
-        parts, features = self._parts(problem, config)
-        return (
-            rename(product, place),
-            rename(
-                sum_parts(parts, features, 2, "float32"),
-                {"part": Ptr("workspace"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta")},
-            ),
-        )
+        launches = self._launch(problem, config, *own, cluster=join, LEAF=leaf, JOIN=join)
+        if not join:
+            launches += (sum_parts(*self._parts(problem, config), 2, "float32"),)
+        names = {"y": "dw", "c": "w", "part": "workspace", "out0": "dgamma", "out1": "dbeta"}
+        place = {name: Ptr(operand) for name, operand in names.items()}
+        return tuple(rename(each, place) for each in launches)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormLeafGrad": (WeightOnlyGrad(),)}
