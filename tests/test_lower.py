@@ -23,8 +23,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.kernels import site
-from onnx_fuse.lower import elementwise, views, walk
-from onnx_fuse.lower.context import Unserved
+from onnx_fuse.lower import context, elementwise, views, walk
 from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, GemmProblem
@@ -164,7 +163,7 @@ def test_the_floor_of_a_convolution_counts_its_products():
 def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
     def refuses(ctx, node):
         ctx.dense(node, 0)
-        raise Unserved("not today")
+        raise context.Unserved("not today")
 
     table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
     monkeypatch.setattr(walk, "lowerings", lambda: table)
