@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import compiled
+import onnx
 import onnx_ir
 import pytest
 from fake_gpu import FakeGpu
@@ -85,11 +86,14 @@ def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., Path]:
-    """`saved(text or model, name)` writes a model into the test's folder."""
+    """`saved(text or model, name)` writes a model into the test's folder; a proto as it is."""
 
-    def save(model: str | onnx_ir.Model, name: str = "model.onnx") -> Path:
+    def save(model: str | onnx_ir.Model | onnx.ModelProto, name: str = "model.onnx") -> Path:
         path = tmp_path / name
-        save_model(text_model(model) if isinstance(model, str) else model, path)
+        if isinstance(model, onnx.ModelProto):
+            path.write_bytes(model.SerializeToString())
+        else:
+            save_model(text_model(model) if isinstance(model, str) else model, path)
         return path
 
     return save

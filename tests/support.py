@@ -55,6 +55,12 @@ class Cli:
         assert result.code == code, result
         return json.loads(path.read_text())
 
+    def done(self, *arguments: object) -> str:
+        """What a command prints that ends with exit code 0."""
+        result = self(*arguments)
+        assert result.code == 0, result
+        return result.out
+
     def fails(self, code: int, *arguments: object) -> str:
         """The errors of a command that ends with this exit code."""
         result = self(*arguments)

@@ -198,38 +198,33 @@ def test_zero_sizes_of_grouped_heads(empty: str) -> None:
     assert_same(run(model, feeds), run(original, feeds), "float", empty)
 
 
-def test_a_softmax_in_float32_between_casts_keeps_its_casts() -> None:
-    """The scores are of float16, as large as 100: in float32 throughout, they would differ."""
+CASTS = {
+    # the scores are of float16, as large as 100: in float32 throughout, they would differ
+    "a softmax in float32": (
+        "w = Cast <to = 1> (z) p = Softmax <axis = -1> (w) n = Cast <to = 10> (p)", "SdpaWideMask"
+    ),
+    # exporters of float16 write float16 -> float32 -> float16 behind a softmax in float16
+    "there and back again": (
+        "u = Cast <to = 1> (z) d = Cast <to = 10> (u) p = Softmax <axis = -1> (d)"
+        " w = Cast <to = 1> (p) n = Cast <to = 10> (w)", "SdpaMask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_around_a_softmax_count_where_they_round(name: str, training: bool) -> None:
+    nodes, fused = CASTS[name]
     text = f"""<ir_version: 10, opset_import: ["" : 21]>
-    agraph ({QKV}, T[B,1,S,K] mask) => (T[B,H,S,8] y) {{
-      {SCORES} z = Add (s, mask) w = Cast <to = 1> (z) p = Softmax <axis = -1> (w)
-      n = Cast <to = 10> (p) y = MatMul (n, v)
-    }}""".replace("T[", "float16[")
-    original = text_model(text)
-    for training in (False, True):
-        model = load(original)
-        rewrite.optimize(model, training=training)
-        assert fused_ops(model) == ["SdpaWideMask"]
+    agraph ({QKV}, T[B,1,S,K] mask) => (T[B,H,S,8] y)
+    {{ {SCORES} z = Add (s, mask) {nodes} y = MatMul (n, v) }}""".replace("T[", "float16[")
+    original, model = text_model(text), load(text_model(text))
+    rewrite.optimize(model, training=training)
+    assert fused_ops(model) == [fused]
     plain, whole = session(original), session(model)
     for case in ("", "large", "larger", "nan in q", "inf in mask"):
         feeds = feeds_of(original, case)
         np.testing.assert_array_equal(whole(feeds), plain(feeds))
-
-
-def test_casts_there_and_back_again_count_for_nothing() -> None:
-    """Exporters of float16 write float16 -> float32 -> float16 behind a softmax in float16."""
-    text = f"""<ir_version: 10, opset_import: ["" : 21]>
-    agraph ({QKV}, T[B,1,S,K] mask) => (T[B,H,S,8] y) {{
-      {SCORES} z = Add (s, mask) u = Cast <to = 1> (z) d = Cast <to = 10> (u)
-      p = Softmax <axis = -1> (d) w = Cast <to = 1> (p) n = Cast <to = 10> (w) y = MatMul (n, v)
-    }}""".replace("T[", "float16[")
-    original = text_model(text)
-    model = load(original)
-    rewrite.optimize(model)
-    assert fused_ops(model) == ["SdpaMask"]
-    for case in ("", "larger", "nan in q"):
-        feeds = feeds_of(original, case)
-        np.testing.assert_array_equal(run(model, feeds), run(original, feeds))
 
 
 # text between the product and v, and why it stays; the dtype of all inputs is float
@@ -315,6 +310,22 @@ NODES = {
 }
 
 
+def node_model(opset: int, attributes: str, more: str, presents: bool = False) -> ir.Model:
+    """One Attention with inputs beside q, k and v; `presents` are results where it has a past."""
+    inputs = ["float[2,4,3,8] q, float[2,2,5,8] k, float[2,2,5,8] v"]
+    inputs += re.findall(r"\w+\[.*?\] \w", more)
+    given, past = [part[-1] for part in inputs[1:]], "past" in more
+    inputs += ["float[2,2,4,8] pk, float[2,2,4,8] pv"] if past else []
+    call = ["q, k, v", "m" if "m" in given else "", "pk, pv" if past else ",", "n" * ("n" in given)]
+    shapes = {"y": "2,4,3,8"} | (
+        dict.fromkeys(("nk", "nv"), "2,2,9,8") if presents and past else {}
+    )
+    outputs = ", ".join(f"float[{shape}] {name}" for name, shape in shapes.items())
+    return text_model(f"""<ir_version: 10, opset_import: ["" : {opset}]>
+        agraph ({", ".join(inputs)}) => ({outputs})
+        {{ {", ".join(shapes)} = Attention <{attributes}> ({", ".join(call).rstrip(" ,")}) }}""")
+
+
 def node_feeds(model: ir.Model) -> dict[str, np.ndarray]:
     """Random inputs, of 4 where a size is open; the mask `m` hides a whole row."""
     rng, feeds = np.random.default_rng(2), {}
@@ -333,18 +344,7 @@ def node_feeds(model: ir.Model) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", NODES)
 def test_attention_nodes(name: str, training: bool) -> None:
     attributes, more, fused = NODES[name]
-    more, past, _ = more.partition("past")
-    mask = more.strip(" ,")
-    inputs = ["float[2,4,3,8] q, float[2,2,5,8] k, float[2,2,5,8] v", *([mask] if mask else [])]
-    call, results = f"q, k, v, {'m' if mask else ''}", "y"
-    outputs = "float[2,4,3,8] y"
-    if past:
-        inputs.append("float[2,2,4,8] pk, float[2,2,4,8] pv")
-        call, results = call + ", pk, pv", "y, nk, nv"
-        outputs += ", float[2,2,9,8] nk, float[2,2,9,8] nv"
-    text = f"""<ir_version: 10, opset_import: ["" : 23]> agraph ({", ".join(inputs)}) =>
-    ({outputs}) {{ {results} = Attention <{attributes}> ({call.rstrip(" ,")}) }}"""
-    original = text_model(text)
+    original = node_model(23, attributes, more, presents=True)
     model = load(original)
     rewrite.optimize(model, training=training)
     assert fused_ops(model) == [fused]
@@ -381,23 +381,12 @@ def test_attention_nodes_that_see_some_of_their_keys(name: str) -> None:
     opset, attributes, more = SIGHTS[name]
     if opset > NEWEST_OPSET:
         pytest.skip("this onnxruntime has no such Attention")
-    past = "float[2,2,4,8] pk, float[2,2,4,8] pv" if "past" in more else ""
-    rest = [part for part in re.findall(r"\w+\[.*?\] \w", more) if part]
-    inputs = [
-        "float[2,4,3,8] q, float[2,2,5,8] k, float[2,2,5,8] v",
-        *rest,
-        *([past] if past else []),
-    ]
-    given = [part.split()[-1] for part in rest]
-    call = ["q, k, v", "m" if "m" in given else "", "pk, pv" if past else ",", "n" * ("n" in given)]
-    text = f"""<ir_version: 10, opset_import: ["" : {opset}]> agraph ({", ".join(inputs)}) =>
-    (float[2,4,3,8] y) {{ y = Attention <{attributes}> ({", ".join(call).rstrip(" ,")}) }}"""
-    original = text_model(text)
+    original = node_model(opset, attributes, more)
     model = load(original)
     rewrite.optimize(model)
     assert len(fused_ops(model)) == 1
     feeds = node_feeds(original)
-    if "n" in given:
+    if "n" in feeds:
         feeds["n"] = np.array([4, 2])
     if "nan" in name:
         feeds["m"][0, 4] = np.nan

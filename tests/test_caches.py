@@ -302,6 +302,15 @@ def program_of(model: onnx_ir.Model) -> tuple[Specializer, Feeds]:
     return Specializer(model, CHIPS["H200"]), {k: v.const_value.numpy() for k, v in weights}
 
 
+def rotated(x: str, rows: str, cos: str, sin: str) -> str:
+    """Nodes that make {x}r of the rows of q or k."""
+    return (
+        f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({rows})  {x}n = Neg ({x}z)"
+        f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({rows}, {cos})"
+        f" {x}d = Mul ({x}turn, {sin})  {x}r = Add ({x}c, {x}d)"
+    )
+
+
 @dataclass(frozen=True)
 class Exported(Layer):
     """One layer of attention as PyTorch's exporters write it: Concats of past and new tokens.
@@ -353,11 +362,7 @@ class Exported(Layer):
             body += " axis = Constant <value_ints = [1]> ()"
             body += "".join(f" {x}4 = Unsqueeze ({x}, axis)" for x in names)
             for x, (cos, sin) in zip("qk", (names[:2], names[-2:]), strict=True):
-                body += (
-                    f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({x}4)  {x}n = Neg ({x}z)"
-                    f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({x}4, {cos}4)"
-                    f" {x}d = Mul ({x}turn, {sin}4)  {x}r = Add ({x}c, {x}d)"
-                )
+                body += rotated(x, f"{x}4", f"{cos}4", f"{sin}4")
             new["k"] = "kr"
         keys = {}
         for x in "kv":
@@ -455,11 +460,7 @@ class Fixed(Layer):
             body += f" {x}3 = Reshape ({x}, split)  {x}4 = Transpose <perm = [0, 2, 1, 3]> ({x}3)"
         new = {"q": "q", "k": "k4", "v": "v4"}
         for x, y in (("q", "q"), ("k", "k4")) if self.rotated else ():
-            body += (
-                f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({y})  {x}n = Neg ({x}z)"
-                f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({y}, cos)"
-                f" {x}d = Mul ({x}turn, sin)  {x}r = Add ({x}c, {x}d)"
-            )
+            body += rotated(x, y, "cos", "sin")
             new[x] = f"{x}r"
         body += "".join(
             f" {x}_axes = Constant <value_ints = {axes}> ()"

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
-from support import Cli
+from support import Cli, with_weights
 
 from onnx_fuse import autodiff, report
 from onnx_fuse.autodiff.load import load
@@ -194,17 +194,11 @@ def test_quantized_weights_alone_are_no_steps() -> None:
 def test_products_of_four_bits_that_round_their_input_count_its_steps(level: int | None) -> None:
     rng = np.random.default_rng(0)
     weights = {"q": rng.integers(0, 256, (8, 2, 16)).astype(np.uint8), "s": np.ones(16, "f")}
-    attributes: dict[str, Any] = {"K": 64, "N": 8, "bits": 4, "block_size": 32}
-    attributes |= {} if level is None else {"accuracy_level": level}
-    make = onnx.helper
-    node = make.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft",
-                          **attributes)  # fmt: skip
-    ends = [make.make_tensor_value_info(n, 1, ["N", k]) for n, k in (("x", 64), ("y", 8))]
-    graph = make.make_graph([node], "g", ends[:1], ends[1:], [
-        onnx.numpy_helper.from_array(a, n) for n, a in weights.items()
-    ])  # fmt: skip
-    opsets = [make.make_opsetid("", 21), make.make_opsetid("com.microsoft", 1)]
-    model = make.make_model(graph, opset_imports=opsets, ir_version=10)
+    more = "" if level is None else f", accuracy_level = {level}"
+    text = f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        g (float[N,64] x) => (float[N,8] y) {{ y = com.microsoft.MatMulNBits
+        <K = 64, N = 8, bits = 4, block_size = 32{more}> (x, q, s) }}"""
+    model = to_proto(with_weights(text_model(text), weights))
     assert (Steps.of(load(model)) is None) == (level != 4)
     assert check_outputs(model, to_proto(inline(load(model)))).ok
 
@@ -270,16 +264,14 @@ def test_sizes_are_given_by_symbol_shape_or_file(cli: Cli, tmp_path: Path, comma
     if command in ("optimize", "gradient"):
         more = [*more, "-o", tmp_path / "o.onnx"]
     for given in (["--dim", "past=9", "step=2"], ["--input-shapes", "p:-1,9", "s:-1,2"]):
-        done = cli(command, path, *more, *given)
-        assert done.code == 0, done.err
+        done = cli.done(command, path, *more, *given)
         if command not in ("gradient", "optimize"):
             batch = 3 if command == "bench" else 2  # it times the last feed
-            assert f"p [{batch}, 9], s [{batch}, 2], m [{batch}, 11]" in done.out
+            assert f"p [{batch}, 9], s [{batch}, 2], m [{batch}, 11]" in done
     arrays = {"p": np.ones((1, 5)), "s": np.ones((1, 3)), "m": np.ones((1, 8))}
     arrays |= {"y.grad": np.ones((1, 8))}
     np.savez(tmp_path / "in.npz", **{k: a.astype(np.float32) for k, a in arrays.items()})
-    done = cli(command, path, *more, "--inputs", tmp_path / "in.npz")
-    assert done.code == 0, done.err
+    cli.done(command, path, *more, "--inputs", tmp_path / "in.npz")
     err = cli.fails(2, command, path, *more, "--dim", "nothing=3")
     assert "no input has a size named 'nothing'" in err
     assert "past" in err

@@ -4,6 +4,7 @@ A valid one answers what onnxruntime answers for the file as it is, at every lev
 a bad one is refused in one line that says what is wrong and where.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from onnx_fuse.ir.functions import MAX_NODES
 from onnx_fuse.validation.check import validate
 from onnx_fuse.validation.gradients import check_gradients
 
+Save = Callable[..., Path]
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 
 
@@ -273,14 +275,15 @@ def test_a_doubling_chain_of_shapes_ends(grow: str, rows: int) -> None:
         assert to_proto(inline(model)).graph.node
 
 
-def test_a_branch_that_the_sizes_never_take_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+def test_a_branch_that_the_sizes_never_take_is_left_alone(
+    cli: Cli, tmp_path: Path, saved: Save
+) -> None:
     """As in silero_vad: the sizes fit one of the sample rates, and inference fails in the other."""
     proto = parsed("""g (float[B,N] x, bool fast) => (float[P,Q] y)
         <int64[2] a = {-1,4}, int64[2] b = {-1,3}> {
           y = If (fast) <then_branch = t () => (o) { o = Reshape (x, a) },
                          else_branch = e () => (o) { p = Reshape (x, b)  o = Neg (p) }> }""")
-    path, out = tmp_path / "m.onnx", tmp_path / "o.onnx"
-    path.write_bytes(proto.SerializeToString())
+    path, out = saved(proto), tmp_path / "o.onnx"
     result = cli("optimize", path, "--input-shapes", "x:2,4", "--no-check", "-o", out)
     assert result.code == 0
     assert "the given sizes are not written" in result.out
@@ -373,15 +376,14 @@ def opaque_model() -> onnx.ModelProto:
         }""")
 
 
-def test_a_node_of_an_unknown_domain_stays(cli: Cli, tmp_path: Path) -> None:
+def test_a_node_of_an_unknown_domain_stays(cli: Cli, tmp_path: Path, saved: Save) -> None:
     for level in range(4):
         model = load(opaque_model())
         rewrite.optimize(model, level=level)
         foreign = [n.op_type for n in model.graph if n.domain == "com.nobody"]
         assert foreign == ["Foo", "Foo", "Softmax", "LayerNormalization"]
         assert "Identity" not in [n.op_type for n in model.graph]
-    path = tmp_path / "m.onnx"
-    path.write_bytes(opaque_model().SerializeToString())
+    path = saved(opaque_model(), "m.onnx")
     assert "node 'one' (com.nobody.Foo): onnxruntime has no such operator" in cli.fails(
         1, "optimize", path
     )
@@ -402,11 +404,10 @@ def classifier() -> onnx.ModelProto:
           maps = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1]> (p) }""")
 
 
-def test_a_pipeline_of_scikit_learn(cli: Cli, tmp_path: Path) -> None:
+def test_a_pipeline_of_scikit_learn(cli: Cli, tmp_path: Path, saved: Save) -> None:
     proto = classifier()
     same(proto, {"x": np.array([[1, 2, 3], [-1, 0.5, 2]], np.float32)})
-    path = tmp_path / "m.onnx"
-    path.write_bytes(proto.SerializeToString())
+    path = saved(proto, "m.onnx")
     assert cli("optimize", path).code == 0
     written = onnx.load(tmp_path / "m.fused.onnx")
     assert written.graph.output[1].type == proto.graph.output[1].type
@@ -464,11 +465,10 @@ statistics of channels: ""
 @pytest.mark.parametrize("command", [("optimize",), ("optimize", "--no-check"), ("validate",)])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_file_is_refused_in_one_line(
-    cli: Cli, tmp_path: Path, name: str, command: tuple[str, ...]
+    cli: Cli, saved: Save, name: str, command: tuple[str, ...]
 ) -> None:
     text, sentence = REFUSED[name]
-    path = tmp_path / "bad.onnx"
-    path.write_bytes(parsed(text).SerializeToString())
+    path = saved(parsed(text))
     err = cli.line(1, *command, path)
     assert str(path) in err
     assert sentence in err
@@ -476,30 +476,26 @@ def test_a_bad_file_is_refused_in_one_line(
     assert "\x1b" not in err
 
 
-def test_shapes_that_contradict_a_pattern_name_the_node(cli: Cli, tmp_path: Path) -> None:
+def test_shapes_that_contradict_a_pattern_name_the_node(cli: Cli, saved: Save) -> None:
     """A Transpose whose perm is longer than the rank that the file states."""
     proto = parsed(
         "g (float[B,S,8] x) => (y) <float one = {1}, float[2,2] k> {"
         "  k = Reshape (x, z)  t = Transpose <perm = [0,1,3,2]> (k)  s = MatMul (x, t)"
         "  p = Softmax (s)  y = MatMul (p, x) }".replace("Reshape (x, z)", "Identity (x)")
     )
-    path = tmp_path / "bad.onnx"
-    path.write_bytes(proto.SerializeToString())
-    assert "internal error" not in cli.line(1, "optimize", path)
+    assert "internal error" not in cli.line(1, "optimize", saved(proto))
 
 
-def test_control_characters_do_not_reach_a_terminal(cli: Cli, tmp_path: Path) -> None:
+def test_control_characters_do_not_reach_a_terminal(cli: Cli, saved: Save) -> None:
     proto = parsed("g (float[3] x) => (float[3] y) { y = Relu (x) }")
     proto.producer_name = "\x1b]0;pwn\x07\x1b[2J\x9b31m"
     proto.graph.node[0].name = proto.graph.output[0].name = "\x1b[2J"
     proto.graph.node[0].output[0] = "\x1b[2J"
-    path = tmp_path / "m.onnx"
-    path.write_bytes(proto.SerializeToString())
+    path = saved(proto)
     for command in ("inspect", "optimize", "run"):
-        result = cli(command, path)
-        assert result.code == 0
-        assert not set(result.out) & {"\x1b", "\x07", "\x9b"}
-        assert "\\x1b[2J" in result.out
+        out = cli.done(command, path)
+        assert not set(out) & {"\x1b", "\x07", "\x9b"}
+        assert "\\x1b[2J" in out
 
 
 def test_the_gradient_of_gather_takes_32_bit_indices() -> None:

@@ -15,38 +15,32 @@ from onnx_fuse.runtime.deployed import Deployed
 @pytest.mark.usefixtures("no_compiler")
 def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) -> None:
     path, report = tmp_path / "m.fused", tmp_path / "r.json"
-    done = cli(
+    cli.done(
         *("compile", ENCODER, "-o", path, "--target", "h200,a100", "--json", report),
         *("--dim", "batch=1,2", "sequence=8..16:8"),
     )
-    assert done.code == 0, done.err
     wanted = [(b, s) for b in (1, 2) for s in (8, 16)]
     assert [s["input_ids"][0] for s in Deployed(path).shapes()] == wanted
     found = json.loads(report.read_text())
     assert found["targets"] == {"h200": 4, "a100": 4}
     assert found["shapes"][1] == {name: [1, 16] for name in IDS}
-    done = cli(
+    cli.done(
         *("compile", ENCODER, "-o", path, "--target", "h200"),
         *("--input-shapes", "input_ids:1,4", "--input-shapes", "input_ids:3,5"),
     )
-    assert done.code == 0, done.err
     assert [s["token_type_ids"][0] for s in Deployed(path).shapes()] == [(1, 4), (3, 5)]
-    done = cli(
+    done = cli.done(
         *("compile", ENCODER, "-o", path, "--target", "h200", "--json", report),
         *("--dim", "batch=2", "sequence=3..20"),
     )
-    assert done.code == 0, done.err
-    assert "sequence from 3 to 20" in done.out
+    assert "sequence from 3 to 20" in done
     assert json.loads(report.read_text())["ranges"] == {"sequence": [3, 20]}
     for length in range(3, 21):
         assert Deployed(path).program(dict.fromkeys(IDS, ((2, length), "int64")), H200).calls
     # elsewhere the file is the graph that is in it
-    done = cli("run", path, "--input-shapes", "input_ids:2,3")
-    assert done.code == 0, done.err
-    done = cli("validate", path, "--against", ENCODER)
-    assert done.code == 0, done.err
-    done = cli("optimize", path, "-o", tmp_path / "n.onnx", "--no-check")
-    assert done.code == 0, done.err
+    cli.done("run", path, "--input-shapes", "input_ids:2,3")
+    cli.done("validate", path, "--against", ENCODER)
+    cli.done("optimize", path, "-o", tmp_path / "n.onnx", "--no-check")
 
 
 @pytest.mark.parametrize(

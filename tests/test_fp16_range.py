@@ -122,19 +122,3 @@ def test_a_mask_that_learns_has_no_floor(learned: bool) -> None:
     grads = [n for n in graph if n.op_type.startswith("SdpaMaskGrad")]
     assert grads
     assert {"floor" in n.attributes for n in grads} == {not learned}
-
-
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
-def test_angles_of_positions_stay_float32(dtype: str, masters: bool) -> None:
-    """In 16 bits the angle of position 2000 would be off by whole turns; one of data may be."""
-    text = """agraph (float[B,T,4] x) => (float[B,T,4] y) <int64 zero = {0}, int64 one = {1},
-    int64[1] axis = {0}, int64[1] last = {1}, float[4] rates = {1, 0.3, 0.1, 0.03}>
-    { s = Shape<start=1, end=2>(x) n = Squeeze(s, axis) k = Range(zero, n, one) f = Cast<to=1>(k)
-      u = Unsqueeze(f, last) a = Mul(u, rates) c = Cos(a) z = Sin(x) p = Mul(z, c) y = Tanh(p) }"""
-    model = text_model(text)
-    infer_shapes(model)
-    lower_precision(model, ir.DataType[dtype], masters=masters)
-    kinds = {node.op_type: node.inputs[0].dtype for node in model.graph if node.op_type != "Cast"}
-    assert kinds["Cos"] == ir.DataType.FLOAT
-    assert kinds["Sin"] == kinds["Tanh"] == ir.DataType[dtype]

@@ -52,9 +52,8 @@ def test_what_is_not_finite_is_left_out(
     given = ("--inputs", tmp_path / "in.npz")
     model, out = saved(text), tmp_path / "grad.onnx"
     for words in (("validate", model, "--grad"), ("gradient", model, "--check", "-o", out)):
-        result = cli(*words, *given)
-        assert result.code == 0, result.err
-        assert ("left out" in " ".join(result.out.split())) == bool(left_out)
+        result = cli.done(*words, *given)
+        assert ("left out" in " ".join(result.split())) == bool(left_out)
 
 
 @pytest.mark.parametrize("name", ["NaN of one weight", "one branch", "a mask"])

@@ -361,26 +361,17 @@ def test_a_single_array_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_gradient_check_draws_what_a_file_of_inputs_lacks(tmp_path: Path, cli: Cli) -> None:
     path, out = tmp_path / "m.onnx", tmp_path / "g.onnx"
-    save(
-        text_model(
-            "g (float[B,4] x) => (float[B,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>"
-            " { y = MatMul (x, w) }"
-        ),
-        path,
-    )
+    weight = "<float[4,2] w = {1,2,3,4,5,6,7,8}>"
+    save(text_model(f"g (float[B,4] x) => (float[B,2] y) {weight} {{ y = MatMul (x, w) }}"), path)
     np.savez(tmp_path / "f.npz", x=X)
-    result = cli("gradient", path, "-o", out, "--check", "--inputs", tmp_path / "f.npz")
-    assert result.code == 0, result.err
-    assert "gradients ok: 1 tensors" in result.out
+    result = cli.done("gradient", path, "-o", out, "--check", "--inputs", tmp_path / "f.npz")
+    assert "gradients ok: 1 tensors" in result
 
 
 def test_a_sequence_is_given_in_python_alone(cli: Cli, tmp_path: Path) -> None:
-    kind = onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, ["N", 2])
-    found = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", "M"])
-    node = onnx.helper.make_node("ConcatFromSequence", ["s"], ["y"], axis=1)
-    graph = onnx.helper.make_graph([node], "g", [kind], [found])
     path, out, given = tmp_path / "m.onnx", tmp_path / "o.onnx", tmp_path / "f.npz"
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), path)
+    text = "g (seq(float[N,2]) s) => (float[N,M] y) { y = ConcatFromSequence <axis = 1> (s) }"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text}'), path)
     np.savez(given, s=np.ones((3, 2, 2), np.float32))
     for more in ((), ("--inputs", given)):
         assert "input 's' is a sequence of tensors" in cli.line(

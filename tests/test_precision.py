@@ -14,6 +14,14 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.rewrite.precision import lower_precision
 
 
+def narrowed(text, dtype, **options):
+    """A graph in 16 bits."""
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType[dtype], **options)
+    return model
+
+
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
 def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
     text = """agraph (float[2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}>
@@ -34,9 +42,7 @@ def test_ends_keep_their_types_in_16_bits(dtype):
     kind, number = dtype.lower(), onnx_ir.DataType[dtype].value
     text = f"""agraph ({kind}[2,4] p, float[2,4] x) => ({kind}[4,4] q, float[4,4] y)
     {{ h = Cast<to={number}>(x) q = Concat<axis=0>(p, h) w = Cast<to=1>(q) y = Exp(w) }}"""
-    model = text_model(text)
-    infer_shapes(model)
-    lower_precision(model, onnx_ir.DataType[dtype])
+    model = narrowed(text, dtype)
     kinds = [onnx_ir.DataType[dtype], onnx_ir.DataType.FLOAT]
     for ends in (model.graph.inputs, model.graph.outputs):
         assert [v.dtype for v in ends] == kinds
@@ -51,9 +57,7 @@ def test_a_mask_of_the_lowest_float_stays_finite_in_16_bits(dtype, masters, init
     {"<float low = {-3.4028234e38}>" if initializer else ""}
     {{ one = Constant <value_float = 1.0> () {"" if initializer else low}
       gone = Sub(one, keep) mask = Mul(gone, low) t = Add(s, mask) y = Softmax(t) }}"""
-    model = text_model(text)
-    infer_shapes(model)
-    lower_precision(model, onnx_ir.DataType[dtype], masters=masters)
+    model = narrowed(text, dtype, masters=masters)
     keep, s = np.float32([[1, 1, 0, 0], [1, 1, 1, 1]]), np.zeros((2, 4), np.float32)
     (y,) = ReferenceEvaluator(to_proto(model)).run(None, {"keep": keep, "s": s})
     np.testing.assert_array_equal(y, [[0.5, 0.5, 0, 0], [0.25] * 4])
@@ -86,10 +90,22 @@ def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
     <float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}, float[2] pair = {1,1}, float[1] last = {1}>
     { n = BatchNormalization(x, g, b, b, g) m = GroupNormalization<num_groups = 2>(n, g, b)
       t = Add(s, last) z = Concat<axis = 0>(pair, t, last) y = Resize<mode = "linear">(m, , z) }"""
-    model = text_model(text)
-    infer_shapes(model)
-    lower_precision(model, onnx_ir.DataType.BFLOAT16, masters=masters)
+    model = narrowed(text, "BFLOAT16", masters=masters)
     onnx.checker.check_model(to_proto(model), full_check=True)
     assert {n.inputs[0].dtype.name for n in model.graph if n.op_type in ("Add", "Concat")} == {
         "FLOAT"
     }
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_angles_of_positions_stay_float32(dtype, masters):
+    """In 16 bits the angle of position 2000 would be off by whole turns; one of data may be."""
+    text = """agraph (float[B,T,4] x) => (float[B,T,4] y) <int64 zero = {0}, int64 one = {1},
+    int64[1] axis = {0}, int64[1] last = {1}, float[4] rates = {1, 0.3, 0.1, 0.03}>
+    { s = Shape<start=1, end=2>(x) n = Squeeze(s, axis) k = Range(zero, n, one) f = Cast<to=1>(k)
+      u = Unsqueeze(f, last) a = Mul(u, rates) c = Cos(a) z = Sin(x) p = Mul(z, c) y = Tanh(p) }"""
+    model = narrowed(text, dtype, masters=masters)
+    kinds = {node.op_type: node.inputs[0].dtype for node in model.graph if node.op_type != "Cast"}
+    assert kinds["Cos"] == onnx_ir.DataType.FLOAT
+    assert kinds["Sin"] == kinds["Tanh"] == onnx_ir.DataType[dtype]

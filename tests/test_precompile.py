@@ -491,9 +491,17 @@ def test_which_dimension_is_likely_to_vary(
 
 
 def in_python(code: str, *, check: bool) -> subprocess.CompletedProcess[str]:
-    """Run the code in a process of its own, which finds the modules that this one does."""
+    """Run the code, about a Specializer `s`, in a process that finds the modules of this one."""
+    head = (
+        "import atexit, gc, os, signal, threading, time\n"
+        "from onnx_fuse.ir.build import text_model\n"
+        "from onnx_fuse.program.problem import CHIPS\n"
+        "from onnx_fuse.runtime import precompile\n"
+        "from onnx_fuse.runtime.specialize import Specializer\n"
+        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
+    )
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", head + code],
         capture_output=True,
         text=True,
         check=check,
@@ -506,13 +514,7 @@ def in_python(code: str, *, check: bool) -> subprocess.CompletedProcess[str]:
 def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
     """With the session, and with its parent, however that ends."""
     code = (
-        "import gc, os, signal, time\n"
-        "from onnx_fuse.ir.build import text_model\n"
-        "from onnx_fuse.program.problem import CHIPS\n"
-        "from onnx_fuse.runtime import precompile\n"
-        "from onnx_fuse.runtime.specialize import Specializer\n"
         f"precompile.CORES, end = 1, {end!r}\n"
-        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
         "a = precompile.Precompiler(s)\n"
         "for n in (40, 48): a.expect({'x': ((3, n), 'float32')}, 1.0)\n"
         "while a._busy: time.sleep(0.01)\n"
@@ -534,17 +536,11 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
 def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
     """A command whose only run is its last act: what cannot be started then is no error."""
     code = (
-        "import atexit, threading, time\n"
-        "from onnx_fuse.ir.build import text_model\n"
-        "from onnx_fuse.program.problem import CHIPS\n"
-        "from onnx_fuse.runtime import precompile\n"
-        "from onnx_fuse.runtime.specialize import Specializer\n"
         "def child(*given):\n"
         f"    while threading.main_thread().is_alive() and {ending}: time.sleep(0.01)\n"
         "    raise RuntimeError('no thread can be started')\n"
         "precompile.CORES, precompile._Child = 1, child\n"
         "atexit.register(time.sleep, 1.0)\n"
-        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
         "a = precompile.Precompiler(s)\n"
         "a.expect({'x': ((3, 40), 'float32')}, 1.0)\n"
         f"while a._busy and not {ending}: time.sleep(0.01)\n"

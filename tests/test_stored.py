@@ -1,6 +1,7 @@
 """Files that hold a model in an unusual but valid way: sparse tensors, links, names used twice."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +30,29 @@ def sparse_model(indices: list[int], dtype: type, place: str) -> onnx.ModelProto
     at = np.array(indices, np.int64)
     values = numpy_helper.from_array(np.arange(1, len(at) + 1).astype(dtype), "w")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(at, "i"), [4, 4])
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    x, y = (helper.make_tensor_value_info(name, kind, ["N", 4]) for name in "xy")
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    if place != "initializer":
-        nodes.insert(0, helper.make_node("Constant", [], ["w"], sparse_value=sparse))
-    if place == "branch":
-        [inner] = [helper.make_graph(nodes, "t", [], [y])]
-        other = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "e", [],
-                                  [helper.make_tensor_value_info("z", kind, ["N", 4])])  # fmt: skip
-        condition = numpy_helper.from_array(np.array(True), "c")
-        branches = {"then_branch": inner, "else_branch": other}
-        nodes = [helper.make_node("Constant", [], ["c"], value=condition),
-                 helper.make_node("If", ["c"], ["r"], **branches)]  # fmt: skip
-        y = helper.make_tensor_value_info("r", kind, ["N", 4])
-    graph = helper.make_graph(nodes, "g", [x], [y])
+    kind = "float16" if dtype == np.float16 else "float"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g ({kind}[N,4] x) => ({kind}[N,4] y)'
+        f" {{ {PLACES[place].replace('KIND', kind)} }}"
+    )
     if place == "initializer":
-        graph.sparse_initializer.append(sparse)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        model.graph.sparse_initializer.append(sparse)
+        return model
+    graph = model.graph.node[-1].attribute[0].g if place == "branch" else model.graph
+    graph.node[0].attribute.append(helper.make_attribute("sparse_value", sparse))
+    return model
 
 
-@pytest.mark.parametrize("place", ["initializer", "constant", "branch"])
+PLACES = {
+    "initializer": "y = MatMul (x, w)",
+    "constant": "w = Constant () y = MatMul (x, w)",
+    "branch": """c = Constant <value = bool {1}> () y = If (c) <
+        then_branch = t () => (KIND[N,4] p) { w = Constant () p = MatMul (x, w) },
+        else_branch = e () => (KIND[N,4] z) { z = Relu (x) }>""",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_tensors_are_stored_dense(name: str, place: str) -> None:
     indices, dtype = SPARSE[name]
@@ -69,9 +72,11 @@ def external_model(path: Path) -> None:
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 4])
     weight.data_location = TensorProto.EXTERNAL
     weight.external_data.add(key="location", value="weights.bin")
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 4]) for n in "xy")
-    node = helper.make_node("MatMul", ["x", "w"], ["y"])
-    model = helper.make_model(helper.make_graph([node], "g", [x], [y], [weight]), ir_version=10)
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>'
+        "g (float[N,4] x) => (float[N,4] y) { y = MatMul (x, w) }"
+    )
+    model.graph.initializer.append(weight)
     path.write_bytes(model.SerializeToString())
 
 
@@ -173,7 +178,9 @@ def int8_model(opset: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("opset", [13, 19, 20])
-def test_int8_activations_stay_loadable(opset: int, tmp_path: Path, cli: Cli) -> None:
+def test_int8_activations_stay_loadable(
+    opset: int, tmp_path: Path, cli: Cli, saved: Callable[..., Path]
+) -> None:
     """From opset 21 on onnxruntime's own rewrites break such a graph (`onnx.save.loadable`)."""
     model = int8_model(opset)
     fused = onnx_fuse.optimize(model)
@@ -184,6 +191,4 @@ def test_int8_activations_stay_loadable(opset: int, tmp_path: Path, cli: Cli) ->
     np.testing.assert_array_equal(found, expected)
     [found] = onnx_fuse.InferenceSession(model, device="cpu").run(None, x)
     np.testing.assert_array_equal(found, expected)
-    path = tmp_path / "m.onnx"
-    path.write_bytes(model.SerializeToString())
-    assert cli("optimize", path, "-o", tmp_path / "o.onnx").code == 0
+    cli.done("optimize", saved(model), "-o", tmp_path / "o.onnx")

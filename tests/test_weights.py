@@ -1,5 +1,6 @@
 """Large initializers are read beside the protobuf: the same model as its parser gives, always."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,26 +109,22 @@ def test_changed_bytes_are_read_or_refused_as_by_the_parser(tmp_path: Path) -> N
     assert 20 < refused < 380
 
 
-def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_refused(saved: Callable[..., Path]) -> None:
     proto = model()
     proto.graph.initializer[0].dims[0] = 8
-    path = tmp_path / "m.onnx"
-    path.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match="tensor 't0' holds 868 bytes, but its shape needs 992"):
-        load(path)
+        load(saved(proto))
 
 
-def test_a_file_cannot_name_what_is_in_memory(tmp_path: Path) -> None:
+def test_a_file_cannot_name_what_is_in_memory(saved: Callable[..., Path]) -> None:
     proto = model()
     tensor = proto.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (("location", weights.WEIGHTS), ("offset", "0")):
         tensor.external_data.add(key=key, value=value)
-    path = tmp_path / "m.onnx"
-    path.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelError, match="external data"):
-        load(path)
+        load(saved(proto))
 
 
 def test_a_file_of_zeros_is_left_to_the_general_parser_at_its_first_field(tmp_path):

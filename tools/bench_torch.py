@@ -39,20 +39,6 @@ import onnx_fuse as of
 Work = Callable[[], Any]
 Row = Callable[[], "tuple[dict[str, Work], float]"]
 """Prepares the works that are compared, the peer's first; with the bar of the last one's ratio."""
-ROWS: dict[str, Row] = {}
-HOST: dict[str, Row] = {}
-"""Those of which the host's time is the figure: the bar is of the difference, in microseconds."""
-
-
-def row(name: str, table: dict[str, Row] = ROWS) -> Callable[[Row], Row]:
-    """Enter a function in a table."""
-
-    def enter(prepare: Row) -> Row:
-        table[name] = prepare
-        return prepare
-
-    return enter
-
 
 # ---- what is compared --------------------------------------------------------------------------
 
@@ -91,20 +77,7 @@ def layer_norm_linear(m: int, k: int, n: int) -> tuple[dict[str, Work], float]:
     return {"torch.compile": step(compiled), "ours": step(fused)}, 0.92
 
 
-@row("norm_linear")
-def _narrow() -> tuple[dict[str, Work], float]:
-    return layer_norm_linear(8192, 768, 3072)
-
-
-@row("norm_linear_wide")
-def _wide() -> tuple[dict[str, Work], float]:
-    return layer_norm_linear(8192, 4096, 4096)
-
-
-@row("block")
-def block(
-    batch: int = 8, length: int = 1024, entire: bool = False
-) -> tuple[dict[str, Work], float]:
+def block(batch: int = 8, entire: bool = False) -> tuple[dict[str, Work], float]:
     """A training step; `entire` is fused whole, and not compiled by torch besides."""
     plain = Block().cuda()
     fused = of.torch.fuse(copy.deepcopy(plain), whole=entire)
@@ -129,22 +102,6 @@ def block(
     return arms, 0.95
 
 
-@row("block_large")
-def _block_large() -> tuple[dict[str, Work], float]:
-    return block(batch=32)
-
-
-@row("block_whole")
-def _block_whole() -> tuple[dict[str, Work], float]:
-    return block(entire=True)
-
-
-@row("block_whole_large")
-def _block_whole_large() -> tuple[dict[str, Work], float]:
-    return block(batch=32, entire=True)
-
-
-@row("imported")
 def imported(batch: int = 16, length: int = 128) -> tuple[dict[str, Work], float]:
     """BERT-base with a classifier, a training step with SGD, against the Trainer's."""
     import encoder
@@ -174,7 +131,6 @@ def imported(batch: int = 16, length: int = 128) -> tuple[dict[str, Work], float
     return {"Trainer": lambda: trainer.step(arrays), "ours": ours}, 1.05
 
 
-@row("captured")
 def captured(batch: int = 128) -> tuple[dict[str, Work], float]:
     """A perceptron of `onnx_fuse.nn`, its step captured, against the Trainer's of the same file."""
     import mlp
@@ -216,16 +172,6 @@ def call(grad: bool) -> tuple[dict[str, Work], float]:
     return arms, 6
 
 
-@row("call", HOST)
-def _call() -> tuple[dict[str, Work], float]:
-    return call(False)
-
-
-@row("call_with_gradients", HOST)
-def _call_with_gradients() -> tuple[dict[str, Work], float]:
-    return call(True)
-
-
 def eager(name: str, grad: bool) -> tuple[dict[str, Work], float]:
     """An operator on eager tensors; a bar of 12 us that is not the difference from torch's."""
     from onnx_fuse import nn as own
@@ -236,9 +182,24 @@ def eager(name: str, grad: bool) -> tuple[dict[str, Work], float]:
     return {"torch": lambda: work(a, a), "ours": lambda: work(x, x)}, 12
 
 
-HOST["eager_add"] = partial(eager, "add", False)
-HOST["eager_add_with_gradients"] = partial(eager, "add", True)
-HOST["eager_matmul"] = partial(eager, "matmul", False)
+ROWS: dict[str, Row] = {
+    "norm_linear": partial(layer_norm_linear, 8192, 768, 3072),
+    "norm_linear_wide": partial(layer_norm_linear, 8192, 4096, 4096),
+    "block": block,
+    "block_large": partial(block, batch=32),
+    "block_whole": partial(block, entire=True),
+    "block_whole_large": partial(block, batch=32, entire=True),
+    "imported": imported,
+    "captured": captured,
+}
+HOST: dict[str, Row] = {
+    "call": partial(call, False),
+    "call_with_gradients": partial(call, True),
+    "eager_add": partial(eager, "add", False),
+    "eager_add_with_gradients": partial(eager, "add", True),
+    "eager_matmul": partial(eager, "matmul", False),
+}
+"""Those of which the host's time is the figure: the bar is of the difference, in microseconds."""
 
 
 # ---- measuring -----------------------------------------------------------------------------------

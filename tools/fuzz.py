@@ -36,13 +36,14 @@ import faulthandler
 import json
 import multiprocessing
 import signal
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -467,22 +468,15 @@ def main() -> None:
         Path(options.keep).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     tallies = [Tally() for _ in range(options.workers)]
-    threads = [
-        threading.Thread(target=share, args=(k, options, tally)) for k, tally in enumerate(tallies)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(share, range(options.workers), repeat(options), tallies))
     kinds = sum((t.kinds for t in tallies), Counter())
     operators = sum((t.operators for t in tallies), Counter())
     by_mode = {m: {k: n for (of, k), n in sorted(kinds.items()) if of == m} for m in options.mode}
     print("operators in equal cases:", " ".join(f"{k} {n}" for k, n in operators.most_common()))
     for mode, counts in by_mode.items():
         print(f"{mode}: {counts}")
-    totals: Counter[str] = Counter()
-    for (_, kind), count in kinds.items():
-        totals[kind] += count
+    totals = sum(map(Counter, by_mode.values()), Counter[str]())
     print(f"{options.count} cases in {time.perf_counter() - started:.0f} s: {dict(totals)}")
     if options.json:
         options.json.write_text(json.dumps({"modes": by_mode, "operators": dict(operators)}))

@@ -348,11 +348,8 @@ def axis_sign(graph: GraphProto, rng: np.random.Generator) -> None:
     model = onnx.helper.make_model(graph, opset_imports=opsets)
     try:
         known = onnx.shape_inference.infer_shapes(model).graph
-    except (
-        onnx.shape_inference.InferenceError,
-        ValueError,
-    ) as error:  # a Loop without all its inputs
-        raise Unfit from error
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        raise Unfit from error  # a Loop without all its inputs
     values = (*known.input, *known.value_info)
     ranks = {
         v.name: len(v.type.tensor_type.shape.dim)

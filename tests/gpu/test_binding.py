@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-import onnx_ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from support import with_weights
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda import arguments
@@ -31,23 +30,9 @@ def block() -> Executable:
         "v": (rng.standard_normal((256, 512)) / 16).astype(np.float16),
         "w": (rng.standard_normal((512, 256)) / 16).astype(np.float16),
     }  # fmt: skip
-    half = TensorProto.FLOAT16
-    graph = helper.make_graph(
-        [
-            helper.make_node("LayerNormalization", ["x", "g", "b"], ["n"]),
-            helper.make_node("MatMul", ["n", "v"], ["h"]),
-            helper.make_node("Tanh", ["h"], ["t"]),
-            helper.make_node("MatMul", ["t", "w"], ["y"]),
-        ],
-        "block",
-        [helper.make_tensor_value_info("x", half, ["N", 256])],
-        [helper.make_tensor_value_info(n, half, ["N", k]) for n, k in (("y", 256), ("h", 512))],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    model = onnx_ir.serde.deserialize_model(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    )
-    return Executable(model)
+    text = """agraph (float16[N,256] x) => (float16[N,256] y, float16[N,512] h)
+    { n = LayerNormalization (x, g, b) h = MatMul (n, v) t = Tanh (h) y = MatMul (t, w) }"""
+    return Executable(with_weights(text_model(text), weights))
 
 
 class Places:
