@@ -142,7 +142,9 @@ def test_a_program_is_kept_with_the_layout_of_a_small_batch(
 
 
 @pytest.mark.parametrize("kept", ["lowered", "read", "read, collector off", "read, frozen"])
-def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
+def test_a_new_program_is_old_to_the_garbage_collector(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What stays is not walked as what is young; what a program froze or turned off stays so."""
     specializers = cached(chain()), cached(chain())
     one = specializers[kept != "lowered"]
@@ -151,6 +153,7 @@ def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
         specializers[0].written()
     before = gc.get_freeze_count()  # tests/gpu/conftest.py freezes what is there at the start
     gc.unfreeze()
+    monkeypatch.setattr(collector._State, "frozen", False)
     try:
         if kept.endswith("frozen"):
             gc.freeze()
@@ -162,6 +165,7 @@ def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
         (made,) = next(iter(one._kept.values()))
         assert (id(made) in old) == (kept in ("lowered", "read"))
         assert gc.get_freeze_count() == frozen
+        assert collector._State.frozen == kept.endswith("frozen")  # and is not counted again
         assert gc.isenabled() != kept.endswith("off")
     finally:
         gc.enable()

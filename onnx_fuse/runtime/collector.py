@@ -25,6 +25,7 @@ class _State:
     """Whether one of them made objects that stay."""
     generation = -1
     """The oldest objects among which there may be garbage; none of -1."""
+    frozen = False  # by somebody else: it stays so, and to count it anew would walk all of it
 
 
 def _forget() -> None:
@@ -55,10 +56,9 @@ def paused() -> Iterator[None]:
         yield
     finally:
         with _State.lock:
-            last = _State.blocks == 1
-            generation = _State.generation if last else -1
-            if last:
-                _State.generation = -1
+            generation = -1
+            if _State.blocks == 1:
+                generation, _State.generation = _State.generation, -1
         if generation >= 0 and _State.was:
             gc.collect(generation)  # what that frees may wait for locks of other blocks
         with _State.lock:
@@ -86,6 +86,7 @@ def _settle() -> None:
     It would come to count the parts of a new program as old by itself, and walk everything in the
     process because there are so many more.
     """
-    if _State.stays and not gc.get_freeze_count():  # what another froze stays so
+    _State.frozen = _State.frozen or (_State.stays and gc.get_freeze_count() > 0)
+    if _State.stays and not _State.frozen:
         gc.freeze()
         gc.unfreeze()
