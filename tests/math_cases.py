@@ -130,8 +130,7 @@ class Case:
     def launches(self, hw: Hardware) -> list[Launch]:
         """Of every variant."""
         program = self.program(hw)
-        calls = (*program.setup, *program.calls)
-        found = [x for call in calls for x in call.launches]
+        found = [x for call in (*program.setup, *program.calls) for x in call.launches]
         return found + [x for each in choices(program, hw).values() for x in each]
 
     def variants(self, hw: Hardware) -> list[Selection]:

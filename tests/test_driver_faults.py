@@ -276,9 +276,10 @@ def test_what_another_executable_runs_is_no_part_of_a_graph(
             thread.join()
         enqueue(bound, stream)
 
-    monkeypatch.setattr(launching.BoundLaunch, "enqueue", enqueued)
-    for given in feeds:
-        same(first.run(None, given), given["x"])
+    with monkeypatch.context() as patched:  # which is over before what it holds is collected
+        patched.setattr(launching.BoundLaunch, "enqueue", enqueued)
+        for given in feeds:
+            same(first.run(None, given), given["x"])
     assert gpu.counts["capture"] == 1
     same(between[1], feeds[3]["x"])
     assert gpu.counts["cuLaunchKernelEx"] == 4, "of the first run, and of the one between"
