@@ -155,7 +155,8 @@ class BoundProgram:
                     variant, self._latest = launcher.place(where), ends
             if self._many and not keep:
                 self._repeat(variant)
-            variant.launch(self.stream)
+            for part in variant.parts:
+                part.launch(self.stream)
             for i, source, nbytes in layout.copied:
                 if nbytes:
                     launcher.stand(variant.where)

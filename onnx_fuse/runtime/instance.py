@@ -24,7 +24,7 @@ from onnx_fuse.runtime.launcher import Launcher
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.placement import Placement, placed
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
-from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
+from onnx_fuse.runtime.run_slots import AFTER, Places, RunSlot, Turns
 from onnx_fuse.runtime.schedule import Aliases, collective
 from onnx_fuse.runtime.staging import Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
@@ -42,6 +42,8 @@ GRAPH_LAUNCHES = 4
 """Launches that take the host as long as that of a graph: a shape whose launches are rewritten runs
 as a graph where more of them stay."""
 NEVER = -(1 << 60)
+PLACEMENTS = 64
+"""Placements of a shape that are kept, as those of outputs whose memory comes again."""
 VARIANTS = 4
 """Placements of a shape that have launches of their own, as those of a cache in two places."""
 
@@ -179,6 +181,7 @@ class Instance:
         """Take the ends of the present shape; most are those of the one before."""
         old, ends = self._ends, self.made.ends
         self._ends, movable = ends, self._own
+        self._placements: dict[tuple[str | int | None, ...], Placement] = {}
         if old is None or ends.outputs is not old.outputs:
             self.outputs = dict(ends.outputs)
             self._in_place = {
@@ -251,9 +254,17 @@ class Instance:
         """Where a run with these inputs and outputs has them, in place what can be."""
         if not inputs and not outputs:
             return self._home
-        home = dict(zip(self.movable, self._home.where, strict=True))
-        ends = self.inputs, self._in_place
-        return placed(home, *ends, inputs, outputs, self._may_share)
+        places = [t.address for t in (*inputs.values(), *outputs.values())]
+        key = (*inputs, None, *outputs, *places)
+        found = self._placements.get(key)
+        if found is None:
+            if len(self._placements) >= PLACEMENTS:
+                self._placements.clear()
+            home = dict(zip(self.movable, self._home.where, strict=True))
+            ends = self.inputs, self._in_place
+            found = placed(home, *ends, inputs, outputs, self._may_share)
+            self._placements[key] = found
+        return found
 
     def _may_share(self, output: str, source: str) -> bool:
         """Whether the output may be written in the memory of the input `source`."""
@@ -265,7 +276,9 @@ class Instance:
 
     def place(self, placement: Placement) -> None:
         """Let the next run read and write there."""
-        self.now = placement
+        before, self.now = self.now, placement
+        if placement is before or placement.where == before.where:
+            return
         self.launcher.stand(placement.where)
         if not self._stale:  # else a run writes the launches
             self.launcher.place(placement.where)
@@ -299,18 +312,12 @@ class Instance:
             self._turns, self._turns_of = None, (self.made, fetch)
             if not self._apart:
                 ends, shared = (self._fed, fetch.arriving), self.owner
-                memory = Pools(shared.pool, shared.copies, shared.device_id)
-                self._turns = Turns.of(self.program, *ends, memory)
+                self._turns = Turns.of(self.program, *ends, shared)
         slot = None if self._turns is None else self._turns.take(feeds, stream)
         if slot is None or self._turns is None:
             return None
         turn, where = slot
-        key = tuple([tensor.address for tensor in where.values()])
-        placement = turn.placements.get(key)
-        if placement is None:
-            turn.placements.clear()
-            placement = turn.placements[key] = self.placement(where, turn.outputs)
-        self.place(placement)
+        self.place(self.placement(where, turn.outputs))
         if not all(part.captured for part in self.launcher.parts):
             self.launcher.current.captured = False  # a graph that was lost is made anew
         return turn, self._turns

@@ -68,7 +68,9 @@ class Launcher:
         self.current: Variant
         """The launches for the places that were last asked for."""
         self._variants: OrderedDict[Places, Variant] = OrderedDict()
-        self._left: OrderedDict[Places, None] = OrderedDict()  # places that were left lately
+        self._left: OrderedDict[Places, None] = (
+            OrderedDict()
+        )  # places whose launches were moved lately
         self._at: Places = ()  # those that `address` has
 
     @property
@@ -99,12 +101,6 @@ class Launcher:
     def place(self, where: Places) -> Variant:
         """The launches that read and write there, which become the current ones."""
         variants = self._variants
-        if variants:
-            if where == self.current.where:
-                return self.current
-            self._left[self.current.where] = None
-            if len(self._left) > 4 * self._most:
-                self._left.popitem(last=False)
         variant = variants.get(where)
         if variant is not None:
             variants.move_to_end(where)
@@ -113,12 +109,15 @@ class Launcher:
             if not variants or (where in self._left and len(variants) < self._most):
                 variant = Variant(where, self._bound(self.parts if variants else None))
             else:
-                _, variant = variants.popitem(last=False)
-                moved = self._moved(variant, where)
-                variant.runs = 0
+                left, variant = variants.popitem(last=False)
+                self._left[left] = None
+                if len(self._left) > 4 * self._most:
+                    self._left.popitem(last=False)
+                variant.runs, moved = 0, self._moved(variant, where)
                 for part in variant.parts:
                     part.move(moved)
-        variants[where] = self.current = variant
+            variants[where] = variant
+        self.current = variant
         return variant
 
     def apart(self, where: Places) -> Variant:

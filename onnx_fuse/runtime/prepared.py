@@ -20,10 +20,6 @@ from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 if TYPE_CHECKING:
     from onnx_fuse.runtime.instance import Fetch, Instance
 
-PLACEMENTS = 16
-"""Placements of a binding that are kept, as those of outputs whose memory comes again."""
-
-
 OutputGroup = tuple[str, list[str], tuple[int, ...], np.dtype[Any], int]
 """Outputs of one shape and type in one block, which are usually released together, as those of a
 cache are: what it is called, names, shape, type, and the bytes from one to the next."""
@@ -70,7 +66,6 @@ class Prepared:
         self.fetch, self.results = fetch, results
         self._watched: list[_Watched] = []
         self._event: device.Event | None = None
-        self._placements: dict[tuple[int, ...], tuple[Placement, bool]] = {}
         self._latest: tuple[list[int], tuple[Placement, bool]] | None = None
 
     def watch(self, feeds: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
@@ -136,16 +131,9 @@ class Prepared:
         if self._latest is not None and self._latest[0] == at:
             return self._latest[1]
         inputs = {n: v for n, v in self.feeds.items() if isinstance(v, DeviceTensor)}
-        bound = [t.address for side in (inputs, self.places) for t in side.values()]
-        key = (*bound, *at)
-        found = self._placements.get(key)
-        if found is None:
-            if len(self._placements) >= PLACEMENTS:
-                self._placements.clear()
-            placement = self.instance.placement(inputs, {**self.places, **fresh})
-            aligned = all(t.address % ALIGNED == 0 for t in inputs.values())
-            found = placement, len(inputs) < len(self.feeds) or not aligned
-            self._placements[key] = found
+        placement = self.instance.placement(inputs, {**self.places, **fresh})
+        aligned = all(t.address % ALIGNED == 0 for t in inputs.values())
+        found = placement, len(inputs) < len(self.feeds) or not aligned
         self._latest = at, found
         return found
 

@@ -13,7 +13,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.zero_copy import READ, WRITTEN, ZeroCopy, is_plain
 
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.resources import Resources
+
 TURNS = 4
 """Runs of a shape that may be under way; one more waits for the oldest."""
 LAUNCHES = 128
@@ -35,14 +38,6 @@ AFTER = 8
 LARGE = 256 << 10
 """Bytes of arrays from which on a copy beside the run before is worth the waits of two streams."""
 Places = tuple[tuple[str, int, Tensor], ...]
-
-
-class Pools(NamedTuple):
-    """Where the memory of turns comes from: a GPU, and the stream that copies to it."""
-
-    pool: device.Pool
-    copies: device.Stream
-    device_id: int
 
 
 class StagingBuffer:
@@ -68,8 +63,6 @@ class RunSlot:
         """The end of its run."""
         self.home: StagingBuffer | None = None
         """Where its large arrays go, if it is fed some."""
-        self.placements: dict[tuple[int, ...], Any] = {}
-        """The graph of a run, by the addresses of its inputs."""
         self._device_id = device_id
 
     def __del__(self) -> None:
@@ -122,7 +115,7 @@ class Turns:
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         fed: Places,
-        on: Pools,
+        on: Resources,
     ) -> None:
         count = TURNS if inputs or outputs else 2
         self._turns = [RunSlot(inputs, outputs, on.device_id) for _ in range(count)]
@@ -180,7 +173,7 @@ class Turns:
         program: Program,
         inputs: Places,
         outputs: Sequence[tuple[str, int, Tensor]],
-        on: Pools,
+        on: Resources,
     ) -> Turns | None:
         """The turns of a program with these inputs and outputs; None where they gain nothing."""
         if program.stages or any(call.host or collective(call) for call in program.calls):
