@@ -28,7 +28,7 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.call import Shapes as TypedShapes
-from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
@@ -200,7 +200,7 @@ def _compiled(
             program, entry["open"] = _opened(one.served, trace)
         opened = SymbolicProgram(relabel(_without_weights(program), names), trace)
         guards = opened.guards if one.served is None else one.served.source.guards
-        entry["guards"] = guards.formulas.data
+        entry["guards"] = guards.data
         data = template.write(opened, store)
         members[member] = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
         entries.append(entry)
@@ -334,7 +334,7 @@ def _opened(served: _SizeRange, trace: Trace) -> tuple[Program, dict[str, Any]]:
     """The program over open sizes, and what the manifest says of them."""
     opened = {symbol: trace.symbol(symbol, n) for symbol, n in served.sizes[0].items()}
     program: Program = served.source.traced(opened)
-    checks = Guards(Formulas.of(trace.guards, tuple(opened)))
+    checks = Formulas.of(trace.guards, tuple(opened))
     if not all(checks.hold(sizes) for sizes in served.sizes):
         raise ModelError(f"{', '.join(served.ranges)} must be given size by size: {_FIXED}")
     largest: dict[str, int] | None = {

@@ -24,7 +24,7 @@ from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import host, template
 from onnx_fuse.program.call import Program, Tensor
-from onnx_fuse.program.formula import Formulas, Guards, value
+from onnx_fuse.program.formula import Formulas, value
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num
@@ -204,8 +204,8 @@ def reread(opened: SymbolicProgram) -> SymbolicProgram:
         arrays.append(array)
         return str(len(arrays) - 1)
 
-    data = json.loads(json.dumps([opened.guards.formulas.data, template.write(opened, store)]))
-    guards = Guards(Formulas.read(data[0], conditions=True))
+    data = json.loads(json.dumps([opened.guards.data, template.write(opened, store)]))
+    guards = Formulas.read(data[0], conditions=True)
     recipes = template.read(data[1], guards, lambda name, dtype, shape: arrays[int(name)])
     found: SymbolicProgram = object.__new__(SymbolicProgram)
     found.set(guards, recipes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -86,6 +86,34 @@ class Formulas:
         """Lists and numbers, as a file holds them."""
         return [list(self.symbols), list(self.constants), [*chain(*self.rows)], list(self.roots)]
 
+    def hold(self, values: Mapping[str, int]) -> bool:
+        """Whether these sizes meet all of the conditions, which are looked at in order.
+
+        False where one has no value for them.
+        """
+        try:
+            results = [*self.constants, *[values[name] for name in self.symbols]]
+            append = results.append
+            for steps, root in self._until:
+                for do, a, b in steps:
+                    append(do(results[a], results[b]))
+                if not results[root]:
+                    return False
+        except (KeyError, ZeroDivisionError):
+            return False
+        return True
+
+    @cached_property
+    def _until(self) -> list[tuple[Sequence[Step], int]]:
+        """Each root, and the steps up to it that those before it do not need."""
+        begin, first = 0, len(self.constants) + len(self.symbols)
+        parts: list[tuple[Sequence[Step], int]] = []
+        for root in self.roots:
+            end = max(begin, root + 1 - first)
+            parts.append((self._steps[begin:end], root))
+            begin = end
+        return parts
+
     def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> list[Any]:
         """The values, for these of the symbols; `functions` replace operations by name.
 
@@ -100,34 +128,6 @@ class Formulas:
         except ZeroDivisionError as error:
             raise NoValue("no value: a division by zero") from error
         return [results[root] for root in self.roots]
-
-
-class Guards:
-    """Conditions in order: what must hold for a program to serve some sizes."""
-
-    def __init__(self, formulas: Formulas) -> None:
-        self.formulas = formulas
-        begin: int = 0
-        self._parts: list[tuple[Sequence[Step], int]] = []
-        first = len(formulas.constants) + len(formulas.symbols)
-        for root in formulas.roots:
-            end = max(begin, root + 1 - first)
-            self._parts.append((formulas._steps[begin:end], root))
-            begin = end
-
-    def hold(self, values: Mapping[str, int]) -> bool:
-        """Whether these sizes meet all of them; False where one has no value for them."""
-        try:
-            results = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
-            append = results.append
-            for steps, root in self._parts:
-                for do, a, b in steps:
-                    append(do(results[a], results[b]))
-                if not results[root]:
-                    return False
-        except (KeyError, ZeroDivisionError):
-            return False
-        return True
 
 
 def _steps(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.size import OpenSize, Trace, expression, maximum, minimum
 
 
@@ -31,12 +31,12 @@ class SymbolicProgram:
             name: EvalPlan.of(part, symbols, often=True) for name, part in (parts or {}).items()
         }
         recipes[""] = EvalPlan.of(made, symbols)
-        self.set(Guards(Formulas.of(guards, symbols)), recipes)
+        self.set(Formulas.of(guards, symbols), recipes)
 
-    def set(self, guards: Guards, recipes: Mapping[str, EvalPlan]) -> None:
+    def set(self, guards: Formulas, recipes: Mapping[str, EvalPlan]) -> None:
         """Take what was made before; the recipe of the whole object is called ""."""
         self.guards, self.recipes = guards, recipes
-        self.symbols = tuple(guards.formulas.symbols)
+        self.symbols = tuple(guards.symbols)
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether these values meet all guards, so that lowering would take the same decisions."""

@@ -20,7 +20,7 @@ import numpy as np
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import (
     PLAIN,
     Array,
@@ -227,7 +227,7 @@ def _given(kind: Any, pairs: Mapping[str, Any]) -> dict[str, Any]:
 
 def read(
     data: Mapping[str, Any],
-    guards: Guards,
+    guards: Formulas,
     array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
 ) -> dict[str, EvalPlan]:
     """The recipes of the open program with these guards that `write` described.
@@ -239,7 +239,7 @@ def read(
     try:
         words = _Words(data["words"])
         objects = _objects(data["plain"], data["groups"], words, array)
-        recipes = {str(name): _recipe(head, objects, words, guards.formulas.symbols)
+        recipes = {str(name): _recipe(head, objects, words, guards.symbols)
                    for name, head in data["recipes"].items()}  # fmt: skip
         return {"": recipes[""], **recipes}
     except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:

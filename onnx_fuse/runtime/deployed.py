@@ -17,7 +17,7 @@ from onnx_fuse.container import Container
 from onnx_fuse.cuda.source import give, take_back
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program, Shapes, dtype_of
-from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import encoding
 from onnx_fuse.runtime.encoding import FORMAT, CheckedOpen, Module
@@ -208,7 +208,7 @@ class _Entry:
         self.shapes = _shapes(data["inputs"])
         self.open: list[tuple[str, int, str]] | None = None
         """(input, axis, symbol) of the sizes that may be others."""
-        self.guards = Guards(Formulas.read(data["guards"], conditions=True))
+        self.guards = Formulas.read(data["guards"], conditions=True)
         symbolic = data.get("open")
         if symbolic is None:
             return
@@ -220,7 +220,7 @@ class _Entry:
         names = {symbol for _, _, symbol in self.open}
         if self.largest is not None and self.largest.keys() != names:
             raise ValueError("the largest sizes")
-        if {*self.guards.formulas.symbols} != names:
+        if {*self.guards.symbols} != names:
             raise ValueError("guards of other symbols")
         self._ranges = {
             str(symbol): (str(name), _axis(low), _axis(high))

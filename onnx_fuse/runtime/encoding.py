@@ -19,7 +19,7 @@ from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.errors import ModelError
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
-from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import EvalPlan, SymbolicProgram
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -56,7 +56,7 @@ _SOURCE = re.compile(r"\w+(?:/\w+)*\.cu\Z", re.ASCII)
 
 def read(
     data: Any,
-    guards: Guards,
+    guards: Formulas,
     array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
     modules: Collection[Module] | None = None,
     check: Callable[[Program, Mapping[str, int]], None] | None = None,
@@ -79,7 +79,7 @@ class CheckedOpen(SymbolicProgram):
 
     def __init__(
         self,
-        guards: Guards,
+        guards: Formulas,
         recipes: Mapping[str, EvalPlan],
         modules: Collection[Module] | None,
         check: Callable[[Program, Mapping[str, int]], None] | None,

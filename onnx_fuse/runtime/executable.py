@@ -173,43 +173,33 @@ class Executable:
         Feeds are arrays, or GPU tensors of any library that has DLPack or the CUDA array interface.
         """
         stream, direct = self.stream, None
-        with self._lock, self._fresh_after_fault:
-            adopted = self._adopted(feeds, stream)
-            instance = self.instance(adopted)
-            stream.catch_up()
-            if on_device:
-                wanted = list(instance.outputs) if names is None else list(names)
-                results = self._kept(instance, adopted, wanted, {}, {}, stream)
-                stream.wait(instance.describe())
-                return [_settled(results[name]) for name in wanted]
-            fetch = instance.fetching(names)
-            if instance.runs_as_graph and instance.zero_copy is not None:
-                direct, placement = instance.zero_copy
-                if not direct.fill(adopted):
-                    direct = None
-            if direct is not None:
-                try:
-                    instance.place(placement)
-                    instance.launch(stream)
-                except BaseException:
-                    direct.free.release()
-                    raise
-            else:
-                instance.place(instance.placement({}, {}))
-                instance.feed(adopted, stream)
-                instance.launch(stream)
-                room = instance.download(fetch, stream)
-            if instance.staged:
-                stream.wait(instance.describe())
-                return instance.arrays(fetch, room, self._later(instance).run())
-        if direct is None:
-            stream.wait(instance.describe())
-            return instance.arrays(fetch, room)
         try:
+            with self._lock, self._fresh_after_fault:
+                adopted = self._adopted(feeds, stream)
+                instance = self.instance(adopted)
+                stream.catch_up()
+                if on_device:
+                    wanted = list(instance.outputs) if names is None else list(names)
+                    results = self._kept(instance, adopted, wanted, {}, {}, stream)
+                    stream.wait(instance.describe())
+                    return [_settled(results[name]) for name in wanted]
+                fetch = instance.fetching(names)
+                direct, placement = instance.zero_copied(adopted)
+                instance.place(placement)
+                if direct is None:
+                    instance.feed(adopted, stream)
+                instance.launch(stream)
+                room = None if direct is not None else instance.download(fetch, stream)
+                if instance.staged:
+                    stream.wait(instance.describe())
+                    return instance.arrays(fetch, room, self._later(instance).run())
             stream.wait(instance.describe())
-            return instance.copies(fetch, direct.outputs)
+            if direct is not None:
+                return instance.copies(fetch, direct.outputs)
+            return instance.arrays(fetch, room)
         finally:
-            direct.free.release()
+            if direct is not None:
+                direct.free.release()
 
     def send(self, names: Sequence[str], feeds: Feeds) -> Pending:
         """Start a run and return at once: the outputs named, no states, are on their way."""

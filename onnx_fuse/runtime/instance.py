@@ -295,6 +295,17 @@ class Instance:
                 self._direct = plan, self.placement(*plan.places(self.owner.device_id))
         return self._direct
 
+    def zero_copied(self, feeds: Mapping[str, Any]) -> tuple[ZeroCopy | None, Placement]:
+        """That memory with these feeds, and where it is; None and home where a run has copies.
+
+        Who takes it releases `free`.
+        """
+        if self.runs_as_graph and self.zero_copy is not None:
+            memory, placement = self.zero_copy
+            if memory.fill(feeds):
+                return memory, placement
+        return None, self._home
+
     _direct_of: object = None  # the program that it was found for
     _direct: tuple[ZeroCopy, Placement] | None = None
 

@@ -6,6 +6,7 @@ where that takes much of it, the calls run one after another.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ class _Layout:
         self.plan, self.room, self.workspaces = plan, room, workspaces
         self._bytes = sum(room.values())
         sizes = source.part("sizes", numbers)
-        self._sizes: tuple[int, ...] | None = None if sizes is None else sizes[:-1]
+        self._sizes = (*room.values(), *workspaces) if sizes is None else sizes[:-1]
 
     @classmethod
     def of(cls, source: SymbolicProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
@@ -227,23 +228,11 @@ class _Layout:
         room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
         return cls(source, plan(whole), room, [call.workspace for call in whole.calls], numbers)
 
-    def _wastes(self, total: int) -> bool:
-        """Whether it takes much more than the bytes that are needed."""
-        return self._bytes > LARGE and 2 * total < self._bytes
-
-    def serves(self, sizes: Sequence[int], total: int) -> bool:
-        """Whether what may grow fits, by the part "sizes" of the open program."""
-        fits = self._sizes is not None and all(map(le, sizes, self._sizes))
-        return fits and not self._wastes(total)
-
-    def fits(self, program: Program) -> bool:
-        """Whether the buffers and workspaces of the program fit."""
-        pairs = zip(program.calls, self.workspaces, strict=True)
-        return (
-            all(b.nbytes <= self.room[b.id] for b in program.buffers)
-            and all(call.workspace <= nbytes for call, nbytes in pairs)
-            and not self._wastes(sum(b.nbytes for b in program.buffers))
-        )
+    def serves(self, needs: Sequence[int]) -> bool:
+        """Whether what may grow fits, and takes no more than twice what it needs."""
+        *sizes, total = needs
+        wastes = self._bytes > LARGE and 2 * total < self._bytes
+        return all(map(le, sizes, self._sizes)) and not wastes
 
 
 def _whole_numbers(values: Iterable[Any]) -> None:
@@ -368,21 +357,18 @@ class PlannedOpenProgram:
 
     def at(self, numbers: Mapping[str, int]) -> PlannedProgram:
         """The Program for these sizes, and a layout that it fits."""
-        needs = self.source.part("sizes", numbers)
         latest, self._latest = self._latest, None
-        program: Program | None = None
-        if latest is not None and latest[0] == numbers:
-            program = latest[1]
-        elif needs is None:
-            program = self.source.at(numbers)
+        program = latest[1] if latest is not None and latest[0] == numbers else None
+        needs = self.source.part("sizes", numbers)
+        if needs is None:  # all that may be larger for other sizes, and the bytes of all buffers
+            program = self.source.at(numbers) if program is None else program
+            sizes = [b.nbytes for b in program.buffers]
+            needs = (*sizes, *[call.workspace for call in program.calls], sum(sizes))
         for bounds in (self.largest, self._nearer(numbers)):
-            try:
+            with contextlib.suppress(NoValue):  # as bounds need not meet the guards
                 layout = self._for(bounds)
-            except NoValue:  # as bounds need not meet the guards
-                continue
-            served = needs is not None and layout.serves(needs[:-1], needs[-1])
-            if served or (needs is None and program is not None and layout.fits(program)):
-                return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)
+                if layout.serves(needs):
+                    return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)
         program = self.source.at(numbers) if program is None else program
         return PlannedProgram(program, plan(program), self.source, None, numbers)
 

@@ -36,7 +36,7 @@ from onnx_fuse.files import opened_private, private_folder, read_private, writte
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program import template
 from onnx_fuse.program.call import dtype_of
-from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import collector, encoding
 from onnx_fuse.runtime.plan import PlannedOpenProgram
@@ -76,7 +76,7 @@ class ProgramCache:
         self, folder: Path, arrays: Callable[[], Mapping[str, Array]], given: Collection[str] = ()
     ) -> None:
         self.folder, self._arrays, self.given = folder, arrays, frozenset(given)
-        self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
+        self._guards: dict[Path, Formulas | None] = {}  # of the files seen so far
         self._containers: dict[Path, Container | None] = {}
         self._folders: dict[Key, Path] = {}
         self._pruned = False
@@ -100,7 +100,7 @@ class ProgramCache:
 
         Warns where the cache cannot be written to.
         """
-        header = json.dumps(planned.source.guards.formulas.data).encode()
+        header = json.dumps(planned.source.guards.data).encode()
         path = self._of(key) / f"{digest_of([header])}.program"
         try:
             if not private_folder(path.parent) or path.exists():
@@ -159,7 +159,7 @@ class ProgramCache:
         return planned
 
     def _decoded(
-        self, guards: Guards, body: memoryview, numbers: Mapping[str, int]
+        self, guards: Formulas, body: memoryview, numbers: Mapping[str, int]
     ) -> PlannedOpenProgram:
         """The program of a file; whatever the file says is checked, for these sizes."""
         length, words = _LENGTHS.unpack_from(body)
@@ -232,7 +232,7 @@ _LENGTHS = struct.Struct("<QQ")  # bytes of the text, number of words
 _HEAD = 64 + _LENGTH.size  # digests of guards and program, bytes of the guards
 
 
-def _guards(path: Path) -> Guards | None:
+def _guards(path: Path) -> Formulas | None:
     """The guards of a file, None of a damaged one."""
     try:
         with opened_private(path) as file:
@@ -240,7 +240,7 @@ def _guards(path: Path) -> Guards | None:
             length = _LENGTH.unpack_from(head, 64)[0]
             header = file.read(min(length, 1 << 24))
         whole = hashlib.sha256(header).digest() == head[:32]
-        return Guards(Formulas.read(json.loads(header), conditions=True)) if whole else None
+        return Formulas.read(json.loads(header), conditions=True) if whole else None
     except (OSError, ValueError, RecursionError, struct.error):
         return None
 
