@@ -152,7 +152,9 @@ class BoundProgram:
                     variant = launcher.apart(where)
                     self._kept.append(variant)
                 else:
-                    variant, self._latest = launcher.place(where), ends
+                    self._latest = None  # what fails half way is not launched again
+                    variant = launcher.place(where)
+                    self._latest = ends
             if self._many and not keep:
                 self._repeat(variant)
             for part in variant.parts:

@@ -14,10 +14,9 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.arrays import Array
-from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.arg_updates import Change, all_launches, operands, workspace_key
+from onnx_fuse.runtime.arg_updates import Change, all_launches, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.launcher import Launcher
@@ -25,7 +24,7 @@ from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.placement import Placement, placed
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, RunSlot, Turns
-from onnx_fuse.runtime.schedule import Aliases, collective
+from onnx_fuse.runtime.schedule import Aliases, Segment, collective
 from onnx_fuse.runtime.staging import Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 from onnx_fuse.runtime.timeline import Communication
@@ -431,24 +430,17 @@ class Instance:
 
         State changes. Without collectives, which no rank can run by itself.
         """
-        times_of = []
+        found = []
         for i, call in enumerate(self.program.calls):
             if call.launches and not collective(call) and (wanted is None or wanted(call)):
-                pointers = operands(self.address, i, call)
-                bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
-
+                alone = Segment(i, (call,))
+                part = Launches(alone, self.plan.order, self.owner.hw, self.address)
                 stream = device.Stream()
-
-                def enqueue(steps: list[PlacedLaunch] = bound, handle: int = stream.handle) -> None:
-                    for _ in range(20):
-                        for step in steps:
-                            step.enqueue(handle)
-
-                graph = stream.capture([enqueue])
+                graph = stream.capture([partial(part.launch, stream)] * 20)
                 launch = partial(self.owner.stream.launch, graph, "a graph")
                 times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
-                times_of.append((call, min(times) / 20))
-        return times_of
+                found.append((call, min(times) / 20))
+        return found
 
     # ---- what comes out ----
 
