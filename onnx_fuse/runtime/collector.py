@@ -19,8 +19,7 @@ class _State:
 
     lock = threading.RLock()  # a finalizer may begin a block anywhere
     blocks = 0
-    was = False
-    """Whether the collector was on before the first of them."""
+    was = False  # whether the collector was on before the first of them
     stays = False
     """Whether one of them made objects that stay."""
     generation = -1

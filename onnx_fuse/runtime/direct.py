@@ -12,8 +12,6 @@ from math import prod
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
-
 from onnx_fuse import config
 from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
@@ -67,7 +65,13 @@ class Layout:
         self.plan, self.hw, self.device_id = ready.plan, executable.hw, executable.device_id
         owner = executable.shared
         self.fixed, *held = owner.prepared(program, {})
-        self._held: list[Any] = held
+        known = {
+            i: value
+            for i, (_, value) in enumerate(program.outputs)
+            if not isinstance(value, Tensor | None)
+        }
+        constants = owner.constants.place(known)
+        self._held: list[Any] = [*held, constants]
         owner.set_up(program.setup, self.fixed)
         executable.stream.wait("preparing a graph")  # from now on every stream may read it
         inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
@@ -88,8 +92,7 @@ class Layout:
                 self.stays[i] = names.index(executable.state[name])
             source: int | Tensor | None = None
             if not isinstance(value, Tensor):
-                source = self._upload(executable, np.ascontiguousarray(value))
-                value = np.asarray(value)
+                source = constants[i].address if value.nbytes else 0
                 kind = value.dtype.name
             else:
                 kind = value.dtype
@@ -109,15 +112,6 @@ class Layout:
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
         self.count = sum(len(call.launches) for call in program.calls)
         """The number of launches."""
-
-    def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
-        """The address of a copy of an output that lowering knew."""
-        memory = executable.shared.pool.allocate(array.nbytes, "an output")
-        self._held.append(memory)
-        if array.nbytes:
-            executable.stream.upload(memory.address, array.ctypes.data, array.nbytes)
-            executable.stream.wait("a copy to the GPU")
-        return memory.address
 
 
 class BoundProgram:
