@@ -131,11 +131,21 @@ class Case:
         """Of every variant."""
         program = self.program(hw)
         found = [x for call in (*program.setup, *program.calls) for x in call.launches]
-        return found + [x for each in choices(program, hw).values() for x in each]
+        return found + [x for own in launched(program, self.variants(hw), hw) for x in own]
 
     def variants(self, hw: Hardware) -> list[Selection]:
         """Every legal kernel and configuration but those that are chosen anyway."""
-        return list(choices(self.program(hw), hw))
+        found: dict[Selection, None] = {}
+        for problem in problems_of(self.program(hw)):
+            chosen = select(problem.op, problem, hw)
+            assert chosen is not None
+            for kernel in candidates(problem.op):
+                if problem.op == "Pointwise" or kernel.supports(problem, hw) is not None:
+                    continue  # pointwise kernels have tests of their own
+                for how in kernel.configs(problem, hw):
+                    if (kernel, how) != (chosen.kernel, chosen.config):
+                        found[Selection(kernel, how, 0.0, "each")] = None
+        return list(found)
 
     def _reference_is_wrong(self) -> bool:
         """Where onnx 1.23's reference evaluator raises or breaks the spec: truth is onnxruntime."""
@@ -171,20 +181,27 @@ class Case:
             return [np.asarray(y) for y in ReferenceEvaluator(proto).run(None, feeds)]
 
 
-def choices(program: Program, hw: Hardware) -> dict[Selection, list[Launch]]:
-    """What each legal kernel and configuration launches but those that are chosen anyway."""
-    found: dict[Selection, list[Launch]] = {}
-    for problem in (c.problem for c in (*program.setup, *program.calls) if c.problem):
-        chosen = select(problem.op, problem, hw)
-        assert chosen is not None
+def problems_of(program: Program) -> list[AnyProblem]:
+    """The problems of all calls."""
+    return [call.problem for call in (*program.setup, *program.calls) if call.problem]
+
+
+def launched(program: Program, choices: Sequence[Selection], hw: Hardware) -> list[list[Launch]]:
+    """What each choice launches for the problems of a program that it serves."""
+    served: dict[tuple[object, object], list[AnyProblem]] = {}
+    for problem in problems_of(program):
         for kernel in candidates(problem.op):
-            if problem.op == "Pointwise" or kernel.supports(problem, hw) is not None:
-                continue  # pointwise kernels have tests of their own
-            for how in kernel.configs(problem, hw):
-                if (kernel, how) != (chosen.kernel, chosen.config):
-                    choice = Selection(kernel, how, 0.0, "each")
-                    found.setdefault(choice, []).extend(kernel.launch(problem, how, hw))
-    return found
+            if kernel.supports(problem, hw) is None:
+                for how in kernel.configs(problem, hw):
+                    served.setdefault((kernel, how), []).append(problem)
+    return [
+        [
+            x
+            for problem in served[c.kernel, c.config]
+            for x in c.kernel.launch(problem, c.config, hw)
+        ]
+        for c in choices
+    ]
 
 
 @contextmanager

@@ -49,7 +49,7 @@ from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
 import test_gemm
-from math_cases import Case, choices
+from math_cases import Case, launched
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
@@ -89,16 +89,18 @@ def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
     """
     parameters = callspec.params if callspec else {}
     if hasattr(parameters.get("case"), "program"):
-        program = parameters["case"].program(hw)
+        case = parameters["case"]
+        program = case.program(hw)
         calls = (*program.setup, *program.calls)
         always = tuple(x for call in calls for x in call.launches)
         flops = sum(call.problem.flops for call in calls if call.problem)
-        variants = choices(program, hw).values()
+        variants = launched(program, case.variants(hw), hw)
         return [Run((*always, *more), flops) for more in ((), *variants)]
     if "problem" in parameters:
         problem = parameters["problem"]
-        launched = [kernel.launch(problem, how, hw) for kernel, how in test_gemm.each(problem, hw)]
-        return [Run(), *(Run(tuple(launches), problem.flops) for launches in launched)]
+        pairs = test_gemm.each(problem, hw)
+        runs = [Run(tuple(kernel.launch(problem, how, hw)), problem.flops) for kernel, how in pairs]
+        return [Run(), *runs]
     return [Run()]
 
 
