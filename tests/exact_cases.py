@@ -199,12 +199,11 @@ skip_norm_in_a_loop_with_its_scale:
   k = ReduceMean <keepdims = 0> (h, ax)  n = LayerNormalization <axis = -1> (s, k, b)
   ho = Add (n, h) }>
 loss_in_a_branch: fed x labels flag
-  (float[B,8] x, int64[B] labels, bool flag) => (float y, float[B,8] l)
+  (float[6,8] x, int64[6] labels, bool flag) => (float y, float[6,8] l)
   l = LogSoftmax <axis = 1> (x)
   y = If (flag) <
   then_branch = yes () => (float t) { t = NegativeLogLikelihoodLoss (l, labels) },
   else_branch = no () => (float o) { o = ReduceMax <keepdims = 0> (x) }>
-  spares empty: there is no maximum over none
 activation_in_a_branch: Gemm; fed x flag
   ($FLAG, float[8,8] w, float[8] c) => ($OUT)
   m = MatMul (x, w)  z = Add (m, c)

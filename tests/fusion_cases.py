@@ -166,9 +166,12 @@ conv_activation_behind_views: ConvGelu
   to = int64[3] {0, 6, -1}  z = Conv <pads = [1,1,1,1]> (x, w)  f = Reshape (z, to)
   t = Transpose <perm = [0,2,1]> (f)  y = Gelu (t)
 cross_entropy_written_out: fed x labels; gone LogSoftmax NegativeLogLikelihoodLoss
+  (float[2,6,T] x, int64[2,T] labels) => (float y)
+  l = LogSoftmax <axis = 1> (x)  y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)
+cross_entropy_of_rows_that_may_be_none_stays: fed x labels; gone SoftmaxCrossEntropyLoss
   (float[B,24] x, int64[B] labels) => (float y)
   l = LogSoftmax <axis = 1> (x)  y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)
-  spares empty: onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)
+  reason: there may be no rows
 linear_cross_entropy: LinearCrossEntropy; fed x labels; gone MatMul SoftmaxCrossEntropyLoss
   (float[B,T,8] x, float[2051,8] w, int64[B,T] labels) => (float y)
   wt = Transpose <perm = [1, 0]> (w)  l = MatMul (x, wt)  to = int64[2] {-1, 2051}

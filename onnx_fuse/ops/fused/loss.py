@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, rank
+from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, depends_on, producer
 
 
@@ -27,12 +27,16 @@ def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
             [log_softmax, nll],
             "LogSoftmax is not along the class axis 1",
         )
-    op = Builder()
     shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
     if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
         reason = "its labels or weights are worked out from the probabilities"
         return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
+    some = all(dim(log_p, axis) for axis in (0, 1))
+    if not (some or rw.training or "SoftmaxCrossEntropyLoss" in rw.for_kernels):
+        reason = "there may be no rows, for which onnxruntime refuses a SoftmaxCrossEntropyLoss"
+        return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
+    op = Builder()
     outputs = op.node(
         "SoftmaxCrossEntropyLoss", inputs, outputs=1 + shared, attributes=nll.attributes
     )
@@ -49,6 +53,6 @@ RULES = (
         1,
         ("NegativeLogLikelihoodLoss",),
         _cross_entropy,
-        conditions="types body",
+        conditions="types ranks sizes body",
     ),
 )
