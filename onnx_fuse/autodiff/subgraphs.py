@@ -279,12 +279,18 @@ def _of_scan(node: ir.Node, name: str, count: int) -> list[int]:
     return list(node.attributes.get_ints(name, []) or [0] * count)
 
 
+_TRIAL = 5040  # a size by which a body is tried; what halves and doubles an axis keeps it
+
+
 def _one_shape(
     op: Emitter, node: ir.Node, body: ir.Graph, starts: Sequence[ir.Value], lead: int
 ) -> None:
     """Raises ModelError where a state may change its shape, or is no tensor."""
     first = 1 if lead else 0
     shapes: list[ir.Shape | None] | None = None
+    for x, held in zip(starts, body.inputs[lead:], strict=False):
+        held.shape = held.shape or x.shape
+    trial = shapes_of_body(body, op.opset, _TRIAL)
     for i, x in enumerate(starts):
         y, z = body.outputs[first + i], node.outputs[i]
         if isinstance(x.type, ir.SequenceType | ir.OptionalType):
@@ -296,6 +302,9 @@ def _one_shape(
             shapes = shapes or shapes_of_body(body, op.opset)
             shape = shapes[first + i]
             changes = shape is None or held.shape is None or _sizes(shape) != _sizes(held.shape)
+        if not changes and held.shape is not None:
+            tried = ir.Shape([d if isinstance(d, int) else _TRIAL for d in held.shape])
+            changes = _differ(tried, trial[first + i])
         if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
 

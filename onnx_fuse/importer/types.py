@@ -187,10 +187,11 @@ def _complete_loop(node: ir.Node) -> bool:
     return changed
 
 
-def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
+def shapes_of_body(body: ir.Graph, opset: int, each: int = 0) -> list[ir.Shape | None]:
     """The shapes of a body's outputs by those of what it reads, whatever the file calls them.
 
-    Operators of other domains have results of unknown shapes.
+    Operators of other domains have results of unknown shapes. `each` is a number for all open
+    sizes.
     """
     graph = ir.serde.serialize_graph(body)
     local = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
@@ -204,6 +205,8 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     for output in graph.output:
         if output.name not in inner:
             output.type.tensor_type.ClearField("shape")
+    for size in (d for v in graph.input if each for d in v.type.tensor_type.shape.dim):
+        size.dim_value = size.dim_value if size.HasField("dim_value") else each
     domains = {n.domain: 1 for n in all_nodes(body)} | {"": opset}
     opsets = [onnx.helper.make_opsetid(*each) for each in domains.items()]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
