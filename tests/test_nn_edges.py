@@ -420,10 +420,18 @@ def test_every_name_has_a_row() -> None:
     assert names - {row[0] for row in ROWS} == WITHOUT
 
 
-@pytest.mark.parametrize("data", [None, {}, "text", [None], np.datetime64("2020-01-01")])
+NO_NUMBERS = [None, {}, "text", [None], np.datetime64("2020-01-01"), np.longdouble(1)]
+
+
+@pytest.mark.parametrize("data", NO_NUMBERS)
 def test_a_tensor_is_made_of_numbers(data: Any) -> None:
     with pytest.raises(UsageError, match="made of numbers, not of "):
         nn.tensor(data)
+
+
+def test_a_tensor_has_the_byte_order_of_the_machine() -> None:
+    swapped = np.array([1, -2, 3], np.dtype(np.float32).newbyteorder())
+    np.testing.assert_array_equal((nn.tensor(swapped) + swapped).numpy(), [2, -4, 6])
 
 
 def test_a_type_without_the_operator_is_one_sentence() -> None:

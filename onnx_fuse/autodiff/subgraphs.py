@@ -286,25 +286,22 @@ def _one_shape(
     op: Emitter, node: ir.Node, body: ir.Graph, starts: Sequence[ir.Value], lead: int
 ) -> None:
     """Raises ModelError where a state may change its shape, or is no tensor."""
-    first = 1 if lead else 0
-    shapes: list[ir.Shape | None] | None = None
-    for x, held in zip(starts, body.inputs[lead:], strict=False):
+    first, pairs = 1 if lead else 0, list(zip(starts, body.inputs[lead:], strict=False))
+    for x, held in pairs:
         held.shape = held.shape or x.shape
-    trial = shapes_of_body(body, op.opset, _TRIAL)
-    for i, x in enumerate(starts):
+    named, tried = (shapes_of_body(body, op.opset, each)[first:] for each in (0, _TRIAL))
+    for i, (x, held) in enumerate(pairs):
         y, z = body.outputs[first + i], node.outputs[i]
         if isinstance(x.type, ir.SequenceType | ir.OptionalType):
             raise fail(node, f"its state '{x.name}' is no tensor")
-        held = body.inputs[lead + i]
+        before = _sizes(held.shape) if held.shape is not None else None
         changes = any(_differ(x.shape, other.shape) for other in (y, z, held))
+        if before and not changes:
+            trial = [d if isinstance(d, int) else _TRIAL for d in before]
+            changes = _differ(ir.Shape(trial), tried[i])
         if not changes and _differ(held.shape, y.shape, named=True):
-            # an exporter may call one size by two names
-            shapes = shapes or shapes_of_body(body, op.opset)
-            shape = shapes[first + i]
-            changes = shape is None or held.shape is None or _sizes(shape) != _sizes(held.shape)
-        if not changes and held.shape is not None:
-            tried = ir.Shape([d if isinstance(d, int) else _TRIAL for d in held.shape])
-            changes = _differ(tried, trial[first + i])
+            shape = named[i]  # an exporter may call one size by two names
+            changes = shape is None or _sizes(shape) != before
         if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
 

@@ -121,10 +121,11 @@ def as_array(data: Any) -> Array:
     if isinstance(data, list | tuple) and any(hasattr(d, "_data") for d in data):
         data = [np.asarray(d) for d in data]
     array = np.asarray(data)
-    if array.dtype.kind in "OSUMm":
+    if array.dtype.kind in "OSUMm" or array.dtype.char in "gG":
         kind = f"{type(data).__name__} of {array.dtype.name}"
         raise UsageError(f"a Tensor is made of numbers, not of {kind}")
-    return array.astype(np.float32) if array.dtype == np.float64 and not _numpy(data) else array
+    short = array.dtype == np.float64 and not _numpy(data)
+    return array.astype("float32" if short else array.dtype.newbyteorder("="), copy=False)
 
 
 def _numpy(data: Any) -> bool:
