@@ -420,10 +420,7 @@ def test_every_name_has_a_row() -> None:
     assert names - {row[0] for row in ROWS} == WITHOUT
 
 
-NO_NUMBERS = [None, {}, "text", [None], np.datetime64("2020-01-01"), np.longdouble(1)]
-
-
-@pytest.mark.parametrize("data", NO_NUMBERS)
+@pytest.mark.parametrize("data", [None, {}, "a", [None], np.datetime64(1, "D"), np.longdouble(1)])
 def test_a_tensor_is_made_of_numbers(data: Any) -> None:
     with pytest.raises(UsageError, match="made of numbers, not of "):
         nn.tensor(data)

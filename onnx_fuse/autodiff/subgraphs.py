@@ -272,14 +272,12 @@ def _walk_back(
 
 
 _SCAN = ("axes", "directions")
+_TRIAL = 5040  # a size by which a body is tried; what halves and doubles an axis keeps it
 
 
 def _of_scan(node: ir.Node, name: str, count: int) -> list[int]:
     """A list attribute of Scan, zeros where it is absent; Loop stacks along axis 0."""
     return list(node.attributes.get_ints(name, []) or [0] * count)
-
-
-_TRIAL = 5040  # a size by which a body is tried; what halves and doubles an axis keeps it
 
 
 def _one_shape(
@@ -312,13 +310,8 @@ def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> b
         return False
     if len(a) != len(b):
         return True
-    for one, other in zip(_sizes(a) or (), _sizes(b) or (), strict=True):
-        if one is None or other is None:
-            continue
-        numbers = isinstance(one, int) and isinstance(other, int)
-        if one != other and (numbers or named):
-            return True
-    return False
+    pairs = [(d, e) for d, e in zip(_sizes(a), _sizes(b), strict=True) if None not in (d, e)]
+    return any(d != e and (named or type(d) is type(e) is int) for d, e in pairs)
 
 
 def _sizes(shape: ir.Shape) -> list[int | str | None]:

@@ -190,8 +190,7 @@ def _complete_loop(node: ir.Node) -> bool:
 def shapes_of_body(body: ir.Graph, opset: int, each: int = 0) -> list[ir.Shape | None]:
     """The shapes of a body's outputs by those of what it reads, whatever the file calls them.
 
-    Operators of other domains have results of unknown shapes. `each` is a number for all open
-    sizes.
+    Operators of other domains have results of unknown shapes. `each` is every open size.
     """
     graph = ir.serde.serialize_graph(body)
     local = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
@@ -214,12 +213,8 @@ def shapes_of_body(body: ir.Graph, opset: int, each: int = 0) -> list[ir.Shape |
         results = infer_actual(model, partial(inferred, data_prop=False)).graph.output
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return [None] * len(body.outputs)  # a body that contradicts itself
-    return [
-        ir.serde.deserialize_type_proto_for_shape(y.type)
-        if y.type.tensor_type.HasField("shape")
-        else None
-        for y in results
-    ]
+    shape_of = ir.serde.deserialize_type_proto_for_shape
+    return [shape_of(y.type) if y.type.tensor_type.HasField("shape") else None for y in results]
 
 
 def _complete_blocked(node: ir.Node) -> bool:

@@ -138,9 +138,8 @@ def _numpy(data: Any) -> bool:
 def _from_dlpack(data: Any) -> Array:
     if not hasattr(data, "__dlpack_device__") or int(data.__dlpack_device__()[0]) == 2:
         return adopt(data)
-    if str(getattr(data, "dtype", "")).endswith("bfloat16"):
-        return bfloat16_array(data)
-    return np.from_dlpack(data)
+    half = str(getattr(data, "dtype", "")).endswith("bfloat16")
+    return bfloat16_array(data) if half else np.from_dlpack(data)
 
 
 def exported(array: Array, options: Mapping[str, Any]) -> Any:

@@ -70,13 +70,13 @@ def _padded(op: Writer, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Te
     """The image and the explicit pads (begins, then ends) that auto_pad stands for. Where they are
     known at run time only, or cut, the image is padded or cut, and no pads remain.
     """
-    kernel, strides, extent, n = *window[:2], window.extent, len(window.strides)
+    kernel, strides, n = window.kernel, window.strides, len(window.strides)
     mode, conv = text(node, "auto_pad", "NOTSET"), node.op_type not in POOLS
     if mode == "NOTSET":
         pads = ints_attribute(node, "pads", [0] * 2 * n) or []
-        reach = map(sum, zip(pads[:n], pads[n:], strict=True))
         # onnxruntime has no ConvTranspose to nothing, and its Conv of nothing kills the process
-        if all(dim(x, 2 + a) or p < e for a, (p, e) in enumerate(zip(reach, extent, strict=False))):
+        spans = enumerate(zip(pads, pads[n:], window.extent, strict=False))
+        if all(dim(x, 2 + a) or begin + end < extent for a, (begin, end, extent) in spans):
             return x, pads
         return op.Pad(x, [0, 0, *pads[:n], 0, 0, *pads[n:]]), [0] * 2 * n
     if mode == "VALID":

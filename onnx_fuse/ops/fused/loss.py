@@ -7,52 +7,42 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, depends_on, producer
 
+NAME = "SoftmaxCrossEntropyLoss"
+
 
 def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
     softmax = producer(log.inputs[0], "Softmax")
     if softmax is None or log.domain:
         return False
     reason = "where Softmax rounds to 0 its Log is -inf, and LogSoftmax is not"
-    return rw.refuse("SoftmaxCrossEntropyLoss", [softmax, log], reason)
+    return rw.refuse(NAME, [softmax, log], reason)
 
 
-def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
+def _nll(rw: Rewriter, nll: ir.Node) -> bool:
     log_softmax = producer(nll.inputs[0], "LogSoftmax")
     if log_softmax is None or nll.domain:
         return False
     log_p = log_softmax.outputs[0]
     if attribute(log_softmax, "axis", -1) not in (1, 1 - (rank(log_p) or 0)):
-        return rw.refuse(
-            "SoftmaxCrossEntropyLoss",
-            [log_softmax, nll],
-            "LogSoftmax is not along the class axis 1",
-        )
+        return rw.refuse(NAME, [log_softmax, nll], "LogSoftmax is not along the class axis 1")
     shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
     if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
         reason = "its labels or weights are worked out from the probabilities"
-        return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
+        return rw.refuse(NAME, [log_softmax, nll], reason)
     some = all(dim(log_p, axis) for axis in (0, 1))
-    if not (some or rw.training or "SoftmaxCrossEntropyLoss" in rw.for_kernels):
+    if not (some or rw.training or NAME in rw.for_kernels):
         reason = "there may be no rows, for which onnxruntime refuses a SoftmaxCrossEntropyLoss"
-        return rw.refuse("SoftmaxCrossEntropyLoss", [log_softmax, nll], reason)
+        return rw.refuse(NAME, [log_softmax, nll], reason)
     op = Builder()
-    outputs = op.node(
-        "SoftmaxCrossEntropyLoss", inputs, outputs=1 + shared, attributes=nll.attributes
-    )
-    rw.fusions["SoftmaxCrossEntropyLoss"] += 1
+    outputs = op.node(NAME, inputs, outputs=1 + shared, attributes=nll.attributes)
+    rw.fusions[NAME] += 1
     if shared:
         return rw.replace(nll, op, [log_p, nll.outputs[0]], [outputs[1], outputs[0]])
     return rw.replace(nll, op, [nll.outputs[0]], [outputs])
 
 
 RULES = (
-    Rule("SoftmaxCrossEntropyLoss", 1, ("Log",), _log_softmax),
-    Rule(
-        "SoftmaxCrossEntropyLoss",
-        1,
-        ("NegativeLogLikelihoodLoss",),
-        _cross_entropy,
-        conditions="types ranks sizes body",
-    ),
+    Rule(NAME, 1, ("Log",), _log_softmax),
+    Rule(NAME, 1, ("NegativeLogLikelihoodLoss",), _nll, conditions="types ranks sizes body"),
 )
