@@ -49,11 +49,11 @@ LAYERS = (
 BUDGETS = {
     "": 4534, "autodiff": 1782, "cli": 3387, "cuda": 1779, "cuda_src": 15871, "distributed": 908,
     "importer": 5491, "ir": 2376, "kernels": 9710, "lower": 9212, "nn": 4947, "ops": 12034,
-    "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8762, "torch": 3779,
+    "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8774, "torch": 3779,
     "training": 6959, "validation": 4670,
-    "generation": 1656,
+    "generation": 1667,
     "quantization": 749,
-    "tests": 50979, "tools": 10348,
+    "tests": 51016, "tools": 10348,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

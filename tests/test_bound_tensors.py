@@ -10,6 +10,7 @@ from fake_gpu import FakeGpu
 from support import assert_same
 
 from onnx_fuse import InferenceSession
+from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import device, exchange
 from onnx_fuse.runtime.tensor import DeviceTensor, DlTensor, capsule
@@ -227,6 +228,29 @@ CACHE = """
 agraph (float[N,4] past, float[1,4] new) => (float[M,4] present, float[1,4] y)
 { present = Concat<axis = 0>(past, new) y = Neg(new) }
 """
+
+
+def test_an_output_may_alternate_between_places(gpu: FakeGpu) -> None:
+    """What a run found out stays, unless the next place is of another kind."""
+    runs, x = session(), x_of(3)
+    binding, places = runs.io_binding(), [memory(np.zeros_like(x)) for _ in range(3)]
+    binding.bind_cpu_input("x", x)
+    binding.bind_cpu_input("b", BIAS)
+
+    def bound(shape: tuple[int, ...], y: np.ndarray) -> bool:
+        binding.bind_output("y", "cuda", 0, np.float32, shape, y.ctypes.data)
+        return binding.prepared is not None
+
+    for i in range(12):
+        y = places[i % 3]
+        assert bound(y.shape, y) == (i > 0)
+        runs.run_with_iobinding(binding)
+        np.testing.assert_array_equal(y, x + BIAS)
+        assert binding.get_outputs()[0].address == y.ctypes.data
+        y[...] = 0
+    assert not bound((24,), places[0])
+    with pytest.raises(UsageError, match="output y is"):
+        runs.run_with_iobinding(binding)
 
 
 @pytest.mark.parametrize("how", ["bound", "fed"])

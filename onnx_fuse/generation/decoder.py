@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,24 +95,23 @@ class Decoder:
         of them in use.
         """
         places, columns = np.arange(total), np.arange(ids.shape[1])
-        used = places >= total - counts[:, None] if self.left else places < counts[:, None]
-        first = counts - ids.shape[1] if self.caches else np.zeros_like(counts)
-        values: dict[str, Any] = {
-            "ids": ids,
-            "mask": used,
-            "columns": total - ids.shape[1] + columns,
-            "positions": np.maximum(first[:, None] + columns, 0),
-            "keep": 1 if self.caches else 0,
-            "branch": (counts > ids.shape[1]).any(),
-            "lengths": counts - 1,
-            "total": total,
+        first = counts - ids.shape[1] if self.caches else 0 * counts
+        count, left = counts[:, None], self.left
+        values: dict[str, Callable[[], Any]] = {
+            "mask": lambda: places >= total - count if left else places < count,
+            "columns": lambda: total - ids.shape[1] + columns,
+            "positions": lambda: np.maximum(first[:, None] + columns, 0),
+            "keep": lambda: 1 if self.caches else 0,
+            "branch": lambda: (counts > ids.shape[1]).any(),
+            "lengths": lambda: counts - 1,
+            "total": lambda: total,
         }
         feeds = {}
         for role, end in self.roles.items():
-            if role == "ids" and not isinstance(ids, np.ndarray):
-                feeds[end.name] = ids
+            if role == "ids":
+                feeds[end.name] = ids.astype(end.dtype) if isinstance(ids, np.ndarray) else ids
                 continue
-            array = np.asarray(values[role]).astype(end.dtype)
+            array = np.asarray(values[role]()).astype(end.dtype)
             if role == "positions" and len(end.shape) == 1:
                 array = array[0]
             elif role in ("keep", "branch", "total"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -14,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.container import is_container
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
@@ -75,14 +77,21 @@ class Engine:
             else:
                 append(graph, graph.outputs[at])
                 self.session = InferenceSession(model, device=device, precision=precision)
-        self.on_gpu = self.session.device == "cuda"
+        self._bindings: dict[Any, Any] = {}
+        self.on_gpu, self._gpu = self.session.device == "cuda", _gpu(self.session)
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)
         self._slots: dict[str, Any] = {}
         self._grown: dict[str, Any] = {}
-        self._bindings: dict[Any, Any] = {}
         self._rows, self._cached, self._room = rows, 0, 0
         self._cutter: InferenceSession | None = None
         self._downloads = Downloads()
+
+    def __del__(self) -> None:
+        if getattr(self, "on_gpu", False) and not sys.is_finalizing():
+            # a run whose tokens nobody has read may still write them to page-locked memory
+            for binding in self._bindings.values():
+                with contextlib.suppress(DeviceError):
+                    binding.synchronize_outputs()
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
@@ -101,7 +110,7 @@ class Engine:
     def memory(self) -> int:
         """Bytes in use: on "cuda" of the GPU by all that run there, else the process's most."""
         if self.on_gpu:
-            device.start(_gpu(self.session))
+            device.start(self._gpu)
             answer = device.bindings().cuMemGetInfo()
             device.check(answer, "the GPU's memory")
             return int(answer[2]) - int(answer[1])
@@ -170,12 +179,13 @@ class Engine:
 
         `ids` may be the tokens of the run before, on the GPU.
         """
+        shape, gpu = (len(counts), 1), self._gpu
+        room = self._downloads.acquire(8 * len(counts))
+        # the last launch writes page-locked memory, where the next run reads: a copy would keep
+        # the stream waiting for as long as some launches
+        place = "cuda", gpu, np.int64, shape, room.pinned.address
         with ort.faults(self.name):
-            tokens = self._run(ids, counts, draws, None, wait=False)
-        if tokens.ready is None:
-            return tokens, Pending([TOKEN], lambda: None, lambda: [tokens.numpy()])
-        room, gpu = self._downloads.acquire(tokens.nbytes), tokens.device_id
-        tokens.ready.download(room.pinned.address, tokens.address, tokens.nbytes)
+            tokens = self._run(ids, counts, draws, None, place)
         room.passed.record(tokens.ready)
 
         def wait() -> None:
@@ -183,7 +193,7 @@ class Engine:
             room.passed.wait("the next token")
 
         def read() -> list[Array]:
-            values = room.pinned.array[: tokens.nbytes].view(np.int64).reshape(tokens.shape).copy()
+            values = room.pinned.array[: 8 * len(counts)].view(np.int64).reshape(shape).copy()
             self._downloads.release(room)
             return [values]
 
@@ -197,9 +207,9 @@ class Engine:
         counts: Array,
         draws: Mapping[str, Array],
         rows: tuple[int, int] | None,
-        *,
-        wait: bool = True,
+        place: tuple[Any, ...] = ("cpu",),
     ) -> Any:
+        """The tokens, at `place`, for which nobody waits unless it is the CPU's."""
         decoder, where = self.decoder, "cuda" if self.on_gpu else "cpu"
         total = int(counts.max()) if decoder.caches else ids.shape[1]
         if decoder.in_slots and decoder.elastic and 1 in ids.shape:
@@ -216,28 +226,27 @@ class Engine:
                 binding.bind_cpu_input(past, value)
             else:
                 binding.bind_ortvalue_input(past, value)
-        names = [decoder.logits if self.sampler else TOKEN]
-        binding.bind_output(names[0], where if self.sampler or not wait else "cpu")
-        for cache in decoder.caches:
-            names.append(cache.present)
-            if not self.in_place:
-                binding.bind_output(cache.present, where)
-        self.session.run_with_iobinding(binding, **({} if wait else {"synchronize": False}))
+        if self.sampler:
+            binding.bind_output(decoder.logits, where)
+        else:
+            binding.bind_output(TOKEN, *place)
+        for cache in decoder.caches if not self.in_place and not self.on_gpu else ():
+            binding.bind_output(cache.present, where)  # onnxruntime has it where the last one is
+        how = {} if place == ("cpu",) else {"synchronize": False}
+        self.session.run_with_iobinding(binding, **how)
         self._cached = total
-        results = dict(zip(names, binding.get_outputs(), strict=True))
-        for cache in decoder.caches if not self.in_place else ():
-            self._grown[cache.past] = results[cache.present]
-        answer = results[names[0]]
-        return self._sampled(answer, draws, wait) if self.sampler else answer
-
-    def _sampled(self, logits: Any, draws: Mapping[str, Array], wait: bool) -> Any:
-        assert self.sampler is not None
-        binding = self.sampler.io_binding()
-        binding.bind_ortvalue_input("logits", logits)
+        answer, *presents = binding.get_outputs()
+        if not self.in_place:
+            self._grown = dict(zip(self._grown, presents, strict=True))
+        if self.sampler is None:
+            return answer
+        binding = self._bindings.get(TOKEN) or self.sampler.io_binding()
+        self._bindings[TOKEN] = binding
+        binding.bind_ortvalue_input("logits", answer)
         for name, array in draws.items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output(TOKEN, "cpu" if wait else "cuda")
-        self.sampler.run_with_iobinding(binding, **({} if wait else {"synchronize": False}))
+        binding.bind_output(TOKEN, *place)
+        self.sampler.run_with_iobinding(binding, **how)
         return binding.get_outputs()[0]
 
     def _bound(self, rows: tuple[int, int] | None) -> Any:
@@ -246,13 +255,16 @@ class Engine:
         if self.on_gpu:
             binding.expected = self._room
         binding.bind_output(self.decoder.logits if self.sampler else TOKEN)  # the first one
-        for cache in self.decoder.caches if self.in_place else ():
+        for cache in self.decoder.caches:
+            if not self.in_place:
+                binding.bind_output(cache.present, self.session.device)
+                continue
             shape, address, _ = self._slots[cache.past]
             if rows is not None:
                 axis = cache.batch
                 address += rows[0] * prod(shape[axis + 1 :]) * cache.dtype.itemsize
                 shape = (*shape[:axis], rows[1], *shape[axis + 1 :])
-            device = self.session.device, _gpu(self.session)
+            device = self.session.device, self._gpu
             for bind, name in (
                 (binding.bind_input, cache.past),
                 (binding.bind_output, cache.present),

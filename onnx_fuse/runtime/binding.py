@@ -126,12 +126,14 @@ class Binding:
             raise UsageError(f"the model has no output '{name}'")
         if place is None and name not in self.places and self.targets.get(name) == device_type:
             return  # as it is bound already
+        prepared = None if name in self.lent else self.prepared
+        if prepared is None or place is None or not prepared.moves(name, place):
+            self.prepared = None
         self.targets[name] = device_type
         self.places.pop(name, None)
         self.lent.pop(name, None)
         if place is not None:
             self.places[name] = place
-        self.prepared = None
 
     def clear_binding_inputs(self) -> None:
         """Unbind all inputs."""

@@ -36,12 +36,12 @@ class Grown(DeviceTensor):
     """A present [B, H, tokens, D] in a room, or in memory of its own once its address was asked."""
 
     def __init__(self, rooms: Rooms, past: str, tokens: int) -> None:
+        # each token makes one of each layer's keys and values: what is known is not asked again
+        (batch, heads, room, size), self.dtype = rooms.shapes[past], rooms.dtypes[past]
         self.rooms: Rooms | None = rooms
-        self.past, self.tokens = past, tokens
-        self._address = 0
-        shape, dtype = rooms.shapes[past], rooms.dtypes[past]
-        sizes = (*shape[:2], tokens, shape[3])
-        super().__init__(0, sizes, dtype, rooms.owner.device_id, None)
+        self.past, self.tokens, self._address = past, tokens, 0
+        self.shape, self.nbytes = (batch, heads, tokens, size), rooms.nbytes[past] // room * tokens
+        self.ready, self.device_id, self._owner = None, rooms.owner.device_id, None
 
     @property
     def address(self) -> int:
@@ -90,6 +90,7 @@ class Rooms:
             self.size *= 2
         self.shapes = {n: (*t.shape[:2], self.size, t.shape[3]) for n, t in pasts.items()}
         self.dtypes = {n: t.dtype for n, t in pasts.items()}
+        self.nbytes = {n: prod(s) * self.dtypes[n].itemsize for n, s in self.shapes.items()}
         self.places: dict[str, device.Memory] = {}
         for name, past in pasts.items():
             heads, step = prod(past.shape[:2]), self.row(name)
@@ -104,7 +105,7 @@ class Rooms:
 
     def row(self, past: str) -> int:
         """The bytes of all tokens of a head."""
-        return prod(self.shapes[past][2:]) * self.dtypes[past].itemsize
+        return self.nbytes[past] // prod(self.shapes[past][:2])
 
     def place(self, past: str) -> tuple[int, int]:
         """Where a past begins, and the bytes from a head to the next."""
@@ -143,8 +144,9 @@ class Growing:
 
     def run(self, binding: Binding, run: Run) -> bool:
         """Run a binding whose presents are to stay on the GPU; False where it has no rooms."""
-        targets = binding.targets
-        if any(targets.get(n) != "cuda" or n in binding.places for n in self._pasts):
+        targets, pasts = binding.targets, self._pasts
+        apart = [*map(targets.get, pasts)].count("cuda") == len(pasts)
+        if not (apart and pasts.keys().isdisjoint(binding.places)):
             return False
         rooms = self._rooms(binding)
         if rooms is None:
@@ -152,10 +154,9 @@ class Growing:
         inner = rooms.binding
         if inner.known != list(targets) or len(inner.feeds) != len(binding.feeds) + 1:
             self._bind(rooms, list(targets))
-        for name, where in targets.items():
-            place = binding.places.get(name)
-            same = inner.targets[name] == where and inner.places.get(name) is place
-            if name not in self._pasts and not same:
+        for name in (n for n in targets if n not in pasts):
+            where, place = targets[name], binding.places.get(name)
+            if inner.targets[name] != where or inner.places.get(name) is not place:
                 inner.rebind(name, where, place, binding.lent.get(name))
         for name, value in binding.feeds.items():
             if name not in self._pairs and inner.feeds.get(name) is not value:
@@ -168,10 +169,8 @@ class Growing:
             return False
         rooms.used += 1
         binding.late = inner.late
-        binding.results = {
-            n: Grown(rooms, self._pasts[n], rooms.used) if n in self._pasts else inner.results[n]
-            for n in targets
-        }
+        presents = {present: Grown(rooms, past, rooms.used) for present, past in pasts.items()}
+        binding.results = {**inner.results, **presents}
         return True
 
     def _bind(self, rooms: Rooms, targets: list[str]) -> None:
@@ -192,11 +191,15 @@ class Growing:
         None for pasts that are not on the GPU, and for the first run with such other inputs: a
         prompt, of which each may be as long as it likes.
         """
-        values = [binding.feeds.get(name) for name in self._pairs]
+        values = [*map(binding.feeds.get, self._pairs)]
         rooms = values[0].rooms if isinstance(values[0], Grown) else None
         if rooms is not None and rooms.used < rooms.size:
-            wanted = [(rooms, past, rooms.used) for past in self._pairs]
-            if [(v.rooms, v.past, v.tokens) for v in values if isinstance(v, Grown)] == wanted:
+            pairs = zip(values, self._pairs, strict=True)
+            used = rooms.used
+            if all(
+                isinstance(v, Grown) and v.rooms is rooms and v.past == past and v.tokens == used
+                for v, past in pairs
+            ):
                 return rooms
         others = self._others(binding)
         last, self._last = self._last, others

@@ -125,6 +125,14 @@ class Prepared:
             self._latest = None
         return True
 
+    def moves(self, name: str, place: DeviceTensor) -> bool:
+        """Write an output that has a place to another one; False where it has none of this kind."""
+        old = self.places.get(name)
+        if old is None or (place.shape, place.dtype) != (old.shape, old.dtype):
+            return False
+        self.places[name], self._latest = place, None
+        return True
+
     def placed(self, fresh: DeviceTensors) -> tuple[Placement, bool]:
         """Where a run has all, `fresh` outputs included; whether inputs are copied to that."""
         at = [t.address for t in fresh.values()]
