@@ -10,7 +10,15 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.importer.types import shapes_of_body
-from onnx_fuse.ir.build import all_nodes, captured, const_array, reads, required, subgraphs
+from onnx_fuse.ir.build import (
+    all_nodes,
+    captured,
+    const_array,
+    reads,
+    required,
+    sources,
+    subgraphs,
+)
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.ops.shape_ops import arguments, fail, may_be_float
@@ -26,14 +34,7 @@ def captures(node: ir.Node) -> bool:
 
 def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
     """The nodes that make these values."""
-    nodes: set[ir.Node] = set()
-    todo = [node for v in values if (node := v.producer()) is not None]
-    while todo:
-        node = todo.pop()
-        if node not in nodes:
-            nodes.add(node)
-            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
-    return nodes
+    return {node for v in sources(values) if (node := v.producer()) is not None}
 
 
 def draws(node: ir.Node) -> bool:

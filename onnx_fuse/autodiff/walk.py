@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.subgraphs import captures, through_if, through_loop
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, detach, reads
+from onnx_fuse.ir.build import all_nodes, detach, reads, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import VIEWS
@@ -124,7 +124,8 @@ def _walk(
         dx = _total(op, pending.get(x))
         ends = _ends(x, graph, stops) if dx is None else []
         if ends:
-            flowing = _flowing([by_name[name] for name in ends_by_name])
+            losses = [by_name[name] for name in ends_by_name]
+            flowing = sources(losses, lambda n: () if _detaches(n) else reads(n)).keys()
             wanting = [n for n in ends if not (_detaches(n) or flowing.isdisjoint(n.outputs))]
             end = (wanting or ends)[0]
             why = str(fail(end, stops[end]))
@@ -302,19 +303,6 @@ def _ends(x: ir.Value, graph: ir.Graph, stops: Mapping[ir.Node, str]) -> list[ir
             else:
                 reached.update(node.outputs)
     return ends
-
-
-def _flowing(outputs: Sequence[ir.Value]) -> set[ir.Value]:
-    """The values that reach one of these on a path without StopGradient."""
-    todo = list(outputs)
-    reached = set(todo)
-    while todo:
-        node = todo.pop().producer()
-        if node is not None and not _detaches(node):
-            fresh = {v for v in reads(node) if v is not None} - reached
-            reached |= fresh
-            todo += fresh
-    return reached
 
 
 def _detaches(node: ir.Node) -> bool:

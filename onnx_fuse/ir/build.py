@@ -247,6 +247,25 @@ def reads(node: ir.Node) -> list[ir.Value | None]:
     return [*node.inputs, *captured(node)]
 
 
+def sources(
+    values: Iterable[ir.Value | None],
+    through: Callable[[ir.Node], Iterable[ir.Value | None]] = reads,
+) -> dict[ir.Value, None]:
+    """All values that some are computed from, these among them, as a set in the order of a search.
+
+    `through` says which of the values that a node reads count.
+    """
+    found = dict.fromkeys(v for v in values if v is not None)
+    todo = list(found)
+    while todo:
+        node = todo.pop().producer()
+        for value in through(node) if node is not None else ():
+            if value is not None and value not in found:
+                found[value] = None
+                todo.append(value)
+    return found
+
+
 def detach(nodes: Iterable[ir.Node]) -> None:
     """Take nodes that are in no graph, with their subgraphs, out of the uses of all they read."""
     for node in all_nodes(nodes):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import subgraphs
+from onnx_fuse.ir.build import sources, subgraphs
 
 RESHAPES = frozenset(("Flatten", "Reshape", "Squeeze", "Unsqueeze"))
 """Operators whose result has the elements of the input, in their order, under another shape."""
@@ -49,23 +49,13 @@ def only_sizes(graph: ir.Graph) -> set[ir.Value]:
 
     A value that does not reach an output is none of them.
     """
-    return _sources(graph.outputs, sizes=True) - _sources(graph.outputs, sizes=False)
+    every = sources(graph.outputs, partial(_operands, sizes=True))
+    return every.keys() - sources(graph.outputs, partial(_operands, sizes=False)).keys()
 
 
-def _sources(values: Sequence[ir.Value], *, sizes: bool) -> set[ir.Value]:
-    """All that these values are computed from; without `sizes`, not through inputs that are."""
-    todo = list(values)
-    reached = set(todo)
-    while todo:
-        node = todo.pop().producer()
-        if node is None:
-            continue
-        skipped = () if sizes or node.domain else SIZE_INPUTS.get(node.op_type, ())
-        read = [v for i, v in enumerate(node.inputs) if v is not None and i not in skipped]
-        for attribute in node.attributes.values():
-            for body in subgraphs(attribute):
-                read.extend(body.outputs)
-        fresh = [v for v in dict.fromkeys(read) if v not in reached]
-        reached.update(fresh)
-        todo += fresh
-    return reached
+def _operands(node: ir.Node, *, sizes: bool) -> list[ir.Value | None]:
+    """What a node and its bodies read; without `sizes`, not the inputs that are sizes."""
+    skipped = () if sizes or node.domain else SIZE_INPUTS.get(node.op_type, ())
+    bodies = [body for a in node.attributes.values() for body in subgraphs(a)]
+    read = [v for i, v in enumerate(node.inputs) if i not in skipped]
+    return [*read, *(v for body in bodies for v in body.outputs)]

@@ -26,7 +26,6 @@ from onnx_fuse.ir.build import (
     dim,
     given,
     rank,
-    reads,
     required,
     subgraphs,
 )
@@ -317,22 +316,6 @@ def combined_with(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | N
         return None
     operand = other_operand(node, value)
     return None if operand is None or operand is value else (node, operand)
-
-
-def depends_on(value: ir.Value | None, source: ir.Value) -> bool:
-    """Whether `value` is worked out from `source`, within its graph."""
-    seen: set[ir.Value] = set()
-    todo = [value]
-    while todo:
-        read = todo.pop()
-        if read is source:
-            return True
-        if read is None or read in seen:
-            continue
-        seen.add(read)
-        node = read.producer()
-        todo.extend(reads(node) if node is not None else ())
-    return False
 
 
 def scalar(value: ir.Value | None) -> float | None:

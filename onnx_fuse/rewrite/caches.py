@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, ROTATED
 from onnx_fuse.ops.fused.norm import canonical_norm
@@ -23,7 +23,6 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
     constant_ints,
-    depends_on,
     is_constant,
     nodes_in_order,
     producer,
@@ -143,7 +142,7 @@ def _grow(rw: Rewriter, attention: ir.Node, places: dict[object, ir.Value]) -> b
     if keys.places is not None:
         where = keys.places.build(op, keys.past, new_key) if where is None else where
         operands.append(where)
-    if any(depends_on(operand, value) for operand in operands for value in old):
+    if not sources(operands).keys().isdisjoint(old):
         return False
     if where is not None:
         places[keys.key] = where

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.build import Builder, const_array, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import VIEWS
@@ -168,33 +168,17 @@ def _lowest(value: ir.Value) -> float:
 
 def _mask_inputs(graph: ir.Graph) -> list[ir.Value]:
     """The float32 inputs of the graph that moves and arithmetic make an attention's mask of."""
-    todo = [node.inputs[i] for node in graph for i in masks_of(node) if i < len(node.inputs)]
-    seen: dict[ir.Value, None] = {}
-    while todo:
-        value = todo.pop()
-        if value is None or value.dtype != F32 or value in seen:
-            continue
-        seen[value] = None
-        maker = value.producer()
-        if maker is not None:
-            todo += [maker.inputs[i] for i in _passed_inputs(maker, {})]
-    return [v for v in graph.inputs if v in seen]
+    masks = [node.inputs[i] for node in graph for i in masks_of(node) if i < len(node.inputs)]
+    read = sources(
+        [v for v in masks if v is not None and v.dtype == F32],
+        lambda n: [v for i in _passed_inputs(n, {}) if (v := n.inputs[i]) and v.dtype == F32],
+    )
+    return [v for v in graph.inputs if v in read]
 
 
 def _depends_on_weights(value: ir.Value | None) -> bool:
-    todo, seen = [value], set()
-    while todo:
-        at = todo.pop()
-        if at is None or at in seen:
-            continue
-        seen.add(at)
-        if at.is_initializer() and at.dtype == F32:
-            array = const_array(at)
-            if array is None or array.size > 1:
-                return True
-        maker = at.producer()
-        todo += maker.inputs if maker is not None else ()
-    return False
+    weights = [v for v in sources([value]) if v.is_initializer() and v.dtype == F32]
+    return any((array := const_array(v)) is None or array.size > 1 for v in weights)
 
 
 def set_floor(node: ir.Node, number: float) -> None:

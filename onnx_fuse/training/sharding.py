@@ -7,17 +7,16 @@ for the forward and for the backward, so that it takes memory only while it is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import onnx_ir as ir
 
 from onnx_fuse.distributed import buckets
-from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.build import Builder, required, sources
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.ranks import Reduction
-from onnx_fuse.training.weights import ancestors
 
 GATHERED = 2 << 20
 """The first bucket of weights that are gathered."""
@@ -70,7 +69,7 @@ def gather(
         bucket: Bytes from which weights are gathered together.
     """
     places = {node: i for i, node in enumerate(graph)}
-    nodes, forward = list(graph), ancestors(loss)
+    nodes, forward = list(graph), sources([loss])
     twice = reduction.ranks.shard == "all"
     reads = [r for w in parts for r in _reads(w, places, forward if twice else None)]
     reads.sort(key=lambda r: r.first)
@@ -100,7 +99,7 @@ def gather(
 
 
 def _reads(
-    w: ir.Value, places: Mapping[ir.Node, int], forward: set[ir.Value] | None
+    w: ir.Value, places: Mapping[ir.Node, int], forward: Collection[ir.Value] | None
 ) -> list[_Read]:
     """The reads of a weight and of its casts; those in the forward apart, where that is known."""
     casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}

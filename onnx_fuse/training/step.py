@@ -16,7 +16,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
-from onnx_fuse.ir.build import bind_defaults, replace_node, required
+from onnx_fuse.ir.build import bind_defaults, replace_node, required, sources
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
@@ -36,7 +36,7 @@ from onnx_fuse.training.merged import Merging, Sums, add_to_weights
 from onnx_fuse.training.options import StepOptions
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
 from onnx_fuse.training.state import State
-from onnx_fuse.training.weights import ancestors, model_names
+from onnx_fuse.training.weights import model_names
 
 __all__ = ["Mode", "Spec", "training_model"]
 __dir__ = __all__.copy
@@ -409,7 +409,7 @@ class _Step:
         chosen = [v for v in floats if any(map(choice, model_names(v)))]
         if not chosen:
             raise UsageError("every weight of the model is frozen: there is nothing to train")
-        reached = ancestors(self.loss)
+        reached = sources([self.loss])
         chosen = [v for v in chosen if v in reached]
         if not chosen:
             raise ModelError("no weight of the model reaches the loss")

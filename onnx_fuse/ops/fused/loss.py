@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
-from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, depends_on, producer
+from onnx_fuse.ir.build import Builder, dim, rank, sources
+from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, producer
 
 NAME = "SoftmaxCrossEntropyLoss"
 
@@ -27,7 +27,7 @@ def _nll(rw: Rewriter, nll: ir.Node) -> bool:
         return rw.refuse(NAME, [log_softmax, nll], "LogSoftmax is not along the class axis 1")
     shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
-    if shared and any(depends_on(v, log_p) for v in nll.inputs[1:]):
+    if shared and log_p in sources(nll.inputs[1:]):
         reason = "its labels or weights are worked out from the probabilities"
         return rw.refuse(NAME, [log_softmax, nll], reason)
     some = all(dim(log_p, axis) for axis in (0, 1))
