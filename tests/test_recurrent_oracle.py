@@ -13,7 +13,7 @@ from test_gradients import build, draw
 from onnx_fuse.ops.opdef import OPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.gradients import check_gradients
-from onnx_fuse.validation.reference import reference_evaluator, to_double, write_recurrences
+from onnx_fuse.validation.reference import Reference, to_double
 
 CALLS = {
     "LSTM": {
@@ -89,10 +89,9 @@ def test_scans_in_float64_are_the_kernels_of_onnxruntime(row) -> None:
     feeds = {v.name: arrays[v.name] for v in proto.graph.input}
     expected = ort.run(ort.session(proto.SerializeToString()), feeds, row.outputs)
     double = to_double(ir.from_proto(proto))
-    write_recurrences(double)
     assert "Scan" in {node.op_type for node in double.graph}
     wide = {k: a.astype(F64) if a.dtype.kind == "f" else a for k, a in feeds.items()}
-    found = [reference_evaluator(double).run(list(row.outputs), wide)]
+    found = [Reference(double).run(list(row.outputs), wide)]
     if "activations" not in row.body:  # onnxruntime has the others in float32 alone
         found.append(ort.run(ort.session(double), wide, row.outputs))
     for each in found:

@@ -9,7 +9,7 @@ import pytest
 
 from onnx_fuse import progress
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.reference import Reference
 from onnx_fuse.validation.slopes import Slopes
 
 RNG = np.random.default_rng(0)
@@ -80,10 +80,10 @@ def test_each_run_of_the_model_is_a_step_of_the_progress(method: str) -> None:
     assert {what for what, *_ in told} == {f"comparing the gradients of {len(SCALES)} tensors"}
 
 
-def test_every_node_of_the_slow_evaluator_is_a_step() -> None:
-    model = text_model("agraph (double[N] x) => (double[N] y) { a = Abs (x) y = Neg (a) }")
+def test_a_run_of_the_slow_evaluator_is_a_step() -> None:
+    model = text_model("agraph (double[N] x) => (double[N] y) { a = Softmax (x) y = Softmax (a) }")
     told: list[tuple[str, int, int]] = []
     with progress.watched(lambda *step: told.append(step)):
-        [y] = reference_evaluator(model).run(None, {"x": np.array([-1.5])})
-    assert y.tolist() == [-1.5]
-    assert [step[1:] for step in told] == [(0, 2), (1, 2)]
+        [y] = Reference(model).run(None, {"x": np.array([-1.5])})
+    assert y.tolist() == [1]
+    assert told == [("running a graph in NumPy", 0, 0)]

@@ -46,7 +46,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Functions run as graphs, as CUDA tensors let them, where a test has no other `way`."""
     torch.manual_seed(0)
     monkeypatch.setattr(library, "by_torch", lambda x: False)
-    with warnings.catch_warnings():  # float64 runs on ONNX's own evaluator, and says so
+    with warnings.catch_warnings():  # float64 runs in NumPy, and says so
         warnings.filterwarnings("ignore", message="runs slowly")
         yield
 

@@ -29,7 +29,7 @@ from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.compare import TOLERANCES, difference, random_outputs, tolerance_of
 from onnx_fuse.validation.gradients import check_gradients
 from onnx_fuse.validation.inputs import Feeds, generate
-from onnx_fuse.validation.reference import reference_evaluator, to_double
+from onnx_fuse.validation.reference import Reference, to_double
 from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.values import values_of
 
@@ -419,7 +419,7 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
         ("float[N] x) => (float[N] y) <float[2] w = {1.000001, 3}> "
          "{ one = Constant <value_float = 1.0> () z = Mul (x, w) d = Sub (z, one) y = Relu (d) }",
          np.ones(2, np.float32)),
-        # onnxruntime has no float64 Celu: ONNX's own evaluator runs the graph
+        # onnxruntime has no float64 Celu: NumPy runs the graph
         ("float[N,3] x) => (float[N,2] y) <float[3] w = {1, 2, 3}, int64[2,2] i = {2, 0, 1, 1}> "
          "{ z = Mul (x, w) c = Celu (z) y = GatherElements <axis = -1> (c, i) }",
          np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
@@ -427,10 +427,11 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
         ("float[N,3] x) => (float[N,4] y) <float[3] w = {1, 2, 3}, int64[4] p = {0, 2, 0, -1}> "
          "{ z = Mul (x, w) c = Celu (z) y = Pad (c, p) }",
          np.float32([[1, -2, 0.5], [0.25, 1, -1]])),
-        # nor a Conv; the body of GroupNormalization casts to float32
-        ("float[N,2,3] x) => (float[N,2,3] y) <float[2] w = {1, 2}, float[2,2,1] k = {1,2,3,5}> "
-         "{ c = Conv (x, k) g = GroupNormalization <num_groups = 1> (c, w, w) y = Mul (g, g) }",
-         np.arange(6, dtype=np.float32).reshape(1, 2, 3) % 4),
+        # nor a Conv, here of channels last; the body of GroupNormalization casts to float32
+        ("float[N,3,2] x) => (float[N,2,3] y) <float[2] w = {1, 2}, float[2,2,1] k = {1,2,3,5}> "
+         "{ t = Transpose <perm = [0,2,1]> (x) c = Conv (t, k)"
+         " g = GroupNormalization <num_groups = 1> (c, w, w) y = Mul (g, g) }",
+         np.arange(6, dtype=np.float32).reshape(1, 3, 2) % 4),
         # 1, 2 and 3 by their bits
         ("float16[N,3] x) => (float16[N,3] y) <float16[3] w = {15360, 16384, 16896}> "
          "{ z = Mul (x, w) e = Tanh (z) s = Exp (e) p = Mul (s, z) y = Sin (p) }",
@@ -499,7 +500,7 @@ def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.Mon
         def run(self, names: None, feeds: Feeds) -> list[Array]:
             raise TypeError("no such kernel")
 
-    monkeypatch.setattr("onnx_fuse.validation.reference.reference_evaluator", lambda model: Poor())
+    monkeypatch.setattr("onnx_fuse.validation.reference.Reference", lambda model: Poor())
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
     with pytest.raises(ModelError, match=r"float64.*no such kernel"):
         check_gradients(text_model(text))
@@ -604,13 +605,13 @@ scan backwards: [(3, 5), (1,), (3,)]
 
 
 @pytest.mark.parametrize("values", [[-1, 0.5, 2], [3, 4, 5], [-3, -1, -2], [0, 0, 0]])
-def test_the_reference_evaluator_quantizes_as_onnxruntime_does(values: list[float]) -> None:
+def test_the_reference_quantizes_as_onnxruntime_does(values: list[float]) -> None:
     model = text_model(
         "g (float[3] x) => (uint8[3] q, float s, uint8 z) { q, s, z = DynamicQuantizeLinear (x) }"
     )
     feeds = {"x": np.array(values, np.float32)}
     for want, got in zip(
-        ort.run(ort.session(model), feeds), reference_evaluator(model).run(None, feeds), strict=True
+        ort.run(ort.session(model), feeds), Reference(model).run(None, feeds), strict=True
     ):
         assert want.dtype == got.dtype
         np.testing.assert_array_equal(want, got)
@@ -618,19 +619,19 @@ def test_the_reference_evaluator_quantizes_as_onnxruntime_does(values: list[floa
 
 @pytest.mark.parametrize("shape", [(2, 12), (2, 12, 1), (1, 9, 2)])
 @pytest.mark.parametrize("more", ["(x, s, w)", "(x, s, w, n)", "<onesided = 0> (x, s, , n)"])
-def test_the_reference_evaluator_transforms_frames(shape: tuple[int, ...], more: str) -> None:
+def test_the_reference_transforms_frames(shape: tuple[int, ...], more: str) -> None:
     if shape[-1] == 2:
         more = more if more[0] == "<" else f"<onesided = 0> {more}"
     model = text_model(f"""g (float[{",".join(map(str, shape))}] x) => (float[B,F,K,2] y)
         <float[4] w = {{0.5,1,2,0.25}}, int64 s = {{3}}, int64 n = {{4}}> {{ y = STFT {more} }}""")
     feeds = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
     [want] = ort.run(ort.session(model), feeds)
-    [got] = reference_evaluator(model).run(None, feeds)
+    [got] = Reference(model).run(None, feeds)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
+def test_the_reference_gives_onnxruntimes_results(name: str) -> None:
     node, shapes = REFERENCE[name]
     results = "last, y" if "Scan" in node else "y"
     given = ", ".join(
@@ -640,7 +641,7 @@ def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
     feeds = normal(dict(zip("xwb", shapes, strict=False)))
     model.graph.outputs[0].shape = None
     [want] = ort.run(ort.session(model), feeds)
-    [got] = reference_evaluator(model).run(None, feeds)
+    [got] = Reference(model).run(None, feeds)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower import quantized
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
-from onnx_fuse.lower.context import Context, copy, emit
+from onnx_fuse.lower.context import Context, copy, data_type, emit
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Tensor, dense_strides
@@ -74,9 +74,8 @@ def into(ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:
-        short = shape.dtype != "float32"
-        zero = ir.DataType[shape.dtype.upper()].numpy() if short else np.dtype(np.float32)
-        bias = ctx.constant(np.zeros(shape.groups * shape.filters, zero))
+        kind = data_type(shape.dtype).numpy()
+        bias = ctx.constant(np.zeros(shape.groups * shape.filters, kind))
     gaps = _gaps(out)
     if one_tap(shape) and not shape.slope and not gaps:
         return _product(ctx, node, shape, reads, out)

@@ -104,6 +104,15 @@ def _dequantize(op: Writer, node: ir.Node, dys: Values) -> Values:
     return [scaling.join(dx), dscale]
 
 
+def dequantized(op: Writer, node: ir.Node) -> Tensor:
+    """A DequantizeLinear in other operators, of whatever type its scale has."""
+    (x, scale, zero), scaling = arguments(node, 3), _Scaling.of(op, node)
+    codes = scaling.split(op.to_like(x, scale))
+    if zero is not None:
+        codes = op.Sub(codes, scaling.spread(op.to_like(zero, scale)))
+    return scaling.join(op.Mul(codes, scaling.spread(scale)))
+
+
 def _quantize(op: Writer, node: ir.Node, dys: Values) -> Values:
     """y = saturate(round(x / scale) + zero_point), where what rounding adds counts as a constant.
 

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, sources
 from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
@@ -55,14 +55,14 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     wide: dict[ir.Node, None] = {}
     wide_values: dict[ir.Value, None] = {}
 
-    def keep(values: Iterable[ir.Value | None], *, sources: bool = True) -> None:
-        """Keep these values in float32 and, with `sources`, what they are computed from."""
+    def keep(values: Iterable[ir.Value | None], *, makers: bool = True) -> None:
+        """Keep these values in float32 and, with `makers`, what they are computed from."""
         for value in values:
             if value is None or value.dtype != F32 or value in wide_values:
                 continue
             wide_values[value] = None
             maker = value.producer()
-            if sources and maker is not None:
+            if makers and maker is not None:
                 wide[maker] = None
                 keep((*maker.outputs, *maker.inputs))
 
@@ -70,9 +70,9 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         find_out_of_range(graph, training=masters) if dtype == ir.DataType.FLOAT16 else OutOfRange()
     )
     wide |= far.nodes
-    keep(far.values, sources=False)
+    keep(far.values, makers=False)
     for node in far.nodes:
-        keep(node.outputs, sources=False)
+        keep(node.outputs, makers=False)
     for node, _, number in far.masks:
         set_floor(node, number)
     for node in graph:
@@ -81,11 +81,11 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         at = KEPT_INPUTS.get(node.op_type, ())
         keep(v for i, v in enumerate(node.inputs) if i in at)
         if node.op_type == "BatchNormalization":
-            keep(node.outputs[1:], sources=False)
+            keep(node.outputs[1:], makers=False)
         rounds = node.op_type == "QuantizeLinear"  # its codes are to be those of the saved file
         if masters and (rounds or not _takes(node, dtype, graph.opset_imports[""])):
             wide[node] = None
-            keep(node.outputs, sources=False)
+            keep(node.outputs, makers=False)
     inputs = [v for v in graph.inputs if v.dtype == F32 and v not in wide_values]
     weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in wide_values]
     for node in list(graph):
@@ -168,15 +168,8 @@ def cast_frozen(graph: ir.Graph) -> None:
 
 def _of_integers(value: ir.Value | None) -> bool:
     """Whether a value is made of integers and initializers alone, as the angle of a position is."""
-    sources = [value]
-    for v in sources:
-        if v is None or v.dtype != F32:
-            continue
-        if v.is_graph_input() and v.const_value is None:
-            return False
-        maker = v.producer()
-        sources += [] if maker is None else [u for u in maker.inputs if u not in sources]
-    return True
+    floats = sources([value], lambda node: [v for v in node.inputs if v and v.dtype == F32])
+    return not any(v.dtype == F32 and v.is_graph_input() and v.const_value is None for v in floats)
 
 
 def _to(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -238,7 +231,7 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
     Inputs, weights, constants, casts and created tensors change; values in between have no declared
     type afterwards, but for results of bodies: onnxruntime's Scan asks for their ranks, which it
     does not always find by itself. A Resize's scales stay: 8 times 1.9999999 is 16 in float32
-    alone. NonMaxSuppression takes nothing but float32, so that it reads Casts.
+    alone. What takes nothing but float32 reads Casts.
     """
     model = inline(model)
     graph = model.graph
@@ -268,18 +261,28 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
         if node.op_type == "ConstantOfShape" and "value" not in node.attributes and F32 in narrow:
             zero = ir.tensor(np.zeros(1, wide.numpy()))
             node.attributes["value"] = ir.AttrTensor("value", zero)
-        if node.op_type == "NonMaxSuppression" and wide != F32 and node.graph is not None:
+        if node.op_type in _FLOAT32_ALONE and wide != F32 and node.graph is not None:
             op = Builder()
-            for i in (0, 1, 3, 4):
+            for i in _FLOAT32_ALONE[node.op_type]:
                 if i < len(node.inputs) and node.inputs[i] is not None:
                     node.replace_input_with(i, op.Cast(node.inputs[i], to=F32))
             node.graph.insert_before(node, op.nodes)
         for value in node.outputs:
+            if value.const_value is not None:
+                value.const_value = _wide(value.const_value, narrow, wide)
             if value not in results:
                 value.type = value.shape = None
             elif value.dtype in narrow:
                 value.type = ir.TensorType(wide)
     return model
+
+
+_FLOAT32_ALONE = {
+    "NonMaxSuppression": (0, 1, 3, 4),
+    "QuantizeLinear": (0, 1),
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul"), (1, 4, 6)),
+}
+"""The inputs of operators that are float32 in every model, and whose results are integers."""
 
 
 def _wide(

@@ -13,7 +13,7 @@ import torch
 from onnx_fuse.importer.save import inline
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
-from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.reference import Reference
 
 DTYPES = {
     ir.DataType.FLOAT: torch.float32,
@@ -39,7 +39,7 @@ class HostRunner:
 
     One with 16-bit floats is computed in float32, since onnxruntime lacks most of its kernels in 16
     bits; the results are rounded once. One in float64 that onnxruntime lacks a kernel for runs on
-    ONNX's own evaluator, which is for checks alone.
+    NumPy, which is for checks alone.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -55,10 +55,10 @@ class HostRunner:
                 if not ort.is_fault(error) or all(v.dtype != ir.DataType.DOUBLE for v in ends):
                     raise
                 warnings.warn(
-                    f"runs slowly, on ONNX's own evaluator: onnxruntime: {ort.plain(error)}",
+                    f"runs slowly, in NumPy: onnxruntime: {ort.plain(error)}",
                     stacklevel=2,
                 )
-                self._evaluator = reference_evaluator(inline(model))
+                self._evaluator = Reference(inline(model))
 
     def run(
         self,
