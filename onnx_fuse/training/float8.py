@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import Builder, dim, given, rank
-from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.build import dim, rank
 from onnx_fuse.ops.fused import float8, gated
 from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
-from onnx_fuse.ops.rules import attribute, typed
+from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
+from onnx_fuse.ops.rules import typed
 from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.problem import Hardware
 
@@ -62,16 +62,18 @@ def in_float8(
         for reached in (active, fed):
             if not reached.isdisjoint(node.inputs):
                 reached.update(node.outputs)
-        parts = _parts(node) if active.issuperset(node.outputs) else None
-        if parts is None or parts.w in fed or not _has_right_sizes(node, parts):
+        parts = product_parts(node) if active.issuperset(node.outputs) else None
+        if parts is None or parts.w in fed or not _has_right_sizes(parts):
             continue
         op, stem = Writer(), str(node.name or node.outputs[0].name)
-        x, w, c, y = _normed(op, node, parts), parts.w, parts.c, node.outputs[0]
+        (x, *affine), w, c, y = parts.head, parts.w, parts.c, node.outputs[0]
+        if parts.prefix:
+            x = norm_node(op, parts.prefix, x, affine, norm_attributes(node))
         maker = w.producer()
         master = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None
         if master is not None and master.dtype == ir.DataType.FLOAT:
             w = master  # rounded once
-        if _is_transposed(node):
+        if parts.turned:
             w = typed(op.Transpose(w, perm=[1, 0]), w, [dim(w, 1), dim(w, 0)])
         flat = x if rank(x) == 2 else typed(op.Reshape(x, [-1, dim(w, 0)]), x)
         flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
@@ -80,7 +82,7 @@ def in_float8(
             add_state(f"{stem}.{which}_history", "history", start) for which in ("x", "w", "dz")
         )
         fused = node.attributes.items() if node.domain else ()
-        attributes = {k: v.value for k, v in fused if k not in _OF_NORMS}
+        attributes = {k: v.value for k, v in fused if k not in norm_attributes(node)}
         operands = flat, w, op.constant(0.0, x.dtype) if c is None else c
         product, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **attributes)
         successors |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
@@ -104,42 +106,12 @@ def in_float8(
     return successors
 
 
-_OF_NORMS = ("epsilon", "stash_type")
-
-
-def _is_transposed(node: ir.Node) -> bool:
-    return bool(attribute(node, "transB", 0))
-
-
-def _parts(node: ir.Node) -> Parts | None:
-    """What a product is made of; a Gemm that is scaled or turns its rows is none."""
-    if node.op_type != "Gemm" or node.domain:
-        return product_parts(node)
-    (x, w), c = node.inputs[:2], given(node, 2)
-    usual = {"transA": 0, "alpha": 1.0, "beta": 1.0}
-    plain = all(attribute(node, key, value) == value for key, value in usual.items())
-    return Parts("", "", (x,), w, c) if plain and x is not None and w is not None else None
-
-
-def _has_right_sizes(node: ir.Node, parts: Parts) -> bool:
+def _has_right_sizes(parts: Parts) -> bool:
     x, sizes, c = parts.head[0], [dim(parts.w, i) for i in range(2)], parts.c
-    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not _is_transposed(node)])
+    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not parts.turned])
     return row and (
         x.dtype == ir.DataType.BFLOAT16
         and (rank(x) or 0) >= 2
         and rank(parts.w) == 2
         and all(size is not None and size % float8.MULTIPLE == 0 and size > 0 for size in sizes)
     )
-
-
-def _normed(op: Builder, node: ir.Node, parts: Parts) -> ir.Value:
-    """What the weight multiplies: the norm of a fused product as a node of its own."""
-    x, *affine = parts.head
-    if not parts.prefix:
-        return x
-    attributes = {k: v.value for k, v in node.attributes.items() if k in _OF_NORMS}
-    if parts.prefix == "RMSNorm":
-        normed = op.node("RMSNormalization", [x, *affine], domain=FUSE, attributes=attributes)
-    else:
-        normed = op.LayerNormalization(x, *affine, axis=-1, **attributes)
-    return typed(normed, x, x.shape)

@@ -23,6 +23,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import Builder, add_initializer, dim, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.training.adapters import Adapter
@@ -194,11 +195,9 @@ class _Operands:
     def matrices(self, op: Builder, k: int, n: int) -> tuple[ir.Value, ir.Value]:
         """x [rows, k], normalized where it is, and dy [rows, n]."""
         x = self.x
-        if len(self.norm) == 2:
-            x = typed(op.LayerNormalization(x, *self.norm, **self.attributes), x, x.shape)
-        elif self.norm:
-            normed = op.RMSNormalization(x, *self.norm, domain=FUSE, **self.attributes)
-            x = typed(normed, x, x.shape)
+        if self.norm:
+            kind = "LayerNorm" if len(self.norm) == 2 else "RMSNorm"
+            x = norm_node(op, kind, x, self.norm, self.attributes)
         return _matrix(op, x, k), _matrix(op, self.dy, n)
 
 
@@ -232,11 +231,8 @@ def _operands(dw: ir.Value) -> _Operands | None:
     forward = rstd.producer()
     if forward is None or FusedName.of(forward.op_type).norm != name.norm:
         return None
-    attributes = {k: a.value for k, a in forward.attributes.items() if k in _NORM}
-    return _Operands(x, dy, tuple(rest[:1] if name.rms else rest[:2]), attributes)
-
-
-_NORM = ("epsilon", "stash_type")
+    affine = tuple(rest[:1] if name.rms else rest[:2])
+    return _Operands(x, dy, affine, norm_attributes(forward))
 
 
 def add_to_weights(model: ir.Model, merging: Merging) -> Sums:

@@ -24,12 +24,11 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.activations import Tail, activation_of
 from onnx_fuse.ops.fused.gemm import PROLOGUES, Parts, merged_bias, packed_many, product_parts
-from onnx_fuse.ops.fused.norm import canonical_norm
+from onnx_fuse.ops.fused.norm import canonical_norm, norm_attributes
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
-    attribute,
     consumers,
     cut_of,
     is_additive_identity,
@@ -70,11 +69,10 @@ register(*(_define(op.norm, op.place, ACTIVATIONS[op.activation]) for op in OPS.
 class _Unit:
     """A gated unit before it is one operator.
 
-    `products` are the one that makes both halves, or the gate's and the other's, each with whether
-    its weight is [columns, K].
+    `products` are the one that makes both halves, or the gate's and the other's.
     """
 
-    products: tuple[tuple[Parts, bool], ...]
+    products: tuple[Parts, ...]
     norm: dict[str, object]
     place: str
     gate: Tail
@@ -141,25 +139,13 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
     if any(set(consumers(v)) != nodes or v.is_graph_output() for v, nodes in readers.items()):
         return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
     place = "GateFirst" if first.start == 0 else "GateLast"
-    return _Unit((plain,), _norm_of(product), place, gate, nodes)
+    return _Unit((plain,), norm_attributes(product), place, gate, nodes)
 
 
-def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
-    """The parts of a product without an activation (ONNX's Gemm included), and whether it reads a
-    weight [columns, K].
-    """
-    if node is None:
-        return None
-    parts = product_parts(node)
-    if parts is not None:
-        return (parts, False) if not parts.activation and rank(parts.w) == 2 else None
-    x, w, *more = (*node.inputs, None, None)
-    scaled = attribute(node, "transA", 0) or any(
-        attribute(node, name, 1.0) != 1.0 for name in ("alpha", "beta")
-    )
-    if node.op_type != "Gemm" or node.domain or scaled or x is None or w is None:
-        return None
-    return Parts("", "", (x,), w, more[0]), bool(attribute(node, "transB", 0))
+def _plain(node: ir.Node | None) -> Parts | None:
+    """The parts of a product of a matrix without an activation."""
+    parts = product_parts(node) if node is not None else None
+    return parts if parts and not parts.activation and rank(parts.w) == 2 else None
 
 
 def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | None:
@@ -172,14 +158,14 @@ def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | Non
 
 def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit | None:
     up = let.producer()
-    first, plain = product_parts(gate.node), _plain(up)
-    if up is None or first is None or plain is None:
+    first, second = product_parts(gate.node), _plain(up)
+    if up is None or first is None or second is None or first.turned:
         return None
-    second, turned = plain
     same = len(first.head) == len(second.head) and all(
         a is b for a, b in zip(first.head, second.head, strict=True)
     )
-    if not same or first.prefix != second.prefix or _norm_of(gate.node) != _norm_of(up):
+    same = same and norm_attributes(gate.node) == norm_attributes(up)
+    if not same or first.prefix != second.prefix:
         return None
     nodes = (gate.node, up, node)
     if gate.node.graph is not node.graph or up.graph is not node.graph:
@@ -188,7 +174,7 @@ def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> 
         return _refused(rw, nodes, "its weights are computed")
     if rank(first.w) != 2 or rank(second.w) != 2:
         return None
-    widths = {dim(first.w, 1), dim(second.w, 0 if turned else 1)}
+    widths = {dim(first.w, 1), dim(second.w, 0 if second.turned else 1)}
     if len(widths) > 1 or None in widths:
         return _refused(rw, nodes, "its two products differ in width")
     if sole_consumer(gate.node.outputs[0]) is not node or sole_consumer(let) is not node:
@@ -201,18 +187,14 @@ def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> 
             return _refused(rw, nodes, "its weights are parts of a merged one")
     if first.w is second.w:
         return _refused(rw, nodes, "both products are with the same weight")
-    return _Unit(((first, False), plain), _norm_of(gate.node), "GateFirst", gate, nodes)
-
-
-def _norm_of(node: ir.Node) -> dict[str, object]:
-    return {k: a.value for k, a in node.attributes.items() if k in ("epsilon", "stash_type")}
+    return _Unit((first, second), norm_attributes(gate.node), "GateFirst", gate, nodes)
 
 
 # ---- rewriting -------------------------------------------------------------------------------
 
 
 def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
-    parts = [part for part, _ in unit.products]
+    parts = unit.products
     prefix, head = parts[0].prefix, parts[0].head
     if prefix and any(
         (norm := canonical_norm(peer)) is not None and (norm.x, *norm.affine) == head
@@ -221,7 +203,7 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         # unfused, the product returns the normalized rows for the other readers
         return rw.refuse(NAME, unit.nodes, "other nodes read its norm, too")
     op = Builder()
-    weights = [_upright(rw, op, part.w) if turned else part.w for part, turned in unit.products]
+    weights = [_upright(rw, op, part.w) if part.turned else part.w for part in parts]
     if len(parts) == 1:
         (w,), c = weights, parts[0].c
         c = c if c is not None else rw.zeros(node.outputs[0])
@@ -256,7 +238,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
         both = op.MatMul(*head, w)
     else:
         plain = str(FusedName.make("Gemm", norm=name.norm))
-        both = op.node(plain, [*head, w, c], domain=FUSE, attributes=_norm_of(node))
+        both = op.node(plain, [*head, w, c], domain=FUSE, attributes=norm_attributes(node))
     widths = op.constant([columns // 2] * 2)
     halves = list(op.Split(typed(both, y, shape), widths, axis=-1, outputs=2))
     at = 0 if name.place == "GateFirst" else 1

@@ -22,7 +22,15 @@ from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused import padded
 from onnx_fuse.ops.fused.activations import Tail, tail_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
-from onnx_fuse.ops.fused.norm import EPSILON, LAYER_NORM_TEXT, RMS_TEXT, STASH, Norm, canonical_norm
+from onnx_fuse.ops.fused.norm import (
+    EPSILON,
+    LAYER_NORM_TEXT,
+    RMS_TEXT,
+    STASH,
+    Norm,
+    canonical_norm,
+    norm_attributes,
+)
 from onnx_fuse.ops.opdef import OpDef, fused_op, register
 from onnx_fuse.ops.rules import (
     CONSTANT,
@@ -263,20 +271,28 @@ def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
 
 
 class Parts(NamedTuple):
-    """A fused Gemm or a MatMul: its norm and activation by name, the norm's inputs with x first."""
+    """A product: its norm and activation by name, the norm's inputs with x first.
+
+    `turned`: w is [columns, K], as ONNX's Gemm may have it.
+    """
 
     prefix: str
     activation: str
     head: tuple[ir.Value, ...]
     w: ir.Value
     c: ir.Value | None
+    turned: bool = False
 
 
 def product_parts(node: ir.Node) -> Parts | None:
-    """What a fused Gemm or a MatMul is made of, None for any other node."""
-    if node.op_type == "MatMul" and not node.domain:
-        x, w = node.inputs[0], node.inputs[1]
-        return Parts("", "", (x,), w, None) if x is not None and w is not None else None
+    """What a fused Gemm, a MatMul or a Gemm x · w + c is made of, None for any other node."""
+    if node.op_type in ("MatMul", "Gemm") and not node.domain:
+        x, w = node.inputs[:2]
+        usual = {"transA": 0, "alpha": 1.0, "beta": 1.0}
+        plain = all(attribute(node, key, value) == value for key, value in usual.items())
+        if x is None or w is None or not plain:
+            return None
+        return Parts("", "", (x,), w, given(node, 2), attribute(node, "transB", 0) != 0)
     name = FusedName.of(node.op_type)
     if node.domain != FUSE or name.family != "Gemm" or name.place or name.grad or name.exposed:
         return None
@@ -293,18 +309,20 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     parts = product_parts(node)
     if parts is None:
         return False
-    norms = {k: v.value for k, v in node.attributes.items() if k in ("epsilon", "stash_type")}
+    norms = norm_attributes(node)
 
     def mergeable(peer: ir.Node) -> bool:
         theirs = product_parts(peer)
         if theirs is None or theirs.prefix != parts.prefix or peer.graph is not node.graph:
             return False
+        if peer.op_type == "Gemm" and not peer.domain:
+            return False
         same = all(a is b for a, b in zip(theirs.head, parts.head, strict=True))
+        same = same and norm_attributes(peer) == norms
         w, c = theirs.w, theirs.c
         column = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
-        eps = {k: v.value for k, v in peer.attributes.items() if k in norms}
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
-        return same and is_initializer(w) and rank(w) == 2 and column and full and eps == norms
+        return same and is_initializer(w) and rank(w) == 2 and column and full
 
     family = _worth_merging([n for n in consumers(parts.head[0]) if mergeable(n)])
     if len(family) < 2 or node is not family[0] or len({n.inputs[-2] for n in family}) == 1:
@@ -484,9 +502,9 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
 def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     """LN(x; gamma, beta)·W + c = LN(x; 1, 0)·(gamma ⊙ W) + (beta·W + c): rounds W once more."""
     parts = product_parts(node)
-    if parts is None or not parts[0] or parts[4] is None:
+    if parts is None or not parts.prefix or parts.c is None:
         return False
-    _, _, head, w, c = parts
+    head, w, c = parts.head, parts.w, parts.c
     arrays = [const_array(v) for v in (*head[1:], w, c)]
     if any(a is None for a in arrays) or not all(map(is_initializer, (*head[1:], w))):
         return False

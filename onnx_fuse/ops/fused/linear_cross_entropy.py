@@ -21,6 +21,7 @@ from onnx_fuse.ir.build import dim, given, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
+from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
 from onnx_fuse.ops.loss import SMOOTHED, counted_rows, mean_of
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (
@@ -122,12 +123,8 @@ class _Product(NamedTuple):
         """What W multiplies; the norm as a node of its own again."""
         if not self.affine:
             return self.x
-        inputs, attributes = [self.x, *self.affine], self.node.attributes
-        if FusedName.of(self.node.op_type).rms:
-            normed = op.node("RMSNormalization", inputs, domain=FUSE, attributes=attributes)
-        else:
-            normed = op.LayerNormalization(*inputs, axis=-1, **attributes)
-        return typed(normed, self.x, self.x.shape)
+        kind = FusedName.of(self.node.op_type).norm
+        return norm_node(op, kind, self.x, self.affine, norm_attributes(self.node))
 
 
 def _product(node: ir.Node | None) -> _Product | None:

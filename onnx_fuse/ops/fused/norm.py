@@ -8,8 +8,10 @@ bias and axis -1, or `onnx_fuse.RMSNormalization` (ai.onnx has one from opset 23
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +33,7 @@ from onnx_fuse.ops.rules import (
     producer,
     scalar,
     sole_consumer,
+    typed,
 )
 from onnx_fuse.ops.shape_ops import spans
 
@@ -109,6 +112,22 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
             attributes = {"epsilon": epsilon, "stash_type": attribute(node, "stash_type", 1)}
             return Norm(node, "RMSNorm", bound[0], tuple(bound[1:]), attributes)
     return None
+
+
+def norm_node(
+    op: Builder, kind: str, x: ir.Value, affine: Sequence[ir.Value | None], attributes: Any
+) -> ir.Value:
+    """The norm of that kind, "LayerNorm" or "RMSNorm", as a node of its own, like x."""
+    if kind == "RMSNorm":
+        y = op.RMSNormalization(x, *affine, domain=FUSE, **attributes)
+    else:
+        y = op.LayerNormalization(x, *affine, axis=-1, **attributes)
+    return typed(y, x, x.shape)
+
+
+def norm_attributes(node: ir.Node) -> dict[str, Any]:
+    """Those attributes of a fused product that are its norm's."""
+    return {k: a.value for k, a in node.attributes.items() if k in ("epsilon", "stash_type")}
 
 
 # ---- canonicalization ------------------------------------------------------------------------
