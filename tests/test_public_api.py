@@ -172,7 +172,6 @@ def test_a_fault_of_our_own_code_is_not_called_one_of_the_model(
         rules = [dataclasses.replace(rule, apply=broken) for rule in rewrite.RULES]
         monkeypatch.setattr(rewrite, "RULES", rules)
     else:
-        monkeypatch.setattr("onnx_fuse.ir.evaluate._REMEMBERED", {})
         monkeypatch.setattr("onnx_fuse.ir.evaluate._run", broken)
     model = text_model(
         "g (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}, float[2] b = {1,2}>"

@@ -45,64 +45,19 @@ def evaluate(
     coming: set[ir.Value] = set()  # the outputs of `asked`
     for node in nodes:
         inputs = [None if v is None else results.get(v, arrays.get(v)) for v in node.inputs]
-        complete = all(a is not None or v is None for a, v in zip(inputs, node.inputs, strict=True))
+        pairs = list(zip(inputs, node.inputs, strict=True))
+        complete = all(a is not None or v is None for a, v in pairs)
         answers = exact(node, inputs) if complete else None
         if answers is not None:
             results.update(zip(node.outputs, answers, strict=False))
-        elif complete:
-            if not traps(node, inputs):
+        elif all(a is not None or v is None or v in coming for a, v in pairs):
+            unknown = _integer_division(node) and _may_trap(inputs)
+            if not (traps(node, inputs) if complete else unknown):
                 asked.append(node)
                 coming.update(node.outputs)
-        elif all(
-            a is not None or v is None or v in coming
-            for a, v in zip(inputs, node.inputs, strict=True)
-        ) and not (_integer_division(node) and _may_trap(inputs)):
-            asked.append(node)
-            coming.update(node.outputs)
-    if not asked:
-        return results
-    key = _key(nodes[0], arrays, opsets) if len(nodes) == 1 else None
-    if key is None:
+    if asked:
         results.update(_run_what_runs(asked, {**arrays, **results}, opsets))
-        return results
-    remembered = _REMEMBERED.get(key)
-    if remembered is None:
-        computed = _run_what_runs(asked, arrays, opsets)
-        remembered = [computed.get(value) for value in nodes[0].outputs]
-        if len(_REMEMBERED) >= _MOST:
-            _REMEMBERED.clear()
-        _REMEMBERED[key] = remembered
-    pairs = zip(nodes[0].outputs, remembered, strict=True)
-    return {value: answer.copy() for value, answer in pairs if answer is not None}
-
-
-_REMEMBERED: dict[Any, list[Array | None]] = {}
-_MOST = 1024
-"""Nodes whose answers are remembered by `_key`."""
-
-
-def _key(
-    node: ir.Node, values: Mapping[ir.Value, Array], opsets: Mapping[str, int]
-) -> tuple[Any, ...] | None:
-    """What the answers of a node with a few bytes of input depend on; None for any other node."""
-    inputs = [None if v is None else values[v] for v in node.inputs]
-    arrays = [a for a in inputs if a is not None]
-    kinds = {attribute.type for attribute in node.attributes.values()}
-    simple = not kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR}
-    if not simple or node.op_type in DRAWS or any(a.dtype == object for a in arrays):
-        return None
-    if sum(a.nbytes for a in arrays) > _FEW:
-        return None
-    return (
-        node.op_identifier(),
-        tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
-        tuple([None if a is None else (a.dtype.name, a.shape, a.tobytes()) for a in inputs]),
-        tuple([(bool(v.name), v.dtype) for v in node.outputs]),
-        tuple(sorted(opsets.items())),
-    )
-
-
-_FEW = 256  # the answers of a node are remembered if its inputs have at most these bytes
+    return results
 
 
 def _run_what_runs(
