@@ -146,14 +146,6 @@ no_grad(
 no_grad(
     "its result is not a real number",
     *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not"),
-    *(
-        "IsNaN",
-        "IsInf",
-        "BitShift",
-        "BitwiseAnd",
-        "BitwiseOr",
-        "BitwiseXor",
-        "BitwiseNot",
-        "BitCast",
-    ),
+    *("IsNaN", "IsInf", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot"),
+    "BitCast",
 )

@@ -113,29 +113,19 @@ def _with_batch(op: Writer, node: ir.Node, indices: ir.Value) -> Tensor:
     return op.Concat(*columns, indices, axis=-1)
 
 
-def _scatter_elements(op: Writer, node: ir.Node, dys: Values) -> Values:
-    axis = node.attributes.get_int("axis", 0)
-    return _scatter(
-        op,
-        node,
-        dys,
-        lambda v: op.GatherElements(v, node.inputs[1], axis=axis),
-        lambda v, u, how: op.ScatterElements(v, node.inputs[1], u, axis=axis, reduction=how),
-    )
+def _scatter(op: Writer, node: ir.Node, dys: Values) -> Values:
+    (x, indices, updates), dy, y = arguments(node, 3), dys[0], node.outputs[0]
+    kind = "ND" if node.op_type == "ScatterND" else "Elements"
+    along: dict[str, Any] = {}
+    if kind == "Elements":
+        along["axis"] = node.attributes.get_int("axis", 0)
 
+    def gather(v: Tensor) -> Tensor:
+        return op.node(f"Gather{kind}", [v, indices], **along)
 
-def _scatter_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
-    return _scatter(
-        op,
-        node,
-        dys,
-        lambda v: op.GatherND(v, node.inputs[1]),
-        lambda v, u, how: op.ScatterND(v, node.inputs[1], u, reduction=how),
-    )
+    def scatter(v: Tensor, u: Tensor, how: str) -> Tensor:
+        return op.node(f"Scatter{kind}", [v, indices, u], **along, reduction=how)
 
-
-def _scatter(op: Writer, node: ir.Node, dys: Values, gather: Any, scatter: Any) -> Values:
-    (x, _, updates), dy, y = arguments(node, 3), dys[0], node.outputs[0]
     taken = gather(dy)
     match text(node, "reduction", "none"):
         case "none":
@@ -198,9 +188,7 @@ register(
     OpDef("Gather", grad=_gather),
     OpDef("GatherElements", grad=_gather_elements),
     OpDef("GatherND", grad=_gather_nd),
-    OpDef("ScatterElements", grad=_scatter_elements),
-    OpDef("Scatter", grad=_scatter_elements),
-    OpDef("ScatterND", grad=_scatter_nd),
+    *(OpDef(name, grad=_scatter) for name in ("Scatter", "ScatterElements", "ScatterND")),
     OpDef("TopK", grad=_topk),
     OpDef("OneHot", grad=_one_hot),
     OpDef("Compress", grad=_compress),

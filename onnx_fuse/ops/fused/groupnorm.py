@@ -32,6 +32,7 @@ from onnx_fuse.ops.rules import (
 )
 from onnx_fuse.ops.shape_ops import Values, Writer, restores, same_size
 
+_ATTRIBUTES = ("num_groups", "epsilon: float = 1e-05", STASH)
 _BODY = """
   first = [0]
   rest = [-1]
@@ -104,8 +105,7 @@ def _grad(op: Writer, node: ir.Node, dys: Values) -> Values:
 def _define_grad(activation: Activation | None) -> OpDef:
     act = activation.name if activation else ""
     name = str(FusedName.make("GroupNorm", act, grad=True))
-    attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
-    attributes += [activation.attributes] if activation else []
+    attributes = [*_ATTRIBUTES, activation.attributes if activation else ""]
     dz = activation.gradient_text(dy="dys") if activation else "dz = Identity (dys)"
     text = _GRAD.format(dz=dz)
     return fused_op(name, attributes, "dy, x, scale, bias", "dx, dscale, dbias", text)
@@ -113,8 +113,7 @@ def _define_grad(activation: Activation | None) -> OpDef:
 
 def _define(activation: Activation | None) -> OpDef:
     name = str(FusedName.make("GroupNorm", activation.name if activation else ""))
-    attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
-    attributes += [activation.attributes] if activation else []
+    attributes = [*_ATTRIBUTES, activation.attributes if activation else ""]
     z, tail = ("z", f"  y = {activation.forward}") if activation else ("y", "")
     text, newer = f"{_BODY}  {z} = m + bias\n{tail}", f"{_NODE.format(z=z)}{tail}"
     return fused_op(name, attributes, "x, scale, bias", "y", text, newer=newer, grad=_grad)
