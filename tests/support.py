@@ -229,6 +229,11 @@ def drawn(
     return feeds
 
 
+def parsed(graph: str, opset: int = 21) -> onnx.ModelProto:
+    """The model of an ONNX text without its head."""
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> {graph}')
+
+
 def assert_near(
     found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-7, atol: float = 0
 ) -> None:

@@ -13,6 +13,7 @@ from onnx import helper
 from onnx.backend.base import Backend as Base
 from onnx.backend.base import BackendRep
 from onnx.backend.test import BackendTest
+from support import parsed
 
 from onnx_fuse import backend
 from onnx_fuse.errors import ModelError
@@ -83,10 +84,7 @@ def test_run_node_takes_arrays_in_order() -> None:
 
 
 def test_prepare_and_run_model_agree_and_name_outputs() -> None:
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 21]>'
-        "g (float[N] x) => (float[N] y, float[N] z) { y = Relu(x)  z = Neg(x) }"
-    )
+    model = parsed("g (float[N] x) => (float[N] y, float[N] z) { y = Relu(x)  z = Neg(x) }")
     x = np.array([-1, 2], np.float32)
     for outputs in (backend.prepare(model).run([x]), backend.run_model(model, {"x": x})):
         np.testing.assert_array_equal(outputs.y, [0, 2])
@@ -97,9 +95,7 @@ def test_prepare_and_run_model_agree_and_name_outputs() -> None:
 
 def test_devices_and_compatibility() -> None:
     assert backend.supports_device("CPU")
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["": 21]>g (float[N] x) => (float[N] y) { y = Relu(x) }'
-    )
+    model = parsed("g (float[N] x) => (float[N] y) { y = Relu(x) }")
     assert backend.is_compatible(model)
     model.graph.node[0].op_type = "Reluu"
     assert not backend.is_compatible(model)

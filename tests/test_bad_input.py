@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from support import ENCODER, Cli
+from support import ENCODER, Cli, parsed
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -42,10 +42,6 @@ Save = Callable[..., Path]
 
 def small() -> onnx.ModelProto:
     return onnx.parser.parse_model(TEXT)
-
-
-def parsed(graph: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {graph}')
 
 
 def overflowing_dimension(model: onnx.ModelProto, folder: Path) -> None:
@@ -376,7 +372,9 @@ HUGE = {
 
 @pytest.mark.parametrize("op", HUGE)
 def test_a_constant_that_asks_for_a_huge_tensor(cli: Cli, saved: Save, op: str) -> None:
-    model = parsed(f"(int64[N] x) => (int64 y) {{ {HUGE[op]}  s = Shape (r)  y = ReduceSum (s) }}")
+    model = parsed(
+        f"g (int64[N] x) => (int64 y) {{ {HUGE[op]}  s = Shape (r)  y = ReduceSum (s) }}"
+    )
     assert cli("optimize", saved(model)).code in (0, 1)
     model.graph.node[-2].op_type = "Neg"
     path = saved(model)
@@ -512,7 +510,7 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
     cli: Cli, tmp_path: Path, saved: Save, dtype: str
 ) -> None:
     model = parsed(
-        f"({dtype}[N] i) => (float[N, 2] y) <float[3, 2] t = {{1, 2, 3, 4, 5, 6}}> "
+        f"g ({dtype}[N] i) => (float[N, 2] y) <float[3, 2] t = {{1, 2, 3, 4, 5, 6}}> "
         "{ y = Gather (t, i) }"
     )
     err = cli.fails(1, "gradient", saved(model), "-o", tmp_path / "g.onnx")
@@ -526,7 +524,7 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
 def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path, saved: Save) -> None:
     """It is of constants, which folding would divide."""
     model = parsed(
-        "(float[1] x) => (float[1] y) { one = Constant <value = float[1] {1.0}> ()"
+        "g (float[1] x) => (float[1] y) { one = Constant <value = float[1] {1.0}> ()"
         "  axes = Constant <value = int64[1] {-1}> ()  r = Div (one, axes)  y = Mul (x, r) }"
     )
     err = cli.fails(1, "optimize", saved(model), "-o", tmp_path / "out.onnx")
@@ -537,7 +535,7 @@ def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path, saved:
 def test_transposes_of_unequal_ranks_are_refused() -> None:
     """Nothing in between says so, since the first one's input has no rank."""
     model = parsed(
-        "(float[] x, int64[N] s) => (float[A, B, C] y) { r = Reshape (x, s)"
+        "g (float[] x, int64[N] s) => (float[A, B, C] y) { r = Reshape (x, s)"
         "  t = Transpose <perm = [1, 0]> (r)  y = Transpose <perm = [2, 0, 1]> (t) }"
     )
     with pytest.raises(ModelError, match="do not fit"):
@@ -546,7 +544,7 @@ def test_transposes_of_unequal_ranks_are_refused() -> None:
 
 def test_an_expand_to_a_number_is_one_of_a_vector() -> None:
     """As onnxruntime has it, which onnxscript's rule does not know."""
-    model = parsed("(float[1] x) => (float[A] y) <int64 s = {3}> { y = Expand (x, s) }")
+    model = parsed("g (float[1] x) => (float[A] y) <int64 s = {3}> { y = Expand (x, s) }")
     graph = load(model)
     rewrite.optimize(graph)
     (y,) = ort.run(ort.session(graph), {"x": np.ones(1, "f")})
@@ -555,7 +553,7 @@ def test_an_expand_to_a_number_is_one_of_a_vector() -> None:
 
 def test_an_expand_to_a_negative_size_stays_for_onnxruntime_to_refuse() -> None:
     graph = load(
-        parsed("(bool[1] x) => (bool[A] y) { s = Constant <value_ints = [-1]> ()"
+        parsed("g (bool[1] x) => (bool[A] y) { s = Constant <value_ints = [-1]> ()"
                "  e = Expand (x, s)  y = Not (e) }")
     )  # fmt: skip
     rewrite.optimize(graph)
@@ -564,7 +562,7 @@ def test_an_expand_to_a_negative_size_stays_for_onnxruntime_to_refuse() -> None:
 
 @pytest.mark.parametrize("error", [TypeError, AssertionError, IndexError])
 def test_a_fault_beside_onnxscripts_rules_is_no_fault_of_the_file(error: type[Exception]) -> None:
-    model = load(parsed("(float[3] x) => (float[3] y) { y = Transpose <perm = [0]> (x) }"))
+    model = load(parsed("g (float[3] x) => (float[3] y) { y = Transpose <perm = [0]> (x) }"))
     canonicalize = import_module("onnx_fuse.rewrite.canonicalize")
     with patch.object(canonicalize, "isolated_subgraphs", side_effect=error), pytest.raises(error):
         canonicalize._apply(model, ["no_op_transpose"], lambda node: True)
@@ -588,7 +586,7 @@ def test_a_range_of_vectors_is_differentiated_or_refused(
     """onnxruntime runs one whose ends are vectors of one element, or refuses it."""
     for start, code in (("int64[1] s = {2}", 0), ("int64[2] s = {2, 3}", 0), ("float s = {2}", 1)):
         model = parsed(
-            f"(float[8, 3] x, int64 l) => (float[A, 3] y) <{start}, int64[1] d = {{1}}>"
+            f"g (float[8, 3] x, int64 l) => (float[A, 3] y) <{start}, int64[1] d = {{1}}>"
             " { r = Range (s, l, d)  y = Gather (x, r) }"
         )
         result = cli("gradient", saved(model), "--wrt", "x", "-o", tmp_path / "g.onnx")

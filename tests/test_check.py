@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir
 import pytest
-from support import Cli, with_weights
+from support import Cli, parsed, with_weights
 
 from onnx_fuse import autodiff, report
 from onnx_fuse.autodiff.load import load
@@ -290,10 +289,7 @@ def test_a_gradient_that_onnxruntime_does_not_load_is_not_written(
 
 def forged() -> bytes:
     """A model that sums booleans."""
-    proto = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (bool[2] x) => (bool y)'
-        "{ y = ReduceSum <keepdims = 0> (x) }"
-    )
+    proto = parsed("g (bool[2] x) => (bool y) { y = ReduceSum <keepdims = 0> (x) }")
     return bytes(proto.SerializeToString())
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
-from support import table
+from support import parsed, table
 
 from onnx_fuse import autodiff
 from onnx_fuse.autodiff.load import load
@@ -66,8 +66,7 @@ def test_what_is_no_number_has_no_gradient(name):
 
 
 def test_a_gradient_that_reads_no_drawn_number_passes_a_body():
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
-      g (bool c, float[3] x) => (float[3] y) { y = If (c) <
+    model = parsed("""g (bool c, float[3] x) => (float[3] y) { y = If (c) <
         then_branch = t () => (float[3] a) { r = RandomNormalLike (x) z = Dropout (x)
                                              d = Mul (z, z) a = Add (d, r) },
         else_branch = e () => (float[3] b) { b = Identity (x) }> }""")

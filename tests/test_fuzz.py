@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from support import table
+from support import parsed, table
 
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.table import lowerings
@@ -37,7 +36,7 @@ a norm of one number: (np.float32([[[3.4242136]]]), np.float32([[[-0.27740598]]]
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_rounding_alone_makes_is_no_fault(name: str) -> None:
     text, (x, right) = RESULTS[name]
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> agraph {text}')
+    model = parsed(f"agraph {text}")
     (run,) = references(model, [{"x": x}], np.random.default_rng(0), False)
     assert (run.want[0] != right).any()
     assert not run.fault(model, [right], coarsest(model))

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from gradient_rows import F32, rng, within
-from support import stock, table
+from support import parsed, stock, table
 from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 
 import onnx_fuse
@@ -139,9 +139,7 @@ RMSNormalization: "float[4, 4] x, float[D] s, float[4, 2] w", {"x": (4, 4), "s":
 @pytest.mark.parametrize("name", VECTORS)
 def test_a_vector_whose_open_size_is_one_gets_a_sum(name, level):
     inputs, nodes, shapes = VECTORS[name]
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 23]> g ({inputs}) => (float[?, ?] y) {{ {nodes} }}'
-    )
+    model = parsed(f"g ({inputs}) => (float[?, ?] y) {{ {nodes} }}", 23)
     model.graph.output[0].type.tensor_type.ClearField("shape")
     feeds = {n: within(-1, 1, *shape).astype(F32) for n, shape in shapes.items()}
     forward = session(model)
@@ -208,9 +206,7 @@ no sequence of some lengths: 21,
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_has_gradients_of_zeros(name):
     opset, inputs, shapes, nodes = NOTHING[name]
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => (float y) {{ {nodes} }}'
-    )
+    model = parsed(f"g ({inputs}) => (float y) {{ {nodes} }}", opset)
     model.graph.output[0].type.tensor_type.ClearField("shape")
     feeds = {}
     for value in model.graph.input:
@@ -257,9 +253,7 @@ OPTIMIZED = {
 @pytest.mark.parametrize("name", OPTIMIZED)
 def test_an_optimized_file_has_the_gradients_of_the_file(name):
     opset = 26 if "Attention" in OPTIMIZED[name] else 21
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : {opset}]> {OPTIMIZED[name]}'
-    )
+    proto = parsed(OPTIMIZED[name], opset)
     feeds = {}
     for value in (*proto.graph.input, *proto.graph.output):
         kind = value.type.tensor_type
@@ -326,10 +320,7 @@ BRANCHES = """k = Size (x) zero = Constant <value_int = 0> () c = Greater (k, ze
 @pytest.mark.parametrize("declared", ["float[N,3] y", "float[1,3] y"])
 @pytest.mark.parametrize("rows", [(4, 1), (1, 4), (1, 1)])
 def test_an_output_declared_as_an_operand_has_the_size_of_its_broadcast(declared, rows, nodes):
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float[N,3] x, float[M,3] z) => '
-        f"({declared}) {{ n = Neg (x) {nodes} }}"
-    )
+    model = parsed(f"g (float[N,3] x, float[M,3] z) => ({declared}) {{ n = Neg (x) {nodes} }}")
     x, z = (within(-1, 1, n, 3).astype(F32) for n in rows)
     dy = within(-1, 1, max(rows), 3).astype(F32)
     session = stock(autodiff.gradient(model, wrt=["x", "z"]))
@@ -363,9 +354,7 @@ def test_sizes_of_one_name_are_equal_or_a_node_says_so(name):
     for first in ("N", "K"):
         named = {**shapes, "x": shapes["x"].replace("N", first)}
         inputs = ", ".join(f"float[{shape}] {key}" for key, shape in named.items())
-        model = onnx.parser.parse_model(
-            f'<ir_version: 10, opset_import: ["" : 21]> g ({inputs}) => (float y) {{ {nodes} }}'
-        )
+        model = parsed(f"g ({inputs}) => (float y) {{ {nodes} }}")
         model.graph.output[0].type.tensor_type.ClearField("shape")
         sessions.append(stock(autodiff.gradient(load(model), wrt=[*shapes])))
     for n, m in ((3, 3), (1, 1), (3, 1), (1, 3)):
@@ -386,8 +375,7 @@ def test_sizes_of_one_name_are_equal_or_a_node_says_so(name):
 
 def test_inputs_that_never_meet_have_sizes_of_their_own() -> None:
     """Of u, v and w one name is N: v and w meet, by their sums."""
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
-      g (float[N,4] u, float[N,4] v, float[N,4] w) => (float[N,4] y, float z)
+    model = parsed("""g (float[N,4] u, float[N,4] v, float[N,4] w) => (float[N,4] y, float z)
       { y = Exp (u) a = ReduceSum <keepdims = 0> (v) b = ReduceMean <keepdims = 0> (w)
         z = Mul (a, b) }""")
     runner = stock(onnx_fuse.gradient(model, ["u", "v", "w"]))
@@ -409,7 +397,7 @@ def test_no_step_of_a_recurrence_gives_zeros(kind: str, attributes: str, directi
     """onnxruntime's last state of no step is 0, not h0 (its GRU ends the process)."""
     gates, ways = {"LSTM": 4, "RNN": 1}[kind] * 3, 1 + (direction == "bidirectional")
     attributes = ", ".join(filter(None, ["hidden_size = 3", attributes]))
-    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+    model = parsed(f"""
       g (float[T,2,2] x, float[{ways},{gates},2] w, float[{ways},{gates},3] r, float[{ways},2,3] s)
       => (float[T,{ways},2,3] y, float[{ways},2,3] h)
       {{ y, h = {kind} <{attributes}, direction = "{direction}"> (x, w, r, , , s) }}""")
@@ -426,7 +414,7 @@ def test_no_step_of_a_recurrence_gives_zeros(kind: str, attributes: str, directi
 
 def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:
     """onnxruntime dies of one of an empty tensor that a node has computed."""
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+    model = parsed("""
       f (float[N,1,M] x, float[N,N,N,N] z, float[1] a) => (float[N,1,M] y, float[N,N,N,N] w)
       { y = InstanceNormalization (x, a, a)  w = Neg (z) }""")
     runner = stock(onnx_fuse.gradient(model, ["x", "z"]))
@@ -437,8 +425,9 @@ def test_an_instance_norm_of_nothing_reads_what_is_fed() -> None:
 
 @pytest.mark.parametrize("size", [0, 2])
 def test_one_tuple_of_gather_nd_reads_a_tensor_that_may_be_empty(size: int) -> None:
-    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
-      f (float[B,C,4] x) => (float[C,4] y) <int64[1] i = {-3}> { y = GatherND (x, i) }""")
+    model = parsed(
+        "f (float[B,C,4] x) => (float[C,4] y) <int64[1] i = {-3}> { y = GatherND (x, i) }"
+    )
     runner = stock(onnx_fuse.gradient(model, ["x"]))
     feeds = {"x": np.ones((3, size, 4), "f"), "y.grad": np.full((size, 4), 2, "f")}
     expected = np.zeros((3, size, 4), "f")

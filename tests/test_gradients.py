@@ -17,7 +17,7 @@ from gradient_loops import LOOPS, OTHER_RECURRENT, RECURRENT
 from gradient_rows import BINARY, F32, F64, INDEXING, MATMUL, REDUCE, SHAPE, UNARY, rng, within
 from gradient_windows import CONV, POOL
 from onnx import TensorProto, helper, numpy_helper
-from support import assert_near, stock
+from support import assert_near, parsed, stock
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -187,8 +187,8 @@ def test_sums_of_rows_in_16_bits_run_on_the_cpu():
 
 def test_a_clamp_in_float16_keeps_the_gradient():
     """onnxruntime computes the sum in float32 and rounds it for one of its readers alone."""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]> g (float16[64] a, float16[64] b) '
+    model = parsed(
+        "g (float16[64] a, float16[64] b) "
         "=> (float16[64] y) { low = Constant <value_float = -9.0> ()"
         "  high = Constant <value_float = 9.0> ()  l = CastLike (low, a)  h = CastLike (high, a)"
         "  s = Add (a, b)  m = Max (s, l)  y = Min (m, h) }"
@@ -213,8 +213,7 @@ IN_DOUBLE = {
 def test_gradients_of_fused_norms_are_exact_in_double(name):
     """LayerNormalization gives its mean and deviation in float32, whatever x is."""
     extra = ", double[5,8] e" if " e)" in IN_DOUBLE[name] else ""
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>\n'
+    model = parsed(
         f"f (double[5,8] x, {WEIGHTS}{extra}) => (double[5,3] y) {{ {IN_DOUBLE[name]} }}"
     )
     feeds = {v.name: rng(i).standard_normal(shape_of(v)) for i, v in enumerate(model.graph.input)}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support import python, step_of
+from support import parsed, python, step_of
 
 import onnx_fuse as of
 from onnx_fuse import DataError, UsageError, nn
@@ -125,7 +125,7 @@ def test_a_seed_makes_the_same_numbers_and_masks_again() -> None:
 def test_an_optimizer_does_what_the_trainers_does(eager: Any, rule: dict[str, Any]) -> None:
     w = np.linspace(-1, 1, 6).reshape(2, 3).astype(np.float32)
     text = "agraph (float[N,3] x) => (float[N,2] y) { y = MatMul(x, w) }"
-    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 21]>' + text)
+    model = parsed(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(w.T.copy(), "w"))
     x, t = np.eye(3, dtype=np.float32), np.ones((3, 2), np.float32)
     trainer = of.Trainer(model, loss="mse", optimizer=rules.make(eager.__name__.lower(), **rule))

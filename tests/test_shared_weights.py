@@ -10,7 +10,7 @@ import pytest
 from cases import FusionCase
 from exact_cases import EXACT_CASES
 from fusion_cases import FUSION_CASES
-from support import answers, table
+from support import answers, parsed, table
 
 from onnx_fuse import autodiff, cli, rewrite
 from onnx_fuse.autodiff.load import load
@@ -108,7 +108,7 @@ def test_the_command_loads_what_it_wrote_and_lists_it(tmp_path: Path) -> None:
 def twice(second: Array, node: str) -> Any:
     """An embedding, and an output projection of its own tensor."""
     text = f"""agraph (int64[N] x) => (float[N, 6] y) {{ h = Gather (table, x)  {node} }}"""
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]>\n{text}')
+    model = parsed(text, 23)
     for name, array in (("table", EMBED), ("head", second)):
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return model

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import Cli, stock, table
+from support import Cli, parsed, stock, table
 
 import onnx_fuse
 from onnx_fuse.autodiff.load import load
@@ -31,9 +31,8 @@ def sparse_model(indices: list[int], dtype: type, place: str) -> onnx.ModelProto
     values = numpy_helper.from_array(np.arange(1, len(at) + 1).astype(dtype), "w")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(at, "i"), [4, 4])
     kind = "float16" if dtype == np.float16 else "float"
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g ({kind}[N,4] x) => ({kind}[N,4] y)'
-        f" {{ {PLACES[place].replace('KIND', kind)} }}"
+    model = parsed(
+        f"g ({kind}[N,4] x) => ({kind}[N,4] y) {{ {PLACES[place].replace('KIND', kind)} }}"
     )
     if place == "initializer":
         model.graph.sparse_initializer.append(sparse)
@@ -72,10 +71,7 @@ def external_model(path: Path) -> None:
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 4])
     weight.data_location = TensorProto.EXTERNAL
     weight.external_data.add(key="location", value="weights.bin")
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>'
-        "g (float[N,4] x) => (float[N,4] y) { y = MatMul (x, w) }"
-    )
+    model = parsed("g (float[N,4] x) => (float[N,4] y) { y = MatMul (x, w) }")
     model.graph.initializer.append(weight)
     path.write_bytes(model.SerializeToString())
 
@@ -140,8 +136,8 @@ def test_the_original_is_what_the_file_means(name: str) -> None:
 def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: str) -> None:
     """ONNX has no two values of one name; onnxruntime runs the file."""
     held = "" if outer else "<float[1] w = {10}>"
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 21]> g (float[1] x, bool c) => (float[1] y)'
+    model = parsed(
+        f"g (float[1] x, bool c) => (float[1] y)"
         f" {held} {{ {outer} z = If (c) <then_branch: graph = t () => (float[1] a)"
         f" <float[1] w = {{5}}> {{ a = Add (x, w) }},"
         f" else_branch: graph = e () => (float[1] b) {{ b = {other} }}>"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support import ENCODER
+from support import ENCODER, parsed
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
@@ -41,10 +41,7 @@ def joined(path: Path) -> onnx.ModelProto:
 def model() -> onnx.ModelProto:
     """Initializers of every way to store one, some of them with fields after their data."""
     rng = np.random.default_rng(0)
-    proto = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 21]>'
-        "agraph (float[4] x) => (float[4] y) { y = Relu(x) }"
-    )
+    proto = parsed("agraph (float[4] x) => (float[4] y) { y = Relu(x) }")
     for i, dtype in enumerate((np.float32, np.int64, np.float16, np.uint8, bool)):
         array = rng.integers(0, 2, (7, 31)).astype(dtype)
         tensor = onnx.numpy_helper.from_array(array, f"t{i}")
