@@ -1,11 +1,13 @@
-"""Cases of sums of products, of determinants and of Fourier transforms."""
+"""Cases of sums of products, of determinants, of Fourier transforms and of losses."""
 
 from collections.abc import Iterator
 
 import numpy as np
 from window_gradients import Row
 
-F32, F16, F64 = "float32", "float16", "float64"
+from onnx_fuse.ir.constants import FUSE
+
+F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
 AXIS = np.array(1, np.int64)
 
 
@@ -14,6 +16,7 @@ def rows() -> Iterator[Row]:
     yield from _einsums()
     yield from _determinants()
     yield from _transforms()
+    yield from _losses()
 
 
 def _einsums() -> Iterator[Row]:
@@ -68,3 +71,21 @@ def _transforms() -> Iterator[Row]:
         for dtype in (F32, F64):
             window = np.linspace(0.1, 1, 16).astype(dtype)
             yield "STFT", ((2, 100, 1), step, window, length), more, 1, dtype, "", str(more)
+
+
+def _losses() -> Iterator[Row]:
+    rng = np.random.default_rng(1)
+    for kind in ("none", "sum", "mean"):
+        rows, planes = rng.integers(0, 9, 6), rng.integers(0, 9, (3, 4, 5))
+        yield "SoftmaxCrossEntropyLoss", ((6, 9), rows), {"reduction": kind}
+        attrs = {"reduction": kind, "ignore_index": 2}
+        yield "SoftmaxCrossEntropyLoss", ((3, 9, 4, 5), planes, (9,)), attrs, 2
+        yield "NegativeLogLikelihoodLoss", ((3, 9, 4, 5), planes, (9,)), attrs
+        yield "NegativeLogLikelihoodLoss", ((0, 9), rows[:0]), {"reduction": kind}
+    for dtype in (F32, F16):
+        columns, planes = rng.integers(0, 130, (6, 1)), rng.integers(0, 9, (3, 1, 4, 5))
+        for given in (((6, 130), columns, (6, 1)), ((3, 9, 4, 5), planes, (3, 1, 4, 5))):
+            yield "SoftmaxCrossEntropyGrad", given, {}, 1, dtype, FUSE
+    big = rng.integers(0, 50257, 40)
+    yield "SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 2, F32, "", "vocabulary"
+    yield "SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 1, BF16, "", "vocabulary"

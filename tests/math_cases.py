@@ -550,24 +550,6 @@ def _indexing() -> Iterator[Case]:
     yield Case("ScatterElements", (np.ones(4000), places % 40, update), most, note="a vector")
 
 
-def _losses() -> Iterator[Case]:
-    rng = np.random.default_rng(1)
-    for kind in ("none", "sum", "mean"):
-        rows, planes = rng.integers(0, 9, 6), rng.integers(0, 9, (3, 4, 5))
-        yield Case("SoftmaxCrossEntropyLoss", ((6, 9), rows), {"reduction": kind})
-        attrs = {"reduction": kind, "ignore_index": 2}
-        yield Case("SoftmaxCrossEntropyLoss", ((3, 9, 4, 5), planes, (9,)), attrs, 2)
-        yield Case("NegativeLogLikelihoodLoss", ((3, 9, 4, 5), planes, (9,)), attrs)
-        yield Case("NegativeLogLikelihoodLoss", ((0, 9), rows[:0]), {"reduction": kind})
-    for dtype in (F32, F16):
-        columns, planes = rng.integers(0, 130, (6, 1)), rng.integers(0, 9, (3, 1, 4, 5))
-        for given in (((6, 130), columns, (6, 1)), ((3, 9, 4, 5), planes, (3, 1, 4, 5))):
-            yield Case("SoftmaxCrossEntropyGrad", given, {}, 1, dtype, FUSE)
-    big = rng.integers(0, 50257, 40)
-    yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 2, note="vocabulary")
-    yield Case("SoftmaxCrossEntropyLoss", ((40, 50257), big), {}, 1, BF16, note="vocabulary")
-
-
 def _attention() -> Iterator[Case]:
     # kind, (B, H, Hkv), (S, T), (D, Dv), mask shape
     shapes = (
@@ -712,6 +694,5 @@ def cases() -> tuple[Case, ...]:
         *_scans(),
         *_indexing(),
         *(Case(*row) for row in (*long_rows.rows(), *algebra_rows.rows())),
-        *_losses(),
         *_attention(),
     )
