@@ -129,7 +129,6 @@ class Groups(HeuristicKernel):
     free_axes = "z"
 
     def supports(self, problem: GroupGrad, hw: Hardware) -> str | None:
-        """What 32-bit indices reach; activations are computed in float32."""
         if problem.act and problem.dtype == "float64":
             return "its activation is computed in float32"
         return None

@@ -118,7 +118,6 @@ class Mma(Planned, HeuristicKernel):
     source = "conv/weight_grad_sm80.cu"
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
-        """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
         return "at most two spatial axes" if is_deep(problem) else _unlike(problem, tf32=True)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
@@ -194,7 +193,6 @@ class Wgmma(Planned, HeuristicKernel):
     source = "conv/weight_grad_sm90.cu"
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
-        """Refuse what TMA does not gather, and channels that leave most of a block empty."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if problem.groups > 1 or problem.channels < 32:
@@ -297,7 +295,6 @@ class PointwiseWeightGrad(HeuristicKernel):
         )  # fmt: skip
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
-        """Refuse all but dense pixels as they lie, and products that need k in parts."""
         window = problem.window
         if problem.groups > 1 or problem.x_strides or max(*window.kernel, *window.strides) > 1:
             return "for filters of one tap over dense images, in one group"
@@ -313,7 +310,6 @@ class PointwiseWeightGrad(HeuristicKernel):
         return [how for how in configs if how.integer("splits") == 1]
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
-        """The rule's, then each."""
         return [KernelConfig.of(), *self._tiles(problem, hw)]
 
     def _ruled(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> KernelConfig:
@@ -324,7 +320,6 @@ class PointwiseWeightGrad(HeuristicKernel):
         )  # fmt: skip
 
     def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
-        """The product's."""
         how = self._ruled(problem, config, hw)
         return self.inner.cost(self._gemm(problem), how, hw)
 
@@ -342,7 +337,6 @@ class Depthwise(Planned, HeuristicKernel):
     source = "conv/depthwise_weight_grad.cu"
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
-        """Refuse channels that share, that are no pairs, three axes, and too wide filters."""
         if reason := unpaired(problem):
             return reason
         if is_deep(problem):

@@ -27,7 +27,6 @@ class Grouped(Chosen):
     source = "conv/grouped_sm80.cu"
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Refuse other than as many filters as channels a group, and more than registers hold."""
         c = problem.channels
         if problem.groups == 1 or problem.filters != c:
             return f"{problem.groups} groups of {c} channels and {problem.filters} filters"

@@ -99,7 +99,6 @@ class ChannelsLast(HeuristicKernel):
     maths: tuple[str, ...] = ()  # how products of float32 may be computed
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Refuse other layouts and types, and images that 32 bits do not address."""
         if not problem.channels_last or problem.transposed:
             return "for a Conv of channels-last images"
         if problem.planar != self.planar:
@@ -226,7 +225,6 @@ class FewChannels(ChannelsLast):
     moments = True
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """At most 8 channels of NCHW images, and a part of them that shared memory holds."""
         if problem.groups > 1 or problem.channels > 8:
             return f"{problem.groups * problem.channels} channels (at most 8, in one group)"
         if problem.filters % 8:
@@ -295,7 +293,6 @@ class Chosen(ChannelsLast):
         raise TypeError(f"{type(self).__name__} has no cost")
 
     def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
-        """The rule's, then each."""
         return [KernelConfig.of(), *self.tiles(problem, hw)]
 
     def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
@@ -321,7 +318,6 @@ class Mma(Planned, Chosen):
     axes = 3
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Refuse depthwise filters, and groups whose channels are no multiple of 16 bytes."""
         if problem.depthwise:
             return "a filter a channel leaves no product to share"
         if problem.groups > 1 and problem.channels % 8:
@@ -461,7 +457,6 @@ class Gathered(Chosen):
         )  # fmt: skip
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Refuse groups, what no epilogue does, and windows beyond the descriptor's fields."""
         if problem.groups > 1:
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
@@ -470,15 +465,12 @@ class Gathered(Chosen):
         return reason or self.many.supports(self.product(problem), hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
-        """The product's configurations."""
         return self.many.configs(self.product(problem), hw)
 
     def fits(self, problem: Conv, config: KernelConfig) -> bool:
-        """Whether each part of the sum has steps."""
         return not config.attrs or self.inner(config).fits(self.product(problem), config)
 
     def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
-        """The product's partial sums."""
         how = self.ruled(problem, config, hw)
         return self.inner(how).workspace(self.product(problem), how, hw)
 
@@ -532,7 +524,6 @@ class Im2col(Gathered):
         return self.many if config.attr("tile") else self.few
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Refuse what the base does, and pixels of y that stand apart where no box takes them."""
         if problem.y_strides and (problem.tail or problem.filters % 8):
             return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
         if problem.y_strides and problem.column_moments:

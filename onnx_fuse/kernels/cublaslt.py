@@ -117,6 +117,5 @@ class CublasLt(Kernel):
         return workspace(hw)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """One call of the library."""
         one = (1, 1, 1)
         return (Launch("", "cublasLtMatmul", one, one, OPERANDS, product=problem),)

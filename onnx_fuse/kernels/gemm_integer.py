@@ -47,7 +47,6 @@ class MmaInt8(Kernel):
         return None if len(problem.batch) <= 2 else "two batch axes at most"
 
     def configs(self, problem: IntegerProduct, hw: Hardware) -> Sequence[KernelConfig]:
-        """The sizes of the tiles of y."""
         return [KernelConfig.of(tile=tile) for tile in TILES]
 
     def _blocks(self, problem: IntegerProduct, config: KernelConfig) -> tuple[int, int]:
@@ -127,7 +126,6 @@ class MmaInt8Nhwc(Chosen):
     """Elements that a thread stores at once, where filters are a multiple of them."""
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
-        """Refuse pixels, and channels of groups, that are no multiple of 16 bytes apart."""
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
         if problem.dtype not in BYTES:
@@ -193,7 +191,6 @@ class MmaInt8Nhwc(Chosen):
         return max(took, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch."""
         tile, tail = self.ruled(problem, config, hw).integers("tile"), problem.tail
         bm, bn, wm, wn, bk, stages = tile
         rows, (sn, sy, sx) = problem.batch * prod(problem.outer), image_strides(problem)
@@ -253,7 +250,6 @@ class WgmmaInt8Nhwc(MmaInt8Nhwc):
     pieces = (16, 8, 4, 1)
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
-        """Refuse other chips, images whose places do not fit 32 bits, and what the base does."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if problem.batch * image_strides(problem)[0] >= 2**35:
@@ -294,6 +290,3 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "IntegerConv": (WgmmaInt8Nhwc(), MmaInt8Nhwc()),
     "PixelBlocks": (BlocksOfPixels(),),
 }
-
-
-# ---- lowering -----------------------------------------------------------------------------------

@@ -284,7 +284,6 @@ class Wgmma(Kernel):
         return [how for how in configs if self._stages(problem, how, hw)[0] >= 3]
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
-        """Whether each split has steps of k."""
         splits = config.integer("splits")
         return splits <= 1 or each_has_steps(self._steps(problem), splits)
 

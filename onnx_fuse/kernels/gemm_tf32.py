@@ -84,12 +84,10 @@ class Tf32(Kernel):
         return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
-        """Whether each part has steps of k."""
         splits = config.integer("splits")
         return splits <= 1 or each_has_steps(ceil(problem.k / BK), splits)
 
     def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
-        """The sums of the parts of k."""
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 

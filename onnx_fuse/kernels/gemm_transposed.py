@@ -70,7 +70,6 @@ class _Turned(DelegatingKernel, ABC):
         """What is transposed first."""
 
     def _own_bytes(self, problem: GemmProblem) -> int:
-        """The bytes of the transposed operands."""
         return sum(copy.nbytes for copy in self._copies(problem))
 
     def _refusal(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -87,7 +86,6 @@ class _Turned(DelegatingKernel, ABC):
         return self.inner.cost(self._gemm(problem), config, hw) + passes
 
     def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
-        """The transposes."""
         calls: list[Launch] = []
         names: dict[str, Ptr] = {}
         place = 0

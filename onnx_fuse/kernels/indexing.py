@@ -174,7 +174,6 @@ class Last(Planned, _Many):
     name = "last"
 
     def supports(self, problem: Scatter, hw: Hardware) -> str | None:
-        """Updates that are not combined."""
         if problem.reduction != "none":
             return f"reduction {problem.reduction}"
         return super().supports(problem, hw)
@@ -220,7 +219,6 @@ class WarpLines(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: ScatterElements, hw: Hardware) -> str | None:
-        """Lines whose elements stand side by side, few enough for shared memory."""
         if problem.inner != 1:
             return "a line's elements do not stand side by side"
         if problem.dtype not in C_TYPES:

@@ -140,7 +140,6 @@ class TwoGemms(Planned):
         return (self.for_dw if gemm.epilogue.dw else self.for_dx)[name]
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
-        """Whether both products can run their configurations."""
         products = self._products(problem, config)
         return all(kernel.fits(gemm, how) for kernel, gemm, how in products)
 

@@ -123,7 +123,6 @@ class FewRows(Planned):
         return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
-        """Whether each split has a step of n."""
         return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:

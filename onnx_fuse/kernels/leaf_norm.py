@@ -34,7 +34,6 @@ class WeightOnlyGrad(SimtSplitK):
         return ceil(problem.m / bm), problem.n
 
     def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
-        """Bytes of the partial sums."""
         return 0 if config.integer("join") else 8 * prod(self._parts(problem, config))
 
     def _room(self, problem: GemmProblem, config: KernelConfig) -> int:

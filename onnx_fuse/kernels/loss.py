@@ -75,7 +75,6 @@ class Chunk(HeuristicKernel):
     source = "loss/chunk.cu"
 
     def supports(self, problem: CrossEntropyChunk, hw: Hardware) -> str | None:
-        """Every type that sums are taken of in float32."""
         if problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no kernel for {problem.dtype}"
         return "too many classes" if problem.stride >= 2**30 else None
@@ -97,7 +96,6 @@ class Chunk(HeuristicKernel):
         return problem.stride * ITEMSIZE[problem.dtype]
 
     def launch(self, problem: CrossEntropyChunk, config: KernelConfig, hw: Hardware) -> Launches:
-        """One block a row."""
         vec = access_width(problem.stride, problem.dtype)
         block = config.integer("team")
         held, ahead = bool(config.integer("shared")), bool(config.integer("ahead"))
@@ -127,7 +125,6 @@ class _OfProduct(HeuristicKernel):
     source = "loss/exp_rows.cu"
 
     def supports(self, problem: LabelScore | ExpRows, hw: Hardware) -> str | None:
-        """The type whose exponents are float32's."""
         if problem.dtype != "bfloat16":
             return f"exponentials of {problem.dtype} have no room for any score"
         sizes = (problem.ldx, problem.ldw, problem.classes)

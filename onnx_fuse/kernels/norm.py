@@ -98,7 +98,6 @@ class Chunks(Planned, HeuristicKernel):
     source = "layernorm/parts.cu"
 
     def supports(self, problem: Norm, hw: Hardware) -> str | None:
-        """Rows that are too few for a block each to fill the chip, normalised by element."""
         if problem.affine == 2:
             return "scale and bias are numbers a channel"
         if problem.columns:
@@ -146,7 +145,6 @@ class Row(HeuristicKernel):
         return super().supports(problem, hw) or _unheld(problem.columns, vec * items, problem.dtype)
 
     def configs(self, problem: Norm, hw: Hardware) -> Sequence[KernelConfig]:
-        """Half or twice the threads a row too."""
         return [how for how in thread_choices(self._shape(problem, KernelConfig.of())[1])
                 if self.fits(problem, how)]  # fmt: skip
 
@@ -156,7 +154,6 @@ class Row(HeuristicKernel):
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
     def fits(self, problem: Norm, config: KernelConfig) -> bool:
-        """Whether the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
         return _unheld(problem.columns, vec * items, problem.dtype) is None
 
@@ -203,14 +200,12 @@ class GradRow(_Grad):
     """Operands: x dy scale mean rstd ds e1 e2 e3 b dx part."""
 
     def supports(self, problem: NormGrad, hw: Hardware) -> str | None:
-        """Rows that fit in registers."""
         vec, _, items = grad_shape(problem)
         if items * vec > _GRAD_KEPT:
             return f"rows of {problem.length} do not fit in registers"
         return super().supports(problem, hw) or _unheld(problem.k, vec * items, problem.dtype)
 
     def configs(self, problem: NormGrad, hw: Hardware) -> Sequence[KernelConfig]:
-        """Half or twice the threads a row too."""
         return [
             how for how in thread_choices(grad_shape(problem)[1], 32) if self.fits(problem, how)
         ]
@@ -223,7 +218,6 @@ class GradRow(_Grad):
         return problem.floor(hw) / share + hw.launch_seconds + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: KernelConfig) -> bool:
-        """Whether a row still fits in registers."""
         vec, _, items = grad_shape(problem, config.integer("team"))
         held = vec * items
         return held <= _GRAD_KEPT and _unheld(problem.k, held, problem.dtype) is None

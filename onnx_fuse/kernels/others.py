@@ -28,7 +28,6 @@ class RowsOfLanes(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Determinant, hw: Hardware) -> str | None:
-        """None where a warp has a lane for each row, and otherwise the reason for a refusal."""
         return None if problem.n <= 32 else "a matrix has more than 32 rows"
 
     def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
@@ -66,7 +65,6 @@ class Stockham(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Fourier, hw: Hardware) -> str | None:
-        """None where the transform is one of stages that a block has room for."""
         if not is_smooth(problem.points):
             return f"{problem.points} points are not a product of 2, 3 and 5, or too many"
         return None

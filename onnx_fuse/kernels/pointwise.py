@@ -86,7 +86,6 @@ class Sums(HeuristicKernel):
     name = "generated"
 
     def supports(self, problem: PointwiseSums, hw: Hardware) -> str | None:
-        """Results that are dense, and views without rows that indices choose."""
         views, shape = problem.pointwise, problem.pointwise.writes[0].shape
         if len(shape) != 2 or views.expression.rows or views.expression.counts:
             return "its views are no matrices"

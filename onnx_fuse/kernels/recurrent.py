@@ -56,7 +56,6 @@ class Steps(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
-        """Refuse more units than shared memory has room for the states of."""
         geometry = _geometry(problem, hw)
         return geometry if isinstance(geometry, str) else None
 

@@ -77,11 +77,9 @@ class Row(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
-        """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
     def configs(self, problem: Reduce, hw: Hardware) -> Sequence[KernelConfig]:
-        """Half or twice the threads a row too."""
         return thread_choices(_team(problem))
 
     def launch(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> Launches:
@@ -102,7 +100,6 @@ class Column(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Reduce, hw: Hardware) -> str | None:
-        """None where the axis is not the last, and otherwise the reason for a refusal."""
         return None if problem.inner != 1 else "there is one column"
 
     def cost(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> float:

@@ -77,11 +77,9 @@ class DelegatingKernel(Kernel):
         return (*before, *(rename(call, names) for call in product))
 
     def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
-        """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
     def fits(self, problem: Any, config: KernelConfig) -> bool:
-        """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:

@@ -100,7 +100,6 @@ class InBlock(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: TopK, hw: Hardware) -> str | None:
-        """The reason why shared memory cannot hold the rows of `problem`, or None if it can."""
         if problem.length > 2 * TOPK_MAX and problem.k > TOPK_MAX:
             return f"{problem.k} of {problem.length} elements do not fit in shared memory"
         return None

@@ -680,6 +680,3 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "CachedAttention": (ONE_QUERY,),
     "CacheAppend": (Append(),),
 }
-
-
-# ---- lowering ---------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ class WgmmaGradJoint(Kernel):
         return hw.launch_seconds + 2e-6 + turns * (3.5e-6 + (sums + tile * steps) / split)
 
     def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        """Each block's sums of dq."""
         grid = self._clusters(problem, config, hw) * config.integer("split")
         return grid * -(-problem.m // TILE) * 4 * _PART
 

@@ -40,11 +40,9 @@ class Row(HeuristicKernel):
     free_axes = "yz"
 
     def supports(self, problem: Softmax, hw: Hardware) -> str | None:
-        """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
     def configs(self, problem: Softmax, hw: Hardware) -> Sequence[KernelConfig]:
-        """Half or twice the threads a row too."""
         vec = access_width(problem.length, problem.dtype)
         return thread_choices(team_size(problem.outer, problem.length, vec))
 
@@ -69,7 +67,6 @@ class Parts(Planned, HeuristicKernel):
     source = "softmax/parts.cu"
 
     def supports(self, problem: Softmax, hw: Hardware) -> str | None:
-        """Rows of several chunks that are too few for a block each to fill the chip."""
         if problem.inner != 1:
             return "a row's elements do not stand side by side"
         if problem.outer >= _FEW or problem.length < 4 * CHUNK:
