@@ -6,7 +6,6 @@ How a pass is cut depends on the shape alone, or on the class of its open sizes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
@@ -14,12 +13,14 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
     HeuristicKernel,
+    Plan,
+    Planned,
     access_width,
     block_of,
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Ptr, Table, args
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Ptr, Table, args
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, coarse
 
@@ -118,7 +119,7 @@ class Column(HeuristicKernel):
         )  # fmt: skip
 
 
-class Squares(HeuristicKernel):
+class Squares(Planned, HeuristicKernel):
     """reduce/sum_squares.cu: a launch for 1024 tensors of a type, and one that adds their sums up.
 
     Operands: x.0, x.1, ... y.
@@ -126,42 +127,31 @@ class Squares(HeuristicKernel):
 
     source = "reduce/sum_squares.cu"
 
-    def _firsts(self, sizes: Sequence[int]) -> list[int]:
-        """The first block of each tensor, and after the last."""
-        return list(accumulate((-(-size // CHUNK) for size in sizes), initial=0))
-
-    def _item(self, problem: SumSquares) -> int:
-        return 8 if accumulator(problem.out_dtype) == "double" else 4
-
-    def workspace(self, problem: SumSquares, config: KernelConfig, hw: Hardware) -> int:
-        """The bytes of one sum for each block."""
-        return self._firsts(problem.sizes)[-1] * self._item(problem)
-
-    def launch(self, problem: SumSquares, config: KernelConfig, hw: Hardware) -> Launches:
-        """The launches, whose tables have the tensors' addresses."""
-        size, wide = self._item(problem), accumulator(problem.out_dtype)
-        launches: list[Launch] = []
+    def plan(self, problem: SumSquares, config: KernelConfig, hw: Hardware) -> Plan:
+        """Launches that leave a sum for each block, by tables of addresses, and the sum of all."""
+        types = {"U": C_TYPES[problem.out_dtype], "ACC": accumulator(problem.out_dtype)}
+        size = 8 if types["ACC"] == "double" else 4
+        launches: Launches = ()
         begun = 0  # blocks of the launches before
         for dtype in dict.fromkeys(problem.dtypes):
             of = [i for i, d in enumerate(problem.dtypes) if d == dtype]
             for k in range(0, len(of), ROWS):
                 few = of[k : k + ROWS]
-                firsts = self._firsts([problem.sizes[i] for i in few])
                 rows = pow2(len(few))  # few distinct sources for many counts
+                blocks = 0
                 words: list[Ptr | int] = []
-                for i, first in zip(few, firsts, strict=False):
-                    words += [Ptr(f"x.{i}"), problem.sizes[i], first]
+                for i in few:
+                    words += [Ptr(f"x.{i}"), problem.sizes[i], blocks]
+                    blocks += -(-problem.sizes[i] // CHUNK)
                 words += [0] * (3 * (rows - len(few)))
+                macros = {"T": C_TYPES[dtype], **types, "CHUNK": CHUNK, "ROWS": rows}
                 launches += self.one(
-                    "sum_squares", firsts[-1], 256, Table(tuple(words)),
-                    *args("i32 count", count=len(few)), Ptr("workspace", begun * size),
-                    T=C_TYPES[dtype], U=C_TYPES[problem.out_dtype], ACC=wide, CHUNK=CHUNK,
-                    ROWS=rows,
+                    "sum_squares", blocks, 256, Table(tuple(words)),
+                    *args("i32 count", count=len(few)), Ptr("workspace", begun * size), **macros,
                 )  # fmt: skip
-                begun += firsts[-1]
+                begun += blocks
         ends = args("workspace, i64 begun, y", begun=begun)
-        macros: dict[str, Any] = dict(launches[-1].defines)
-        return (*launches, *self.one("sum_squares_total", 1, 1024, *ends, **macros))
+        return launches + self.one("sum_squares_total", 1, 1024, *ends, **macros), begun * size
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

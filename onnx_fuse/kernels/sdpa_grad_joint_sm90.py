@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
 from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Ptr, TensorMap, args
+from onnx_fuse.program.problem import Hardware, KernelConfig, Ptr, TensorMap, args
 from onnx_fuse.program.size import minimum
 
 TILE, KEYS, LONGEST = 64, 128, 2048
@@ -19,7 +19,7 @@ _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
 
-class WgmmaGradJoint(Kernel):
+class WgmmaGradJoint(Planned):
     """sdpa/wgmma_grad_joint_sm90.cu: dq, dk, dv in 16-bit floats by five products a tile.
 
     `split` blocks of a cluster share the keys of a head; clusters take one head after another.
@@ -58,29 +58,24 @@ class WgmmaGradJoint(Kernel):
         sums = 0.7e-6 * tiles if blocks > 1 else 0.0
         return hw.launch_seconds + 2e-6 + turns * (3.5e-6 + (sums + tile * steps) / split)
 
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        grid = self._clusters(problem, config, hw) * config.integer("split")
-        return grid * -(-problem.m // TILE) * 4 * _PART
-
-    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch of clusters that stay."""
+    def plan(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Plan:
+        """One launch of clusters that stay, and each block's sums of dq."""
         p, split = problem, config.integer("split")
-        parts = self.workspace(p, config, hw) // _PART
+        grid = minimum(p.batches, self._most(split, hw)) * split
+        parts = grid * -(-p.m // TILE) * 4
         sums = TensorMap(
             Ptr("workspace"), "float32", (256, 4, parts), (1024, 4096), (256, 4, 1), swizzle=0
         )
-        return self.one(
-            "sdpa_gradients_joint", self._clusters(p, config, hw) * split, 384,
+        made = self.one(
+            "sdpa_gradients_joint", grid, 384,
             *(boxes(p, name, TILE) for name in ("q", "dy", "k", "v")),
             *(boxes(p, name, 16) for name in ("dq", "dk", "dv")), sums,
             *args("y, i64 of_y, dy, i64 of_dy, lse workspace, i32 batches heads m n, f32 scale", p,
                   of_y=p.layout("y")[1], of_dy=p.layout("dy")[1], heads=p.batch[1]),
             smem=_SMEM, cluster=split, **common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES,
         )  # fmt: skip
+        return made, parts * _PART
 
     def _most(self, split: int, hw: Hardware) -> int:
         """Clusters that surely run at once: 32 of four blocks did not, on an H200."""
         return hw.sm_count // split if split < 4 else hw.sm_count * 2 // 11
-
-    def _clusters(self, p: Attention, config: KernelConfig, hw: Hardware) -> int:
-        return minimum(p.batches, self._most(config.integer("split"), hw))

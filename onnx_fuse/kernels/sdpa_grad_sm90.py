@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.kernels.sdpa import MMA, SIMT, boxes, common_macros, mask_boxes, reach, tma_refusal
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.contractions import Attention
@@ -22,7 +22,7 @@ _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 """An SM's rate by the warpgroups on it, in parts of that with four."""
 
 
-class WgmmaGrad(Kernel):
+class WgmmaGrad(Planned):
     """sdpa/wgmma_grad_sm90.cu: dq, dk, dv in 16-bit floats on Hopper's wgmma and TMA.
 
     Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.
@@ -72,14 +72,12 @@ class WgmmaGrad(Kernel):
         # H200, 2026-11)
         return seconds * (1.5 if p.mask else 1.0)
 
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        """What a row of logits is made probabilities with, for each query of whole tiles."""
-        return problem.batches * self._padded(problem) * self._row(problem)
-
-    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
-        """The gradients of queries, which leave what those of keys and values take."""
+    def plan(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Plan:
+        """The gradients of queries, which leave what those of keys and values take: for each query
+        of whole tiles what makes its row of logits probabilities.
+        """
         queries, keys = (self._gradients(problem, config, keys) for keys in (False, True))
-        return queries + keys
+        return queries + keys, problem.batches * self._padded(problem) * self._row(problem)
 
     def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launches:
         """The launch for keys and values, or for queries."""
