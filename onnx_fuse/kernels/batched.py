@@ -5,13 +5,12 @@ The operand "name" of call i is bound as "name.i".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Selection, candidates
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import (
@@ -123,7 +122,7 @@ class MultiCopy(HeuristicKernel):
         return self.one("copy_pieces", blocks, self.threads, *made, T=unit, ROWS=rows)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "BatchedCalls": (BatchedKernel(),),
     "PointwiseMany": (MultiTensor(),),
     "CopyMany": (MultiCopy(),),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnx_fuse.cuda.macros import lanes
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, tail_macros, typed
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.norms import GroupGrad
@@ -197,7 +195,7 @@ def group_chunks(problem: GroupGrad) -> tuple[int, int]:
     return -(-length // chunk), chunk
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "ChannelNorm": (ApplyChannelNorm(),),
     "RunningStats": (Each(  # a channel a thread
         "layernorm/channel.cu", "channel_running", "old_mean old_variance mean variance new_mean "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import Collective, Hardware, KernelConfig, Launch, Launches, Ptr
 
@@ -23,4 +21,4 @@ class Nccl(HeuristicKernel):
         return (Launch("", f"nccl{problem.kind}", one, one, operands, collective=problem),)
 
 
-KERNELS: Mapping[str, Sequence[Kernel]] = {"Collective": (Nccl(),)}
+KERNELS: Kernels = {"Collective": (Nccl(),)}

@@ -14,7 +14,7 @@ from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
-from onnx_fuse.kernels.kernel import Kernel, launch
+from onnx_fuse.kernels.kernel import Kernels, launch
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -190,6 +190,4 @@ class Implicit(_Tiled):
         return max(problem.floor(hw), work) + hw.launch_seconds
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
-    "Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
-}
+KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())}

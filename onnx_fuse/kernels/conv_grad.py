@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unpaired,
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
-from onnx_fuse.kernels.kernel import Kernel, launch, matrices, rename
+from onnx_fuse.kernels.kernel import Kernels, launch, matrices, rename
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -387,6 +387,4 @@ class Depthwise(Planned, HeuristicKernel):
         return (*sums, _total(problem, splits)), wide * splits * problem.groups * problem.depth
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
-    "ConvWeightGrad": (Depthwise(), PointwiseWeightGrad(), Wgmma(), Mma())
-}
+KERNELS: Kernels = {"ConvWeightGrad": (Depthwise(), PointwiseWeightGrad(), Wgmma(), Mma())}

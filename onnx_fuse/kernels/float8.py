@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Float8
@@ -39,4 +38,4 @@ class Rounding(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Float8": (Rounding(),)}
+KERNELS: Kernels = {"Float8": (Rounding(),)}

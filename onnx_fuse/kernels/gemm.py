@@ -7,8 +7,6 @@ col1 part workspace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
@@ -19,11 +17,11 @@ from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedFma, TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 
 __all__ = ["C_TYPES", "KERNELS"]
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Gemm": (
         Cluster(), Gemv(), SmallM(), Wgmma(), SplitWgmma(), Tf32(), TurnedTf32(),
         EightBits(), CublasLt(), Mma(), SimtSplitK(), TurnedFma(), Simt(),

@@ -18,7 +18,7 @@ import numpy as np
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import Chosen, image_strides, is_deep
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, args
@@ -285,7 +285,7 @@ class BlocksOfPixels(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "GemmInteger": (MmaInt8(),),
     "IntegerConv": (WgmmaInt8Nhwc(), MmaInt8Nhwc()),
     "PixelBlocks": (BlocksOfPixels(),),

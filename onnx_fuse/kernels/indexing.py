@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Arena, Kernel, launch
+from onnx_fuse.kernels.kernel import Arena, Kernels, launch
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, Plan, Planned, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
@@ -452,7 +452,7 @@ class Rows(HeuristicKernel):
         return self.one("scatter_nd", problem.count, 128, *made, **_scatter_macros(problem))
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "GatherElements": (Each(
         "indexing/gather.cu", "gather_elements", "x index y, i64 size inner taken length",
         lambda p: {"IDX": _INDEX_TYPES[p.index], "T": _UNITS[ITEMSIZE[p.dtype]]},

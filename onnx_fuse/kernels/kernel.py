@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.cuda.macros import defines
@@ -117,3 +117,7 @@ class Kernel(Protocol):
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace", none by default, which may hold anything."""
         return 0
+
+
+Kernels: TypeAlias = Mapping[str, Sequence[Kernel]]
+"""Operator -> its candidates: what each module of kernels has as KERNELS."""

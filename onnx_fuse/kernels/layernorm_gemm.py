@@ -8,7 +8,6 @@ with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
 from typing import Any, TypeAlias
@@ -21,7 +20,7 @@ from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
-from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.kernel import Kernels, rename
 from onnx_fuse.kernels.norm_launches import fold, fold_seconds, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.problem import (
@@ -230,7 +229,7 @@ class ApplyNorm(DelegatingKernel):
         return (norm, *product[isinstance(self.inner, SplitWgmma) :])
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "LayerNormGemm": (
         Cluster(), NormCluster(), Gemv(), SmallM(), FoldWeights(Wgmma()), ApplyNorm(SplitWgmma()),
         FoldWeights(Mma()), ApplyNorm(Cluster()), ApplyNorm(Wgmma()), ApplyNorm(Tf32()),

@@ -25,7 +25,7 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Arena, Kernel, rename
+from onnx_fuse.kernels.kernel import Arena, Kernels, rename
 from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRows
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Plan, Planned
@@ -326,6 +326,6 @@ class Portable(TwoGemms):
         return seconds + moved / (0.8 * hw.bandwidth) + 1.6 * launches * hw.launch_seconds
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "LayerNormGemmGrad": (FewRows(), TwoGemms(), Portable()),
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
-from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.kernel import Kernels, rename
 from onnx_fuse.kernels.norm_launches import sum_parts
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
 
@@ -61,4 +61,4 @@ class WeightOnlyGrad(SimtSplitK):
         return tuple(rename(each, place) for each in launches)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormLeafGrad": (WeightOnlyGrad(),)}
+KERNELS: Kernels = {"LayerNormLeafGrad": (WeightOnlyGrad(),)}

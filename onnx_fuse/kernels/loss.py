@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     access_width,
@@ -167,7 +167,7 @@ class Exp(_OfProduct):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "CrossEntropy": (Rows(),),
     "CrossEntropyChunk": (Chunk(),),
     "LabelScore": (Label(),),

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
-from onnx_fuse.kernels.kernel import Kernel, launch
+from onnx_fuse.kernels.kernel import Kernel, Kernels, launch
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.contractions import PackedProduct
@@ -273,6 +273,6 @@ class Unpacked(DelegatingKernel):
         return (unpack,), {"b": Ptr("workspace"), "col1": Ptr("bias")}
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "MatMulNBits": (FewRows(), TiledRows(), *(Unpacked(kernel) for kernel in GEMM["Gemm"])),
 }

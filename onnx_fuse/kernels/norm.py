@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import pow2
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -323,7 +323,7 @@ class GradSums(_Grad):
         return self.one("layernorm_dparams", grid, 1024, *made, **macros)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Norm": (Chunks(), Row()),
     "NormGrad": (GradChunks(), GradRow()),
     "NormGradSums": (GradRounds(), GradSums()),

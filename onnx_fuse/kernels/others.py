@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnx_fuse.cuda.macros import C_TYPES, pow2
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     Each,
     HeuristicKernel,
@@ -106,7 +104,7 @@ class MinMax(Planned, HeuristicKernel):
         return parts + self.one("scale_and_zero", 1, 256, *ends), 8 * blocks
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Random": (Each(  # four numbers a thread
         "random/philox.cu", "philox_fill", "state x y, i64 size bits stream, f32 a b",
         lambda p: {"FIXED": p.fixed, "KIND": p.kind, "T": STORAGE[p.dtype], "X": STORAGE[p.given]},

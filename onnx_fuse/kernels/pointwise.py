@@ -5,7 +5,6 @@ Operands: a0, a1, ... y0, y1, ...
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.pointwise import (
@@ -16,7 +15,7 @@ from onnx_fuse.cuda.pointwise import (
     sum_blocks,
     sums_width,
 )
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
@@ -130,7 +129,7 @@ class Sums(HeuristicKernel):
         return (launch_sums(views.expression, views.reads, views.writes, *result),)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Pointwise": (Tiles(), Generated()),
     "PointwiseSums": (Sums(),),
 }

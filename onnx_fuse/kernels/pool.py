@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     Each,
     HeuristicKernel,
@@ -125,7 +124,7 @@ class Taps(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Pool": (Windows(),),
     "MaxPoolGrad": (MaxGrad(),),
     "ChannelWindow": (Each(

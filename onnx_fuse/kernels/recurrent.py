@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.kernels.kernel import Kernel, launch
+from onnx_fuse.kernels.kernel import Kernels, launch
 from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
 from onnx_fuse.program.data_movement import Recurrence
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
@@ -74,4 +73,4 @@ class Steps(HeuristicKernel):
         ),)  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Recurrence": (Steps(),)}
+KERNELS: Kernels = {"Recurrence": (Steps(),)}

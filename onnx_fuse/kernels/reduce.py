@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
     HeuristicKernel,
@@ -154,7 +154,7 @@ class Squares(Planned, HeuristicKernel):
         return launches + self.one("sum_squares_total", 1, 1024, *ends, **macros), begun * size
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Reduce": (Row(), Column()),
     "SumSquares": (Squares(),),
 }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, lanes, pow2
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, typed
 from onnx_fuse.program.data_movement import (
@@ -262,7 +261,7 @@ class Votes(Planned, HeuristicKernel):
         return counts + self.one("kept_offsets", 1, 1024, *offsets), 4 * tiles
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "CumulativeSum": (Cumulative(),),
     "TopK": (InBlock(), WholeRows()),
     "SortedRows": (Order(),),

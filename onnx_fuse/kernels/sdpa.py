@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
-from onnx_fuse.kernels.kernel import Kernel, launch, rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
+from onnx_fuse.kernels.kernel import Kernel, Kernels, launch, rename
+from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
@@ -121,7 +121,7 @@ def common_macros(p: Attention) -> dict[str, object]:
     }  # fmt: skip
 
 
-class _Attention(Kernel, ABC):
+class _Attention(Planned, ABC):
     """What both candidates share: the launches of forward and backward."""
 
     source: str
@@ -142,13 +142,7 @@ class _Attention(Kernel, ABC):
     def threads(self, config: KernelConfig) -> int:
         """The number of threads of a block."""
 
-    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
-        if problem.op == "Sdpa":
-            return 0
-        size = ITEMSIZE["float64" if problem.dtype == "float64" else "float32"]
-        return problem.batches * problem.m * size
-
-    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
+    def plan(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Plan:
         p, macros = problem, self.macros(problem, config)
         rows, threads = self.rows(config), self.threads(config)
         grad = p.op == "SdpaGrad"
@@ -166,18 +160,16 @@ class _Attention(Kernel, ABC):
             return launches
 
         if not grad:
-            return tuple(each("sdpa_forward", p.m, 1, "y", "lse"))
+            return tuple(each("sdpa_forward", p.m, 1, "y", "lse")), 0
         count = p.batches * p.m
         delta = launch(
             "sdpa/simt.cu", "sdpa_delta", -(-count // 8), 256,
             *args("dy y workspace, i64 count, i32 heads m", p, count=count, heads=p.batch[1]),
             *_strides(p, "dy"), *_strides(p, "y"), **common_macros(p), ACC=accumulator(p.dtype),
         )  # fmt: skip
-        return (
-            delta,
-            *each("sdpa_dq", p.m, 1, "lse", "workspace", "dq"),
-            *each("sdpa_dkv", p.n, p.group, "lse", "workspace", "dk", "dv"),
-        )
+        queries = each("sdpa_dq", p.m, 1, "lse", "workspace", "dq")
+        keys = each("sdpa_dkv", p.n, p.group, "lse", "workspace", "dk", "dv")
+        return (delta, *queries, *keys), count * (8 if p.dtype == "float64" else 4)
 
 
 def parts_of_batch(p: Attention) -> list[tuple[tuple[int, int], dict[str, Ptr]]]:
@@ -675,7 +667,7 @@ class Append(HeuristicKernel):
 
 
 MMA, SIMT, ONE_QUERY = Mma(), Simt(), OneQuery()
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "Sdpa": (Wgmma(), ONE_QUERY, Direct(), MMA, SIMT),
     "CachedAttention": (ONE_QUERY,),
     "CacheAppend": (Append(),),

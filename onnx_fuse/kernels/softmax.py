@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import lanes, pow2
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import (
     CHUNK,
     HeuristicKernel,
@@ -112,4 +112,4 @@ class Column(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Softmax": (Parts(), Row(), Column())}
+KERNELS: Kernels = {"Softmax": (Parts(), Row(), Column())}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.norm_launches import act_grad, fold_columns, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
@@ -75,7 +73,7 @@ class Columns(HeuristicKernel):
         return (fold_columns(problem.shapes, problem.dtype, hw, master=problem.master),)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {
+KERNELS: Kernels = {
     "SlopeProduct": (Slope(),),
     "PartSums": (Parts(),),
     "MergedMoments": (Merged(),),
