@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.schedule import collective
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor
-from onnx_fuse.runtime.zero_copy import READ, WRITTEN, ZeroCopy, is_plain
+from onnx_fuse.runtime.zero_copy import WRITTEN, ZeroCopy, over_bus
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.resources import Resources
@@ -182,24 +181,11 @@ class Turns:
         targets = {name: t for name, _, t in outputs}
         few = sum(len(call.launches) for call in program.calls) <= LAUNCHES
         few = few and sum(t.nbytes for t in targets.values()) <= WRITTEN
-        if few and targets and all(_over_bus(program, t) for t in targets.values()):
-            small = {name: t for name, _, t in inputs if _over_bus(program, t)}
+        if few and targets and all(over_bus(program, t) for t in targets.values()):
+            small = {name: t for name, _, t in inputs if over_bus(program, t)}
         else:
             targets = {}
         fed = tuple(place for place in inputs if place[0] not in small)
         if not small and not targets and sum(t.nbytes for _, _, t in fed) < LARGE:
             return None
         return Turns(small, targets, fed, on)
-
-
-def _over_bus(program: Program, t: Tensor) -> bool:
-    """Whether all that use a tensor can reach it in host memory, and read few bytes there."""
-    read = 0
-    for call in program.calls:
-        if not any(x.buffer == t.buffer for _, x in (*call.reads, *call.writes)):
-            continue
-        if not all(map(is_plain, call.launches)):
-            return False
-        if any(x.buffer == t.buffer for _, x in call.reads):
-            read += t.nbytes * sum(prod(launch.grid) for launch in call.launches)
-    return read <= READ

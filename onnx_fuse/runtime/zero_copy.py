@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.arrays import Array
-from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
+from onnx_fuse.program.call import Program, Tensor, dtype_of
 from onnx_fuse.program.problem import Launch, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
@@ -81,21 +81,25 @@ class ZeroCopy:
         tensors = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
         if program.stages or not tensors or sum(t.nbytes for t in outputs.values()) > WRITTEN:
             return None
-        users: dict[int, list[Call]] = {t.buffer: [] for t in tensors}
-        for call in program.calls:
-            for _, t in (*call.reads, *call.writes):
-                if t.buffer in users:
-                    users[t.buffer].append(call)
-        for t in tensors:
-            if len(users[t.buffer]) != 1:
-                return None
-            [call] = users[t.buffer]
-            if call.host or len(call.launches) != 1 or not is_plain(call.launches[0]):
-                return None
-            read = any(x.buffer == t.buffer for _, x in call.reads)
-            if read and t.nbytes * prod(call.launches[0].grid) > READ:
-                return None
-        return ZeroCopy(inputs, outputs)
+        alone = all(over_bus(program, t, alone=True) for t in tensors)
+        return ZeroCopy(inputs, outputs) if alone else None
+
+
+def over_bus(program: Program, t: Tensor, *, alone: bool = False) -> bool:
+    """Whether all launches that use a tensor can reach it in host memory, and read few bytes there.
+
+    With `alone`, one launch uses it.
+    """
+    launches: list[Launch] = []
+    read = 0
+    for call in program.calls:
+        if t.buffer in call.buffers:
+            if call.host:
+                return False
+            launches += call.launches
+            operands = sum(x.buffer == t.buffer for _, x in call.reads)
+            read += operands * t.nbytes * sum(prod(launch.grid) for launch in call.launches)
+    return all(map(is_plain, launches)) and read <= READ and (not alone or len(launches) == 1)
 
 
 def is_plain(launch: Launch) -> bool:
