@@ -253,8 +253,7 @@ class Instance:
         """Where a run with these inputs and outputs has them, in place what can be."""
         if not inputs and not outputs:
             return self._home
-        places = [t.address for t in (*inputs.values(), *outputs.values())]
-        key = (*inputs, None, *outputs, *places)
+        key = (*inputs, None, *outputs, *[t.address for t in (*inputs.values(), *outputs.values())])
         found = self._placements.get(key)
         if found is None:
             if len(self._placements) >= PLACEMENTS:

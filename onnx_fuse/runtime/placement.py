@@ -16,11 +16,13 @@ ALIGNED = 16
 class Placement:
     """Where a run's inputs and outputs stand: an address for each of `Instance.movable`.
 
-    `copied` outputs are made in the instance's own memory and copied from there.
+    `copied` outputs are made in the instance's own memory and copied from there; `fed` says whether
+    inputs on the GPU are copied to it.
     """
 
     where: tuple[int, ...]
     copied: frozenset[str] = frozenset()
+    fed: bool = False
 
 
 def placed(
@@ -36,15 +38,19 @@ def placed(
     `home` has the address of each buffer of the program's ends `ins` and `outs` otherwise. An
     output may stand exactly where an input does, where `may_share` says so of the two.
     """
-    where = dict(home)
+    where, fed = dict(home), False
     borrowed: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
     at: dict[tuple[int, int], list[str]] = {}
     for name, tensor in ins:
         array = inputs.get(name)
-        if array is not None and (low := array.address) % ALIGNED == 0:
+        if array is None:
+            continue
+        if (low := array.address) % ALIGNED == 0:
             where[tensor.buffer] = low
             span = borrowed[name] = low, low + array.nbytes
             at.setdefault(span, []).append(name)
+        else:
+            fed = True
     used: list[tuple[int, int, str]] = []
     for name, target in outputs.items():
         span = target.address, target.address + target.nbytes
@@ -61,7 +67,7 @@ def placed(
             copied.add(name)
         elif name not in copied:
             where[output.buffer] = target.address
-    return Placement(tuple(where.values()), frozenset(copied))
+    return Placement(tuple(where.values()), frozenset(copied), fed)
 
 
 def overlapping(used: list[tuple[int, int, str]]) -> set[str]:

@@ -13,7 +13,7 @@ from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.exchange import Look, look, stream_of
-from onnx_fuse.runtime.placement import ALIGNED, Placement
+from onnx_fuse.runtime.placement import Placement
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
 
@@ -140,8 +140,7 @@ class Prepared:
             return self._latest[1]
         inputs = {n: v for n, v in self.feeds.items() if isinstance(v, DeviceTensor)}
         placement = self.instance.placement(inputs, {**self.places, **fresh})
-        aligned = all(t.address % ALIGNED == 0 for t in inputs.values())
-        found = placement, len(inputs) < len(self.feeds) or not aligned
+        found = placement, len(inputs) < len(self.feeds) or placement.fed
         self._latest = at, found
         return found
 
