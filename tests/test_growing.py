@@ -108,13 +108,13 @@ def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) 
         return found(x).value, ctypes.c_int32.from_address(n).value, found(sync).value
 
     _, _, first = words()
-    bound.rewrite((2, 1, 1), (8192, 5, 0), 48)
+    bound.rewrite((2, 1, 1), (0, 5, 0), 48, {"x": 8192})
     assert words() == (8192, 5, first)
-    bound.rewrite((3, 1, 1), (4096, 7, 0), 200)
+    bound.rewrite((3, 1, 1), (64, 7, 0), 200, {"x": 4032})
     x, n, second = words()
     assert (x, n) == (4096, 7)
     assert second not in (0, first)
-    bound.rewrite((3, 1, 1), (4096, 7, 0), 48)
+    bound.rewrite((3, 1, 1), (0, 7, 0), 48, {"x": 4096})
     assert words()[2] not in (first, second)
 
 

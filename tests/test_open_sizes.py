@@ -18,6 +18,7 @@ from lowering import answered
 import onnx_fuse
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
+from onnx_fuse.cuda.arguments import words_of
 from onnx_fuse.cuda.macros import lanes, pow2
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
@@ -42,7 +43,7 @@ from onnx_fuse.program.size import (
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime import plan as plans
-from onnx_fuse.runtime.arg_updates import spots, words
+from onnx_fuse.runtime.arg_updates import places, words
 from onnx_fuse.runtime.plan import PlannedProgram, plan
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training import optim
@@ -366,12 +367,13 @@ def assert_changes(source: SymbolicProgram, numbers: dict[str, int], sizes: dict
     for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
         for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
             assert replace(x, grid=(), args=(), sync=0) == replace(y, grid=(), args=(), sync=0)
-            want = y.grid, tuple(word for word, _ in words(i, new, y)), y.sync
-            had = x.grid, tuple(word for word, _ in words(i, old, x)), x.sync
+            had, want = (x.grid, words(i, old, x), x.sync), (y.grid, words(i, new, y), y.sync)
             assert changed.get((i, j), had) == want, (i, j)
-            assert spots(i, old, x) == spots(i, new, y), (i, j)
-            if (i, j) not in changed:
-                assert x.args == y.args, (i, j)
+            assert (i, j) in changed or x.args == y.args, (i, j)
+            names = [[(at, name) for at, name, *_ in words_of(z.args)[1]] for z in (x, y)]
+            assert names[0] == names[1], (i, j)
+        buffers = [{name: b for name, (b, _) in places(i, z).items()} for z in (old, new)]
+        assert buffers[0] == buffers[1], i
     ends = source.part("ends", sizes)
     for name in ("inputs", "outputs", "setup"):
         assert repr(getattr(ends, name)) == repr(getattr(after, name)), name

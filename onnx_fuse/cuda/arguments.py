@@ -17,6 +17,8 @@ _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128
 _MAP = f"{_MAP_BYTES}s"
 _ALIGNED = 64  # of a TMA descriptor
+SYNC = "sync"
+"""The name of a launch's own memory among its arguments."""
 _MAPS = 4096
 """Kinds of tensors whose descriptors are kept."""
 
@@ -27,17 +29,30 @@ class Arguments:
     `address` is that array's, which stays where it is: what `place` writes, later launches read.
     """
 
-    def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        address: Mapping[Any, int],
+        operands: Mapping[str, tuple[Any, int]] | None = None,
+        sync: int = 0,
+    ) -> None:
+        """`operands` have the key in `address`, and an offset in bytes, of each name that is none
+        itself.
+        """
         self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
-        self._words, self._spots = words_of(launch.args)
+        self._words, spots = words_of(launch.args)
+        self._spots: list[tuple[int, Any, int, TensorMap | None]] = []
+        for at, name, offset, arg in spots:
+            key, start = (operands or {}).get(name, (name, 0))
+            self._spots.append((at, key, start + offset, arg))
         self._take_memory()
-        self.place(pointers)
+        self.place(address, sync)
 
-    def twin(self, pointers: Mapping[str, int]) -> Arguments:
+    def twin(self, address: Mapping[Any, int], sync: int) -> Arguments:
         """The same arguments with other addresses, in memory of their own."""
         twin = copy(self)
         twin._take_memory()
-        twin.place(pointers)
+        twin.place(address, sync)
         return twin
 
     def _take_memory(self) -> None:
@@ -51,29 +66,22 @@ class Arguments:
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
 
-    def write(self, words: Sequence[Any], pointers: Mapping[str, int]) -> None:
-        """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map.
+    def take(self, words: Sequence[Any]) -> None:
+        """Have other numbers, offsets of addresses, and (TensorMap, offset) of maps."""
+        self._words, spots = tuple(words), self._spots
+        self._spots = []  # of its own, not a twin's
+        for at, key, offset, arg in spots:
+            if key != SYNC:
+                arg, offset = (None, words[at]) if arg is None else words[at]
+            self._spots.append((at, key, offset, arg))
 
-        The addresses of the names in `pointers` are taken from there.
-        """
-        values = [*words]
-        for at, name, offset, arg in self._spots:
-            if arg is not None:
-                values[at] = _descriptor(*values[at])
-            elif name in pointers:
-                values[at] = pointers[name] + offset
-        self._layout[0].pack_into(self._memory, self._skipped, *values)
-
-    def place(self, pointers: Mapping[str, int]) -> None:
-        """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
-        words, find = [*self._words], pointers.get
-        for at, name, offset, arg in self._spots:
-            place = find(name)
-            if place:
-                place += offset
-                words[at] = place if arg is None else _descriptor(arg, place)
-            elif arg is not None:
-                words[at] = _descriptor(arg, 0)
+    def place(self, address: Mapping[Any, int], sync: int = 0) -> None:
+        """Write all arguments, with null for what has no address; `sync` is that of SYNC."""
+        words, find = [*self._words], address.get
+        for at, key, offset, arg in self._spots:
+            base = sync if key == SYNC else find(key)
+            place = base + offset if base else 0
+            words[at] = place if arg is None else _descriptor(arg, place)
         self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 

@@ -155,7 +155,7 @@ class PlacedLaunch(Protocol):
     """Whether, where its kernel waits by itself, it may start while the launch before it ends: not
     where a graph's edges say what it follows."""
 
-    def place(self, pointers: Mapping[str, int]) -> None:
+    def place(self, pointers: Mapping[Any, int]) -> None:
         """Take other addresses for what is enqueued from now on."""
 
     def enqueue(self, stream: int) -> None:
@@ -165,7 +165,16 @@ class PlacedLaunch(Protocol):
 class BoundLaunch:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
-    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        address: Mapping[Any, int],
+        hw: Hardware,
+        operands: Mapping[str, tuple[Any, int]] | None = None,
+    ) -> None:
+        """`address` has the names of the arguments, or what `operands` have for them: a key and an
+        offset in bytes.
+        """
         self.launch, self.early = launch, hw.cc >= 90 and waiting(launch.source)[0]
         self.grid = launch.grid
         self._loaded = _kernel(launch, hw.arch)
@@ -173,38 +182,48 @@ class BoundLaunch:
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
         self._enqueue = _driver().cuLaunchKernelEx
-        self._arguments = Arguments(launch, self._pointers(pointers))
+        self._arguments = Arguments(launch, address, operands, self._own)
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
 
-    def twin(self, pointers: Mapping[str, int]) -> BoundLaunch:
+    def twin(self, address: Mapping[Any, int]) -> BoundLaunch:
         """The same launch with other addresses, in the same order of launches.
 
         They share the memory in which the launch counts, which is ready for the next one.
         """
         twin = copy(self)
-        twin._arguments = self._arguments.twin(twin._pointers(pointers))
+        twin._arguments = self._arguments.twin(address, self._own)
         twin.arguments = twin._arguments.address
         return twin
 
-    def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
-        return {**pointers, "sync": self._sync.address} if self._sync else pointers
+    @property
+    def _own(self) -> int:
+        """The address of the memory in which it counts, 0 where it has none."""
+        return self._sync.address if self._sync else 0
 
-    def place(self, pointers: Mapping[str, int]) -> None:
+    def place(self, address: Mapping[Any, int]) -> None:
         """Take other addresses for what is enqueued from now on."""
-        self._arguments.place(self._pointers(pointers))
+        self._arguments.place(address, self._own)
 
-    def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any], sync: int) -> None:
-        """Replace the grid and all arguments, addresses included, except the address of "sync".
+    def rewrite(
+        self,
+        grid: tuple[int, int, int],
+        words: Sequence[Any],
+        sync: int,
+        address: Mapping[Any, int],
+    ) -> None:
+        """Take another grid, other arguments (see `Arguments.take`) and addresses.
 
-        Where the bytes of that are others, it is new memory: what a run leaves in it lies by them.
+        Where the bytes of its own memory are others, it is new: what a run leaves there lies by
+        them.
         """
         if grid != self.grid:
             self.grid, self._settings = grid, (-1, False, None)
         if sync != self.launch.sync:
             self.launch = replace(self.launch, sync=sync)
             self._sync = _Zeroed(self.launch)
-        self._arguments.write(words, self._pointers({}))
+        self._arguments.take(words)
+        self.place(address)
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from onnx_fuse.cuda.arguments import words_of
 from onnx_fuse.program.call import Call, Program
@@ -20,27 +20,24 @@ Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...], int]
 """(number of the call, of its launch, grid, words, bytes of `Launch.sync`)."""
 
 
-class Spots(NamedTuple):
-    """The places of a launch's addresses and TMA descriptors, as (word, buffer)."""
-
-    addresses: tuple[tuple[int, int], ...]
-    maps: tuple[tuple[int, int], ...]
-
-
 def workspace_key(call: int) -> int:
     """The key of a call's workspace among the buffers."""
     return -1 - call
 
 
-def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
-    """The addresses of call `i`'s operands by name; `address` has each buffer's and workspace's."""
-    pointers = {
-        name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype] if t.offset else address[t.buffer]
-        for name, t in (*call.reads, *call.writes)
+def places(i: int, call: Call) -> dict[str, tuple[int, int]]:
+    """(buffer, offset in bytes) of each operand of call `i` by name, its workspace included."""
+    found = {
+        name: (t.buffer, t.offset * ITEMSIZE[t.dtype]) for name, t in (*call.reads, *call.writes)
     }
     if call.workspace:
-        pointers["workspace"] = address[workspace_key(i)]
-    return pointers
+        found["workspace"] = workspace_key(i), 0
+    return found
+
+
+def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
+    """The addresses of call `i`'s operands by name; `address` has each buffer's and workspace's."""
+    return {name: address[buffer] + at for name, (buffer, at) in places(i, call).items()}
 
 
 def changes(program: Program) -> tuple[Change, ...] | None:
@@ -48,7 +45,7 @@ def changes(program: Program) -> tuple[Change, ...] | None:
     updates = []
     for i, call in enumerate(program.calls):
         for j, launch in enumerate(call.launches):
-            numbers = tuple(word for word, _ in words(i, call, launch))
+            numbers = words(i, call, launch)
             if launch.of_library:
                 if launch.product is not None and launch.product.trace is not None:
                     return None
@@ -70,33 +67,19 @@ def all_launches(program: Program, before: Program) -> tuple[Change, ...] | None
         for j, (x, y) in enumerate(zip(call.launches, old.launches, strict=True)):
             if x.of_library or replace(x, grid=y.grid, args=y.args, sync=y.sync) != y:
                 return None
-            updates.append((i, j, x.grid, tuple([w for w, _ in words(i, call, x)]), x.sync))
+            updates.append((i, j, x.grid, words(i, call, x), x.sync))
     return tuple(updates)
 
 
-def spots(i: int, call: Call, launch: Launch) -> Spots:
-    """The places of the addresses in a launch of call `i`."""
-    addresses: list[tuple[int, int]] = []
-    maps: list[tuple[int, int]] = []
-    for at, (word, buffer) in enumerate(words(i, call, launch)):
-        if buffer is not None:
-            (maps if isinstance(word, tuple) else addresses).append((at, buffer))
-    return Spots(tuple(addresses), tuple(maps))
-
-
-def words(i: int, call: Call, launch: Launch) -> list[tuple[Any, int | None]]:
-    """Each word: a number, or an offset and the buffer it counts from; (map, offset) of a map."""
-    operands = dict((*call.reads, *call.writes))
+def words(i: int, call: Call, launch: Launch) -> tuple[Any, ...]:
+    """Each word: a number, an offset from the buffer of an operand, or (map, offset) of a map."""
+    found = places(i, call)
     numbers, addresses = words_of(launch.args)
-    result: list[tuple[Any, int | None]] = [(number, None) for number in numbers]
+    result = [*numbers]
     for at, name, offset, descriptor in addresses:
-        word, buffer, tensor = 0, None, operands.get(name)
-        if name == "workspace" and call.workspace:
-            word, buffer = offset, workspace_key(i)
-        elif tensor is not None:
-            word, buffer = tensor.offset * ITEMSIZE[tensor.dtype] + offset, tensor.buffer
-        result[at] = (word if descriptor is None else (descriptor, word)), buffer
-    return result
+        word = found[name][1] + offset if name in found else 0
+        result[at] = word if descriptor is None else (descriptor, word)
+    return tuple(result)
 
 
 def _is_open(value: Any) -> bool:

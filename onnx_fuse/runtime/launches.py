@@ -14,7 +14,7 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots, workspace_key
+from onnx_fuse.runtime.arg_updates import Change, operands, places, workspace_key
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
 
@@ -55,26 +55,25 @@ class Launches:
         call = segment.calls[0]
         try:
             for i, call in enumerate(segment.calls):
-                addresses = operands(address, segment.first + i, call)
+                number = segment.first + i
                 for launch in call.launches:
-                    # one that was rewritten has other numbers than its arguments say
-                    twin_of = like._steps[len(self._steps)] if like and not like._held else None
-                    self._steps.append(
-                        twin_of.twin(addresses)
-                        if isinstance(twin_of, BoundLaunch)
-                        else bind(launch, addresses, hw)
-                    )
+                    twin_of = like._steps[len(self._steps)] if like else None
+                    if isinstance(twin_of, BoundLaunch):
+                        self._steps.append(twin_of.twin(address))
+                    elif launch.of_library:
+                        self._steps.append(bind(launch, operands(address, number, call), hw))
+                    else:
+                        self._steps.append(BoundLaunch(launch, address, hw, places(number, call)))
                     self._calls.append(i)
                     if call.copies:
                         self._copying.add(len(self._calls) - 1)
-                        self._stands(len(self._calls) - 1, call, addresses)
+                        self._stands(len(self._calls) - 1, number, call)
         except DeviceError as error:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = like._users if like else None
-        self._places: tuple[tuple[int, Spots], ...] = ()
         self._shape: Sequence[Call] = ()  # the calls of the present shape, if it is another
-        self._held: dict[int, tuple[Spots, Change]] = {}
-        """The numbers of the steps whose arguments differ from those of the segment's calls."""
+        self._changes: Sequence[Change | None] = ()  # what made the launches those of that shape
+        self._numbers: tuple[int, ...] = ()  # the step of each of them
 
     def rewrite(
         self, changes: Sequence[Change], moved: Collection[int], calls: Sequence[Call]
@@ -85,44 +84,21 @@ class Launches:
         `calls` are the shape's, of which those `at_ends` suffice. What no other size has a part in
         is the same Change as before.
         """
-        before, self._shape = self._held, calls
-        self._held = {
-            k: (places, change)
-            for (k, places), change in zip(self._found(changes), changes, strict=True)
-        }
-        new = [k for k, (_, x) in self._held.items() if k not in before or before[k][1] is not x]
-        for k in new:
-            self._write(k)
-            self._tell(k)
+        if not self._changes:
+            at = {(i, k - self._calls.index(i)): k for k, i in enumerate(self._calls)}
+            self._numbers = tuple([at[i - self._segment.first, j] for i, j, *_ in changes])
+            self._changes = [None] * len(changes)
+        before, self._changes, self._shape = self._changes, changes, calls
+        new = set()
+        for k, change, old in zip(self._numbers, changes, before, strict=True):
+            if change is not old:
+                step, (_, _, grid, words, sync) = self._steps[k], change
+                assert isinstance(step, BoundLaunch)
+                step.rewrite(grid, words, sync, self._address)
+                self._tell(k)
+                new.add(k)
         if moved:
             self._move(moved, new)
-
-    def _found(self, changes: Sequence[Change]) -> tuple[tuple[int, Spots], ...]:
-        """The step of each change, and the words of it that are addresses."""
-        if not self._places:
-            first, at = self._segment.first, {}
-            for k, i in enumerate(self._calls):
-                at[i + first, k - self._calls.index(i)] = k
-            calls = self._segment.calls
-            self._places = tuple(
-                (at[i, j], spots(i, calls[i - first], calls[i - first].launches[j]))
-                for i, j, *_ in changes
-            )
-        return self._places
-
-    def _write(self, k: int) -> None:
-        """Give a step the numbers that it holds, with the addresses as they are now."""
-        places, (_, _, grid, words, sync) = self._held[k]
-        values, address = list(words), self._address
-        for at, buffer in places.addresses:
-            base = address[buffer]
-            values[at] = base and base + values[at]
-        for at, buffer in places.maps:
-            base, (arg, offset) = address[buffer], values[at]
-            values[at] = arg, base and base + offset
-        step = self._steps[k]
-        assert isinstance(step, BoundLaunch)
-        step.rewrite(grid, values, sync)
 
     def _tell(self, k: int) -> None:
         """Let the graph, if there is one, launch the step as it is now."""
@@ -130,7 +106,7 @@ class Launches:
         if k in self._copying:
             number = self._segment.first + i
             call = self._shape[number] if self._shape else self._segment.calls[i]
-            changed = self._stands(k, call, operands(self._address, number, call))
+            changed = self._stands(k, number, call)
         if changed or not isinstance(step, BoundLaunch):
             # it has no node, or one too many; which ones a library's call has is not known: one by
             # one again
@@ -138,10 +114,10 @@ class Launches:
         elif self._graph is not None and k in self._nodes:
             self._graph.update(self._nodes[k], step.arguments, step.grid)
 
-    def _stands(self, k: int, call: Call, addresses: Mapping[str, int]) -> bool:
+    def _stands(self, k: int, number: int, call: Call) -> bool:
         """Note whether step `k` copies tensors to where they stand; whether that is new."""
-        pairs = copies(call)
-        idle = bool(pairs) and all(addresses[read] == addresses[write] for read, write in pairs)
+        pairs, at = copies(call), operands(self._address, number, call)
+        idle = bool(pairs) and all(at[read] == at[write] for read, write in pairs)
         changed = idle != (k in self._idle)
         if changed:
             (self._idle.add if idle else self._idle.discard)(k)
@@ -200,12 +176,12 @@ class Launches:
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
         """Move all steps but those `written` already."""
         for k in sorted(self._using(buffers).difference(written)):
-            if k in self._held:
-                self._write(k)
+            step, i = self._steps[k], self._calls[k]
+            if isinstance(step, BoundLaunch):
+                step.place(self._address)
             else:
-                i = self._calls[k]
                 number, call = self._segment.first + i, self._segment.calls[i]
-                self._steps[k].place(operands(self._address, number, call))
+                step.place(operands(self._address, number, call))
             self._tell(k)
 
     def _using(self, buffers: Collection[int]) -> set[int]:
