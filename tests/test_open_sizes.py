@@ -370,7 +370,7 @@ def assert_changes(source: SymbolicProgram, numbers: dict[str, int], sizes: dict
             had, want = (x.grid, words(i, old, x), x.sync), (y.grid, words(i, new, y), y.sync)
             assert changed.get((i, j), had) == want, (i, j)
             assert (i, j) in changed or x.args == y.args, (i, j)
-            names = [[(at, name) for at, name, *_ in words_of(z.args)[1]] for z in (x, y)]
+            names = [words_of(z.args, {})[1] for z in (x, y)]
             assert names[0] == names[1], (i, j)
         buffers = [{name: b for name, (b, _) in places(i, z).items()} for z in (old, new)]
         assert buffers[0] == buffers[1], i

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
 from typing import Any
@@ -40,11 +40,7 @@ class Arguments:
         itself.
         """
         self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
-        self._words, spots = words_of(launch.args)
-        self._spots: list[tuple[int, Any, int, TensorMap | None]] = []
-        for at, name, offset, arg in spots:
-            key, start = (operands or {}).get(name, (name, 0))
-            self._spots.append((at, key, start + offset, arg))
+        self._words, self._spots = words_of(launch.args, operands or {})
         self._take_memory()
         self.place(address, sync)
 
@@ -66,48 +62,53 @@ class Arguments:
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
 
-    def take(self, words: Sequence[Any]) -> None:
-        """Have other numbers, offsets of addresses, and (TensorMap, offset) of maps."""
-        self._words, spots = tuple(words), self._spots
-        self._spots = []  # of its own, not a twin's
-        for at, key, offset, arg in spots:
-            if key != SYNC:
-                arg, offset = (None, words[at]) if arg is None else words[at]
-            self._spots.append((at, key, offset, arg))
+    def take(self, words: tuple[Any, ...]) -> None:
+        """Have other words; see `words_of`."""
+        self._words = words
 
     def place(self, address: Mapping[Any, int], sync: int = 0) -> None:
         """Write all arguments, with null for what has no address; `sync` is that of SYNC."""
         words, find = [*self._words], address.get
-        for at, key, offset, arg in self._spots:
+        for at, key, mapped in self._spots:
             base = sync if key == SYNC else find(key)
-            place = base + offset if base else 0
-            words[at] = place if arg is None else _descriptor(arg, place)
+            if mapped:
+                arg, offset = words[at]
+                words[at] = _descriptor(arg, base + offset if base else 0)
+            else:
+                words[at] = base + words[at] if base else 0
         self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 
 def words_of(
-    args: tuple[Arg, ...],
-) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
-    """The words of arguments, and which are addresses: (word, operand, offset, map)."""
-    words: list[Any] = []  # an address is 0 until it is known
-    spots: list[tuple[int, str, int, TensorMap | None]] = []
+    args: tuple[Arg, ...], operands: Mapping[str, tuple[Any, int]]
+) -> tuple[tuple[Any, ...], list[tuple[int, Any, bool]]]:
+    """The words of arguments, and which are addresses: (word, key, whether it is a map's).
+
+    A word is a number, an offset from the address of the key, or (TensorMap, offset). `operands`
+    are as `Arguments` has them.
+    """
+    words: list[Any] = []
+    spots: list[tuple[int, Any, bool]] = []
+
+    def address(ptr: Ptr, arg: TensorMap | None = None) -> None:
+        key, start = operands.get(ptr.name, (ptr.name, 0))
+        spots.append((len(words), key, arg is not None))
+        words.append(start + ptr.offset if arg is None else (arg, start + ptr.offset))
+
     for arg in args:
         if type(arg) is Num:
             words.append(arg.value)
         elif type(arg) is Ptr:
-            spots.append((len(words), arg.name, arg.offset, None))
-            words.append(0)
+            address(arg)
         elif type(arg) is Table:
-            at = len(words)
-            ptrs = [(i, word) for i, word in enumerate(arg.words, at) if type(word) is Ptr]
-            words += arg.words
-            for i, ptr in ptrs:
-                spots.append((i, ptr.name, ptr.offset, None))
-                words[i] = 0
+            for word in arg.words:
+                if type(word) is Ptr:
+                    address(word)
+                else:
+                    words.append(word)
         elif type(arg) is TensorMap:
-            spots.append((len(words), arg.ptr.name, arg.ptr.offset, arg))
-            words.append(0)
-    return tuple(words), tuple(spots)
+            address(arg.ptr, arg)
+    return tuple(words), spots
 
 
 def _code(arg: Arg) -> str:

@@ -208,7 +208,7 @@ class BoundLaunch:
     def rewrite(
         self,
         grid: tuple[int, int, int],
-        words: Sequence[Any],
+        words: tuple[Any, ...],
         sync: int,
         address: Mapping[Any, int],
     ) -> None:

@@ -1,8 +1,7 @@
 """The numbers that another shape of an open program changes in its launches' arguments.
 
-A launch whose grid or arguments hold open sizes is a Change. Its `words` stand for the arguments in
-the order of `cuda.arguments`, an offset in bytes for each address; which buffer's address is added
-to that is the same for every shape (`spots`). The word of the launch's own memory, "sync", is 0.
+A launch whose grid or arguments hold open sizes is a Change. Its `words` are those of
+`cuda.arguments`, where addresses count from buffers; from which ones is the same for every shape.
 """
 
 from __future__ import annotations
@@ -72,14 +71,8 @@ def all_launches(program: Program, before: Program) -> tuple[Change, ...] | None
 
 
 def words(i: int, call: Call, launch: Launch) -> tuple[Any, ...]:
-    """Each word: a number, an offset from the buffer of an operand, or (map, offset) of a map."""
-    found = places(i, call)
-    numbers, addresses = words_of(launch.args)
-    result = [*numbers]
-    for at, name, offset, descriptor in addresses:
-        word = found[name][1] + offset if name in found else 0
-        result[at] = word if descriptor is None else (descriptor, word)
-    return tuple(result)
+    """The words of a launch of call `i`, whose addresses count from buffers."""
+    return words_of(launch.args, places(i, call))[0]
 
 
 def _is_open(value: Any) -> bool:
