@@ -98,7 +98,7 @@ class Launches:
                 self._tell(k)
                 new.add(k)
         if moved:
-            self._move(moved, new)
+            self.move(moved, new)
 
     def _tell(self, k: int) -> None:
         """Let the graph, if there is one, launch the step as it is now."""
@@ -141,15 +141,15 @@ class Launches:
                 if self._watched:
                     stream.wait("after its launch")
         except DeviceError as error:
-            raise self.fault(k, error) from error
+            raise self._fault(k, error) from error
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:
             self._steps[k].enqueue(stream.handle)
         except DeviceError as error:
-            raise self.fault(k, error) from error
+            raise self._fault(k, error) from error
 
-    def fault(self, k: int, error: DeviceError) -> DeviceError:
+    def _fault(self, k: int, error: DeviceError) -> DeviceError:
         """The error of step `k`, which says whose it is."""
         call = self._segment.calls[self._calls[k]]
         return DeviceError(f"{_label(call)} {self._launch(k).entry}: {error}")
@@ -169,12 +169,8 @@ class Launches:
         """Whether it is one graph."""
         return self._graph is not None
 
-    def move(self, buffers: Collection[int]) -> None:
-        """Take the addresses of these buffers anew, for the launches from now on."""
-        self._move(buffers, ())
-
-    def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
-        """Move all steps but those `written` already."""
+    def move(self, buffers: Collection[int], written: Collection[int] = ()) -> None:
+        """Take the addresses of these buffers anew, in all steps but those `written` already."""
         for k in sorted(self._using(buffers).difference(written)):
             step, i = self._steps[k], self._calls[k]
             if isinstance(step, BoundLaunch):
