@@ -253,7 +253,9 @@ class Instance:
         """Where a run with these inputs and outputs has them, in place what can be."""
         if not inputs and not outputs:
             return self._home
-        key = (*inputs, None, *outputs, *[t.address for t in (*inputs.values(), *outputs.values())])
+        places = [t.address for t in inputs.values()]
+        places += [t.address for t in outputs.values()]
+        key = (*inputs, None, *outputs, *places)
         found = self._placements.get(key)
         if found is None:
             if len(self._placements) >= PLACEMENTS:

@@ -64,6 +64,7 @@ class Prepared:
         self.owner, self.instance, self.made = owner, instance, instance.made
         self.feeds, self.places, self.fresh = dict(feeds), dict(places), fresh
         self.fetch, self.results = fetch, results
+        self._on_gpu = [name for name, v in feeds.items() if isinstance(v, DeviceTensor)]
         self._watched: list[_Watched] = []
         self._event: device.Event | None = None
         self._latest: tuple[list[int], tuple[Placement, bool]] | None = None
@@ -138,8 +139,9 @@ class Prepared:
         at = [t.address for t in fresh.values()]
         if self._latest is not None and self._latest[0] == at:
             return self._latest[1]
-        inputs = {n: v for n, v in self.feeds.items() if isinstance(v, DeviceTensor)}
-        placement = self.instance.placement(inputs, {**self.places, **fresh})
+        inputs = {name: self.feeds[name] for name in self._on_gpu}
+        outputs = {**self.places, **fresh} if self.places else fresh
+        placement = self.instance.placement(inputs, outputs)
         found = placement, len(inputs) < len(self.feeds) or placement.fed
         self._latest = at, found
         return found
