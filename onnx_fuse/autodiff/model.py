@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, rank, reads, rename_shadowing_values
+from onnx_fuse.ir.build import Builder, add_initializer, rank, reads, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.ir.traits import SIZE_INPUTS, only_sizes
 from onnx_fuse.ops.loss import LOSSES, label_value
@@ -74,17 +74,9 @@ def attach_loss(
     graph.inputs.append(label)
     for key in ("weight", "pos_weight"):
         if settings.get(key) is not None:
-            array = np.asarray(settings[key])
             dtype = (logits.dtype or ir.DataType.FLOAT).numpy()
-            value = ir.Value(
-                name=op.fresh(f"loss.{key}"), const_value=ir.tensor(array.astype(dtype))
-            )
-            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
-            value.shape = ir.Shape(array.shape)
-            if value.const_value is not None:
-                value.const_value.name = value.name
-            graph.register_initializer(value)
-            settings[key] = value
+            array = np.asarray(settings[key]).astype(dtype)
+            settings[key] = add_initializer(graph, op.fresh(f"loss.{key}"), array)
     value = LOSSES[loss].build(op, logits, label, settings)
     value = op.node("Identity", [value], outputs=[op.fresh("loss")])
     value.type, value.shape = ir.TensorType(logits.dtype or ir.DataType.FLOAT), ir.Shape(())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, rank
+from onnx_fuse.ir.build import Builder, add_initializer, const_array, rank
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import REARRANGES
 from onnx_fuse.ops.rules import (
@@ -91,8 +91,9 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     if folded is None:
         return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
     weight, bias = folded
-    b = _initializer(rw.graph, bias, f"{w.name}_folded_bias")
-    w = _initializer(rw.graph, weight, f"{w.name}_folded")
+    fresh = Names.of(rw.graph).fresh
+    b = add_initializer(rw.graph, fresh(f"{w.name}_folded_bias"), bias)
+    w = add_initializer(rw.graph, fresh(f"{w.name}_folded"), weight)
     attributes = {name: a.value for name, a in product.attributes.items() if name != "beta"}
     op = Builder()
     if product.op_type == "MatMul":
@@ -104,14 +105,6 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         move_shape_readers(node.outputs[0], biased)
     y = replay_views(op, views, last, typed(biased, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
-
-
-def _initializer(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
-    """A new initializer: what is folded is another parameter than the one that had its name."""
-    tensor = ir.tensor(array, name=Names.of(graph).fresh(name))
-    value = ir.val(tensor.name, const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 def _folded(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, all_nodes, const_array, rank, required
+from onnx_fuse.ir.build import Builder, add_initializer, all_nodes, const_array, rank, required
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.functions import inline_branches
 from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant, is_float
@@ -211,11 +211,9 @@ def _elements(value: ir.Value) -> int | None:
 
 def _replace(model: ir.Model, value: ir.Value, array: np.ndarray, *, constant: bool) -> None:
     node = required(value.producer())
-    tensor = ir.tensor(array, name=value.name)
-    initializer = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype),
-                    shape=ir.Shape(array.shape), const_value=tensor)  # fmt: skip
-    initializer.metadata_props.update(value.metadata_props | ({CONSTANT: "1"} if constant else {}))
-    value.name = f"{value.name} computed"
+    name = required(value.name)
+    value.name = f"{name} computed"
     home = node.graph if isinstance(node.graph, ir.Graph) else model.graph
-    home.register_initializer(initializer)
+    initializer = add_initializer(home, name, array)
+    initializer.metadata_props.update(value.metadata_props | ({CONSTANT: "1"} if constant else {}))
     value.replace_all_uses_with(initializer)

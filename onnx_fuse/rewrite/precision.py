@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import Builder, sources
+from onnx_fuse.ir.build import Builder, add_initializer, sources
 from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
@@ -155,13 +155,7 @@ def cast_frozen(graph: ir.Graph) -> None:
                 continue
             name = Names.of(graph).fresh(f"{weight.name}.{y.dtype.name.lower()}")
             array = weight.const_value.numpy().astype(y.dtype.numpy())
-            narrow = ir.Value(
-                name=name,
-                const_value=ir.tensor(array, name=name),
-                type=ir.TensorType(y.dtype),
-                shape=weight.shape,
-            )
-            graph.register_initializer(narrow)
+            narrow = add_initializer(graph, name, array)
             ir.convenience.replace_all_uses_with(y, narrow)
             graph.remove(node, safe=True)
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff import is_weight, scales
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import Builder, const_array, required
+from onnx_fuse.ir.build import Builder, add_initializer, const_array, required
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import is_float
 
@@ -120,10 +120,7 @@ def untie(graph: ir.Graph) -> dict[str, list[str]]:
         names[name] = [name]
         for i, (node, index) in enumerate(list(value.uses())[1:], start=1):
             copy_name = Names.of(graph).fresh(f"{name}.{i}")
-            tensor = ir.tensor(array.copy(), name=copy_name)
-            new = ir.Value(name=copy_name, const_value=tensor, type=value.type, shape=value.shape)
-            graph.register_initializer(new)
-            node.replace_input_with(index, new)
+            node.replace_input_with(index, add_initializer(graph, copy_name, array.copy()))
             names[name].append(copy_name)
     return names
 
