@@ -16,6 +16,24 @@ REARRANGES = RESHAPES | {"Transpose"}
 """Operators that move every element and change none: what is elementwise may pass them."""
 VIEWS = REARRANGES | {"Identity"}
 """Operators whose result has each element of the input once."""
+POINTWISE = frozenset(
+    (
+        *("Abs", "Acos", "Asin", "Atan", "BitwiseNot", "Cast", "Ceil", "Celu", "Clip", "Cos"),
+        *("Cosh", "Elu", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
+        *("Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish", "Neg", "Not", "QuickGelu"),
+        *("Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Silu", "Sin"),
+        *("Sinh", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
+    )
+)
+"""Operators whose result has one element for each element of the first input."""
+BROADCASTS = frozenset(
+    (
+        *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal"),
+        *("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul"),
+        *("Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
+    )
+)
+"""Operators of elements of several inputs, which are broadcast to the size of the result."""
 SIZES = frozenset(("Shape", "Size"))
 """Operators that read the size of their input, and none of its elements."""
 DRAWS = frozenset(

@@ -20,6 +20,7 @@ from onnx_fuse.ir.build import (
     rename_shadowing_values,
 )
 from onnx_fuse.ir.constants import DEFAULT, FUSE, one_line, quiet
+from onnx_fuse.ir.traits import POINTWISE
 from onnx_fuse.ops.rules import (
     CONSTANT,
     consumers,
@@ -273,13 +274,7 @@ def _drop_no_ops(model: ir.Model) -> None:
             freeze_shared(node.outputs)
 
 
-_KEEPS_SHAPE = frozenset(
-    (
-        *("LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax", "Cast", "Identity"),
-        *("Relu", "LeakyRelu", "Elu", "Gelu", "QuickGelu", "Silu", "Tanh", "Sigmoid", "Clip"),
-        *("Erf", "Exp", "Sqrt", "Reciprocal", "Neg", "Abs", "Not"),
-    )
-)
+_NORMS = frozenset(("LayerNormalization", "RMSNormalization", "Softmax", "LogSoftmax"))
 
 
 def shape_of_source(model: ir.Model) -> None:
@@ -289,7 +284,7 @@ def shape_of_source(model: ir.Model) -> None:
             producer = x.producer()
             if (
                 producer is None
-                or producer.op_type not in _KEEPS_SHAPE
+                or producer.op_type not in POINTWISE | _NORMS
                 or producer.domain not in ("", FUSE)
                 or producer.outputs[0] is not x  # LayerNormalization's Mean is of another
                 or producer.graph is not node.graph

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, rank, required
 from onnx_fuse.ir.entries import Array, Entries, Sizes, divided, multiplied
 from onnx_fuse.ir.sizes import SymbolicSize, product, size
+from onnx_fuse.ir.traits import BROADCASTS
 from onnx_fuse.ops.rules import attribute
 
 _ZERO, _ONE, _HOLE = size(0), size(1), size(-1)
@@ -229,19 +230,11 @@ def _copied(node: ir.Node, wanted: Sizes | None, came: Sizes | None) -> bool:
     return True
 
 
-_BROADCAST = frozenset(
-    (
-        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Where", "Max", "Min", "Sum", "Mean"),
-        *("And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
-    )
-)
-
-
 def _computed(node: ir.Node, facts: Entries) -> None:
     """Enter what the symbols in the shape of a sum, a product or a Range mean."""
     sizes: Sizes | None = None
     match node.op_type:
-        case kind if kind in _BROADCAST:
+        case kind if kind in BROADCASTS:
             sizes = _broadcast([facts.sizes(v) for v in node.inputs])
         case "Expand":
             wanted = facts.vector(node.inputs[1])

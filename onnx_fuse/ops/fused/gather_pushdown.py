@@ -17,14 +17,10 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
+from onnx_fuse.ir.traits import POINTWISE
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, constant_ints, consumers, typed
 
 NAME = "ReadRows"
-_UNARY = (
-    *("Abs", "Cast", "Ceil", "Celu", "Cos", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid"),
-    *("HardSwish", "Identity", "LeakyRelu", "Log", "Mish", "Neg", "Reciprocal", "Relu", "Round"),
-    *("Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Swish", "Tanh"),
-)
 _BINARY = ("Add", "Div", "Max", "Min", "Mul", "Pow", "Sub")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 
@@ -43,7 +39,7 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
         return [axis, *[None] * len(node.inputs[1:])] if axis < size - 1 else None
     if node.domain or size is None or len(node.inputs) == 0:
         return None
-    if node.op_type in _UNARY and len(node.inputs) == 1:
+    if node.op_type in POINTWISE and len(node.inputs) == 1:
         return [axis]
     if node.op_type in _BINARY:
         return _elementwise(node, axis, size)

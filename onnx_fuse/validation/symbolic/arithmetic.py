@@ -5,6 +5,7 @@ from __future__ import annotations
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.sizes import SymbolicSize
+from onnx_fuse.ir.traits import BROADCASTS, POINTWISE
 from onnx_fuse.validation.sizes import larger
 from onnx_fuse.validation.symbolic.walk import Fact, Rule, Shape, Walk
 
@@ -52,23 +53,13 @@ def _like_first(w: Walk, node: Node) -> list[Fact]:
     return [out] if node.op_type != "Dropout" else [out, Fact(out.shape)]
 
 
-_UNARY = (
-    *("Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Relu", "Sigmoid", "Tanh", "Erf", "Gelu"),
-    *("Elu", "Selu", "Celu", "LeakyRelu", "HardSigmoid", "HardSwish", "Softplus", "Softsign"),
-    *("Mish", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Sign", "Round"),
-    *("Floor", "Ceil", "Not", "IsNaN", "IsInf", "Identity", "Cast", "Dropout", "Clip", "Trilu"),
-    *("Softmax", "LogSoftmax", "Hardmax", "CumSum", "QuantizeLinear", "DequantizeLinear"),
-    *("ScatterND", "ScatterElements", "Swish", "ThresholdedRelu", "Shrink", "LpNormalization"),
-    *("RotaryEmbedding", "EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli"),
-    *("GroupNormalization", "FastGelu", "QuickGelu", "BitwiseNot", "CastLike", "LRN"),
-    "MeanVarianceNormalization",
-)
-_VARIADIC = (
-    *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "And", "Or", "Xor", "Equal", "Less", "Greater"),
-    *("LessOrEqual", "GreaterOrEqual", "Max", "Min", "Sum", "Mean", "PRelu", "BitShift"),
-    *("BitwiseAnd", "BitwiseOr", "BitwiseXor", "Where"),
+_KEEPS_SHAPE = (
+    *("Bernoulli", "CastLike", "CumSum", "DequantizeLinear", "Dropout", "EyeLike"),
+    *("GroupNormalization", "Hardmax", "LRN", "LogSoftmax", "LpNormalization", "QuantizeLinear"),
+    *("MeanVarianceNormalization", "RandomNormalLike", "RandomUniformLike", "RotaryEmbedding"),
+    *("ScatterElements", "ScatterND", "Softmax", "Trilu"),
 )
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_UNARY, _like_first),
-    **dict.fromkeys(_VARIADIC, _elementwise),
+    **dict.fromkeys((*POINTWISE, *_KEEPS_SHAPE), _like_first),
+    **dict.fromkeys(BROADCASTS, _elementwise),
 }
