@@ -47,10 +47,10 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4534, "autodiff": 1782, "cli": 3387, "cuda": 1779, "cuda_src": 15871, "distributed": 908,
-    "importer": 5491, "ir": 2376, "kernels": 9607, "lower": 9212, "nn": 4947, "ops": 12034,
-    "program": 10492, "report": 2126, "rewrite": 3497, "runtime": 8720, "torch": 3779,
-    "training": 6959, "validation": 4670,
+    "": 4534, "autodiff": 1762, "cli": 3387, "cuda": 1779, "cuda_src": 15871, "distributed": 908,
+    "importer": 5489, "ir": 2358, "kernels": 9607, "lower": 9211, "nn": 4947, "ops": 12016,
+    "program": 10492, "report": 2126, "rewrite": 3456, "runtime": 8720, "torch": 3779,
+    "training": 6902, "validation": 4417,
     "generation": 1667,
     "quantization": 749,
     "tests": 50990, "tools": 10348,

@@ -94,7 +94,7 @@ def partition(
         _measure_inputs(joint)
     ends = [dy for dy in dys.values() if dy is not None]
     turned = set() if recompute else _turned(graph, outputs)
-    saved_values = [] if recompute else _kept(graph, outputs, gradients, set(ends), turned)
+    saved_values = [] if recompute else _saved(graph, outputs, gradients, set(ends), turned)
     graph.inputs.extend(ends)
     first, saved = ([str(v.name) for v in values] for values in (ends, saved_values))
     named_outputs = [str(v.name) for v in outputs]
@@ -177,7 +177,7 @@ def _turned(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Value]:
     return turned_values
 
 
-def _kept(
+def _saved(
     graph: ir.Graph,
     outputs: Sequence[ir.Value],
     gradients: Sequence[ir.Value],

@@ -140,8 +140,8 @@ def external_files(path: Path) -> list[Path]:
         stored = itertools.chain(tensors(proto.graph), node_tensors(nodes))
         entries = itertools.chain.from_iterable(t.external_data for t in stored)
         names = {e.value for e in entries if e.key == "location" and "\0" not in e.value}
-        own = {weights.location} if weights is not None else set()
-        return [path.parent / name for name in names - own]
+        inside = {weights.location} if weights is not None else set()
+        return [path.parent / name for name in names - inside]
     except (OSError, ValueError, ModelError):
         return []  # what is wrong with it is said where it is read
 

@@ -255,15 +255,15 @@ def sources(
 
     `through` says which of the values that a node reads count.
     """
-    found = dict.fromkeys(v for v in values if v is not None)
-    todo = list(found)
+    reached = dict.fromkeys(v for v in values if v is not None)
+    todo = list(reached)
     while todo:
         node = todo.pop().producer()
         for value in through(node) if node is not None else ():
-            if value is not None and value not in found:
-                found[value] = None
+            if value is not None and value not in reached:
+                reached[value] = None
                 todo.append(value)
-    return found
+    return reached
 
 
 def detach(nodes: Iterable[ir.Node]) -> None:

@@ -548,8 +548,8 @@ def _grid_sample(op: Writer, node: ir.Node, dys: Values) -> Values:
     (x, grid), dy = arguments(node, 2), dys[0]
     mode = {"bilinear": "linear"}.get(name := text(node, "mode", "linear"), name)
     padding = text(node, "padding_mode", "zeros")
-    known = mode in ("linear", "nearest") and padding in ("zeros", "border")
-    if known_rank(x) != 4 or not known:
+    supported = mode in ("linear", "nearest") and padding in ("zeros", "border")
+    if known_rank(x) != 4 or not supported:
         raise fail(node, f"mode '{mode}' and padding '{padding}' on rank {known_rank(x)}")
     batch, channels, height, width = (op.Shape(x, start=a, end=a + 1) for a in range(4))
     planes = op.Concat(batch, channels, [-1], axis=0)

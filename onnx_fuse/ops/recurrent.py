@@ -94,7 +94,7 @@ class _Direction:
         first = op.Unsqueeze(self.h0, [0])
         if self.reverse:
             before = op.Slice(op.Concat(y, first, axis=0), [1], [2**62], [0])
-            if grad.given is not None:  # past a sequence's end Y is 0, and its first state is h0
+            if grad.sequence_lens is not None:  # past the end Y is 0, and its first state is h0
                 starts = op.Equal(op.Add(grad.times, op.constant(np.int32(1))), grad.lengths)
                 before = op.Where(op.Unsqueeze(starts, [2]), first, before)
         else:
@@ -132,7 +132,7 @@ class _Recurrent:
         if reason:
             raise fail(node, reason)
         self.op, self.node = op, node
-        x, self.w, self.r, self.b, self.given, self.h0, self.c0 = arguments(node, 7)
+        x, self.w, self.r, self.b, self.sequence_lens, self.h0, self.c0 = arguments(node, 7)
         self.count, self.gates = len(kinds), GATES[node.op_type]
         self.layout = node.attributes.get_int("layout", 0) == 1
         if not node.outputs[0].name:
@@ -150,8 +150,8 @@ class _Recurrent:
         self.steps, self.batch, self.width = op.sizes_of(x)
         self.zeros = op.filled(op.vector([self.batch, self.hidden]), self.dtype)
         length = op.size_of(x, 0)
-        self.lengths = self.given
-        if self.given is None:
+        self.lengths = self.sequence_lens
+        if self.sequence_lens is None:
             count = op.Cast(length, to=int(ir.DataType.INT32))
             self.lengths = op.Expand(count, op.vector([self.batch]))
         times = op.Cast(op.counted(length), to=int(ir.DataType.INT32))
@@ -189,7 +189,7 @@ class _Recurrent:
             dy = op.filled(op.vector([self.steps, self.batch, self.hidden]), self.dtype)
         dh, dc = (self.zeros if g is None else g for g in (dh, dc))
         # onnxruntime's last state of an empty sequence is 0, not h0
-        if self.given is not None or not isinstance(self.steps, int) or self.steps == 0:
+        if self.sequence_lens is not None or not isinstance(self.steps, int) or self.steps == 0:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             some = op.Unsqueeze(some, [1])
             dh, dc = (op.Where(some, g, self.zeros) for g in (dh, dc))

@@ -88,8 +88,8 @@ def _joined_results(graph: ir.Graph, facts: Entries) -> dict[str, SymbolicSize]:
         for i, d in enumerate(value.shape or ()):
             whole = sizes[i] if sizes is not None and i < len(sizes) else None
             meaning.setdefault(str(d), set()).add(whole)
-    known = {name: sizes.pop() for name, sizes in meaning.items() if len(sizes) == 1}
-    return {name: s for name, s in known.items() if s is not None and s != size(name)}
+    meanings = {name: sizes.pop() for name, sizes in meaning.items() if len(sizes) == 1}
+    return {name: s for name, s in meanings.items() if s is not None and s != size(name)}
 
 
 def _concat(node: ir.Node, facts: Entries) -> Sizes | None:
@@ -103,9 +103,9 @@ def _concat(node: ir.Node, facts: Entries) -> Sizes | None:
     if not -len(sizes) <= axis < len(sizes):
         return None
     for part in complete:
-        if (own := part[axis]) is None:
+        if (extent := part[axis]) is None:
             return None
-        total += own
+        total += extent
     sizes[axis] = total
     return sizes
 

@@ -96,12 +96,12 @@ def _may_be_equal(a: ir.Shape, b: ir.Shape) -> bool:
 def _adopt_types(op: Emitter, graph: ir.Graph, inputs: Mapping[str, ir.Value]) -> None:
     """Let the teacher read floats in the types of the model's inputs."""
     for value in graph.inputs:
-        given = inputs.get(str(value.name))
-        if given is None or given.dtype == value.dtype or not (is_float(given) and is_float(value)):
+        fed = inputs.get(str(value.name))
+        if fed is None or fed.dtype == value.dtype or not (is_float(fed) and is_float(value)):
             continue
         wide = op.Cast(value, to=int(value.dtype or ir.DataType.FLOAT))
         ir.convenience.replace_all_uses_with(value, wide)
         wide.producer().replace_input_with(0, value)
-        value.type = given.type
+        value.type = fed.type
         graph.insert_before(graph[0], op.nodes)
         op.nodes = []

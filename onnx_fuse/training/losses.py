@@ -253,8 +253,8 @@ def _attach_model(
         if not part.graph.inputs:
             raise ModelError("the loss reads no input")
         bound[part.graph.inputs[0]] = first
-    own = {str(v.name): v for v in inputs}
-    bound |= {v: own[str(v.name)] for v in part.graph.inputs if v.name in own and v not in bound}
+    args = {str(v.name): v for v in inputs}
+    bound |= {v: args[str(v.name)] for v in part.graph.inputs if v.name in args and v not in bound}
     for value, output in bound.items():
         if value.dtype != output.dtype:
             raise ModelError(

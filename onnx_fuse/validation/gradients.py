@@ -35,18 +35,18 @@ class _Limits(NamedTuple):
     """The relative limits of slopes in float64, and of a gradient in its own type.
 
     `slope`, of |gradient| |direction|: what curvature and rounding leave of the difference, and
-    constants of 16 bits (GELU's in its gradient). `own`, of the largest entry: float16 rounds each
+    constants of 16 bits (GELU's in its gradient). `top`, of the largest entry: float16 rounds each
     value by up to 5e-4, sums of terms that cancel lose some bits more; bfloat16 has 3 bits less.
     """
 
     slope: float
-    own: float
+    top: float
 
 
 _SINGLE = _Limits(1e-5, 1e-4)
 _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8e-3, 1.5e-1)}
 _TIED = 1e-3
-"""The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
+"""The limit `top` behind a scale that is found at run time: values near the minimum of a GELU are
 equal in float32 alone, and share the slope of the scale there."""
 _GRAD, _SEED = ", its gradient", ", the incoming gradient"
 """Suffixes of a gradient's name here, and of one given of an output: a tensor may have both."""
@@ -567,7 +567,7 @@ def _own_limit(precision: str, limits: _Limits) -> float:
     """The limit of a gradient in a precision, or of the model's types where these are coarser."""
     narrow = {"fp16": DataType.FLOAT16, "bf16": DataType.BFLOAT16, "tf32": DataType.FLOAT16}
     kind = narrow.get(precision, DataType.FLOAT)
-    return max(_NARROWER.get(kind, _SINGLE).own, limits.own)
+    return max(_NARROWER.get(kind, _SINGLE).top, limits.top)
 
 
 def _coarsest_limits(model: ir.Model) -> _Limits:

@@ -75,12 +75,12 @@ class System:
 
     order: list[str] = field(default_factory=list)
     """The symbols in the order of the inputs: a later one is expressed by earlier ones."""
-    known: dict[Symbol, SymbolicSize] = field(default_factory=dict)
+    solved: dict[Symbol, SymbolicSize] = field(default_factory=dict)
     constraints: dict[Constraint, None] = field(default_factory=dict)
 
     def resolve(self, value: SymbolicSize) -> SymbolicSize:
         """The value with everything solved put in."""
-        if not self.known or not (value.symbols & self.known.keys()):
+        if not self.solved or not (value.symbols & self.solved.keys()):
             return value
         total = size(0)
         for m, c in value.terms.items():
@@ -88,9 +88,9 @@ class System:
         return total
 
     def _symbol(self, symbol: Symbol) -> SymbolicSize:
-        if symbol in self.known:
-            self.known[symbol] = self.resolve(self.known[symbol])
-            return self.known[symbol]
+        if symbol in self.solved:
+            self.solved[symbol] = self.resolve(self.solved[symbol])
+            return self.solved[symbol]
         if isinstance(symbol, Atom) and symbol.args:
             args = [self.resolve(a) for a in symbol.args]
             if tuple(args) == symbol.args:
@@ -134,7 +134,7 @@ class System:
             candidates.append((isinstance(symbol, str) + 2 * negative, rank, symbol, rest))
         if candidates:
             _, _, symbol, rest = min(candidates, key=lambda f: f[:2])
-            self.known[symbol] = rest
+            self.solved[symbol] = rest
 
     def place(self, symbol: str) -> int:
         """How early the inputs name the symbol; symbols that they do not name come last."""

@@ -56,7 +56,7 @@ def _if(w: Walk, node: Node) -> list[Fact]:
     w.graph(branch)
     for value, inner in zip(node.outputs, branch.outputs, strict=True):
         if (inner_entries := w.entries(inner)) is not None:
-            w.known.enter(value, inner_entries)
+            w.guesses.enter(value, inner_entries)
     return [w.fact(v) for v in branch.outputs]
 
 

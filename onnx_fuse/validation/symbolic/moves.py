@@ -112,7 +112,7 @@ def _split(w: Walk, node: Node) -> list[Fact]:
     for part, value in zip(sizes, node.outputs, strict=True):
         facts.append(Fact(tuple(part if i == axis else d for i, d in enumerate(shape))))
         if entries is not None and isinstance(part.number, int):
-            w.known.enter(value, np.take(entries, range(start, start + part.number), axis))
+            w.guesses.enter(value, np.take(entries, range(start, start + part.number), axis))
             start += part.number
     return facts
 
@@ -212,7 +212,7 @@ def _range(w: Walk, node: Node) -> list[Fact]:
         return [Fact((unknown(),))]
     count = -((start - limit) // delta)
     if isinstance(count.number, int) and 0 <= count.number <= MOST:
-        w.known.enter(node.outputs[0], vector([start + delta * i for i in range(count.number)]))
+        w.guesses.enter(node.outputs[0], vector([start + delta * i for i in range(count.number)]))
     return [Fact((count,), (limit,) if step > 0 else None)]
 
 

@@ -63,7 +63,7 @@ class Walk:
     _named: dict[str, SymbolicSize] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.known = GuessedEntries(self.shape, self.system.resolve)
+        self.guesses = GuessedEntries(self.shape, self.system.resolve)
 
     def graph(self, graph: ir.Graph) -> None:
         """Follow the nodes in their order."""
@@ -80,7 +80,7 @@ class Walk:
         name = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
         rule = self.rules.get(name)
         try:
-            self.known.follow(node)
+            self.guesses.follow(node)
             facts = rule(self, node) if rule is not None else ()
         except (IndexError, TypeError, ValueError, ZeroDivisionError):
             # A node that is wrong in itself is for the runtime to refuse, in its own words.
@@ -124,7 +124,7 @@ class Walk:
 
     def entries(self, value: Value | None) -> Array | None:
         """The entries of a value, or None where they are not known."""
-        return self.known.of(value)
+        return self.guesses.of(value)
 
     def numbers(self, value: Value | None) -> list[SymbolicSize | None] | None:
         """The entries of a vector or scalar, each a Size or None."""
