@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
-from support import answers, assert_near, normal, stock, table
+import onnx
+from support import answers, assert_near, normal, parsed, stock, table
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
@@ -27,6 +28,17 @@ def lowered(model, hw=H200, size=None, **options) -> Program:
         for v in model.graph.inputs
     }
     return walk.lower(model, shapes, hw, **options)
+
+
+def two_norms(rows: int | str) -> onnx.ModelProto:
+    """Two products behind norms, the second one's x with a gradient; of weights of ones."""
+    model = parsed(f"""g (float[{rows},768] x) => (float[{rows},768] y) {{
+        h = LayerNormalization <axis = -1> (x, g0, b0) p = MatMul (h, w0) r = Add (p, c0)
+        n = LayerNormalization <axis = -1> (r, g1, b1) q = MatMul (n, w1) y = Add (q, c1) }}""")
+    for name in ("w0", "g0", "b0", "c0", "w1", "g1", "b1", "c1"):
+        ones = np.ones((768, 768) if name[0] == "w" else 768, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
+    return model
 
 
 def program_of(model, feeds, hw=H200, **options) -> Program:

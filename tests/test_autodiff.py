@@ -5,12 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from cases import real_cases
-from onnx.backend.test import BackendTest
 from support import answers, assert_near, drawn, table, with_weights
 from test_gradients import plain_and_fused, session
 
 import onnx_fuse.ops.fused  # noqa: F401
-from onnx_fuse import autodiff, backend, rewrite
+from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.save import inline
@@ -627,20 +626,6 @@ def test_gradient_operator(body, expected):
     assert autodiff.expand_training_ops(model) == body.count("Gradient")
     got = run(model, {"a": np.array(3, np.float32), "b": np.array(5, np.float32)})
     assert tuple(got[name] for name in ("y", "p", "q")) == expected
-
-
-@pytest.mark.parametrize(
-    ("suite", "name"),
-    [
-        *(("SimpleModel", f"gradient_of_{n}") for n in ("add", "add_and_mul")),
-        *(("NodeModel", f"{n}{m}") for n in ("adam", "adagrad") for m in ("", "_multiple")),
-        *(("NodeModel", n) for n in ("momentum", "momentum_multiple", "nesterov_momentum")),
-    ],
-)
-def test_the_standards_own_cases(suite, name):
-    """Which stock onnxruntime has no kernels for."""
-    cases = BackendTest(backend.Backend, __name__).test_cases[f"OnnxBackend{suite}Test"]
-    getattr(cases(f"test_{name}_cpu"), f"test_{name}_cpu")()
 
 
 def test_gradient_operator_names_must_exist():

@@ -3,6 +3,7 @@
 import unittest
 import warnings
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,16 @@ class Stock(Base):
         return device == "CPU"
 
 
+@cache
+def suites(base: type[Base]) -> dict[str, type[unittest.TestCase]]:
+    return BackendTest(base, __name__).test_cases
+
+
 def outcomes(base: type[Base], kind: str, only: Collection[str] | None = None) -> dict[str, str]:
     """'' for each backend test that passes, else the fault; of all, or of some."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        suite = BackendTest(base, __name__).test_cases[f"OnnxBackend{kind}Test"]
+        suite = suites(base)[f"OnnxBackend{kind}Test"]
         names = sorted(n for n in dir(suite) if n.startswith("test_") and n.endswith("_cpu"))
         names = names if only is None else sorted(only)
         return {name: fault(getattr(suite(name), name)) for name in names}
@@ -74,6 +80,20 @@ def test_what_onnxruntime_passes_we_pass(kind: str, least: int) -> None:
     stock = outcomes(Stock, kind, failed)
     assert not {name: fault for name, fault in failed.items() if not stock[name]}
     assert sum(not fault for fault in ours.values()) >= least
+
+
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [
+        *(("SimpleModel", f"gradient_of_{n}") for n in ("add", "add_and_mul")),
+        *(("NodeModel", f"{n}{m}") for n in ("adam", "adagrad") for m in ("", "_multiple")),
+        *(("NodeModel", n) for n in ("momentum", "momentum_multiple", "nesterov_momentum")),
+    ],
+)
+def test_the_standards_own_cases(suite, name):
+    """Which stock onnxruntime has no kernels for."""
+    cases = suites(backend.Backend)[f"OnnxBackend{suite}Test"]
+    getattr(cases(f"test_{name}_cpu"), f"test_{name}_cpu")()
 
 
 def test_run_node_takes_arrays_in_order() -> None:

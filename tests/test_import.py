@@ -213,11 +213,9 @@ def test_an_empty_list_is_one_of_integers_without_a_warning(
 
 
 def test_a_split_of_no_elements_is_an_empty_sequence() -> None:
-    proto = onnx.parser.parse_model(
-        """<ir_version: 8, opset_import: ["" : 18]> g (float[0,3] x) => (int64 n)
-        { k = Constant <value = int64 {2}> ()  s = SplitToSequence <axis = 0> (x, k)
-          n = SequenceLength (s) }"""
-    )
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 18]>
+        g (float[0,3] x) => (int64 n) { k = Constant <value = int64 {2}> ()
+          s = SplitToSequence <axis = 0> (x, k)  n = SequenceLength (s) }""")
     model = load(proto)
     rewrite.optimize(model)
     session = stock(model, optimized=True)

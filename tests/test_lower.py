@@ -1,7 +1,6 @@
 """lower: Programs of real and small graphs, run by NumPy against onnxruntime; no GPU."""
 
 import numpy as np
-import onnx
 import pytest
 from lowering import (
     GRAPHS,
@@ -12,6 +11,7 @@ from lowering import (
     interpreted,
     lowered,
     program_of,
+    two_norms,
     weights_of,
     with_values,
 )
@@ -396,13 +396,7 @@ def test_convolution_and_pooling_train_in_bfloat16():
 )
 def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, count):
     """Where that is faster than norm and product apart, behind a norm whose x has a gradient."""
-    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
-        g (float[{rows},768] x) => (float[{rows},768] y) {{
-        h = LayerNormalization <axis = -1> (x, g0, b0) p = MatMul (h, w0) r = Add (p, c0)
-        n = LayerNormalization <axis = -1> (r, g1, b1) q = MatMul (n, w1) y = Add (q, c1) }}""")
-    for name in ("w0", "g0", "b0", "c0", "w1", "g1", "b1", "c1"):
-        ones = np.ones((768, 768) if name[0] == "w" else 768, np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
+    model = two_norms(rows)
     graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
         whole=CombinedGradients(TrainingOptions(loss="mse", precision="bf16x3", hardware=hw)),
