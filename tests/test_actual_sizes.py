@@ -175,8 +175,11 @@ def resizes(opset: int) -> Table:
 
 
 def turned(opset: int) -> Table:
-    """ConvTransposes with SAME, output_padding and dilations."""
+    """ConvTransposes with SAME, output_padding and dilations, and to less than their images."""
     table = Table(opset)
+    for sizes in ([3, 9], [7, 3], [2, 4]):
+        weight = np.ones((1, 2, 1, 3), np.float32)
+        table.add("ConvTranspose", (2, 1, 7, 8), weight, output_shape=sizes)
     for size, k, s, d, more, auto in product(
         (1, 2, 5), (1, 2, 3), (1, 2, 3), (1, 2), (0, 1), ("SAME_UPPER", "SAME_LOWER", "VALID")
     ):

@@ -39,6 +39,9 @@ an output of maps:
   g (float[2,2] w) => (seq(map(int64, float)) y)
   { y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (w) }
   -> output 'y' is not a tensor: ZipMap '.*', its node, has no gradient
+a slice of as many axes as a vector is long:
+  g (float[2,3] w, int64[N] s) => (float[A,B] y) { y = Slice (w, s, s) }
+  -> \(Slice\): neither its axes nor the number of its starts are known
 codes of 8 bits:
   g (float[N,2] x, float8e4m3fn[2,2] w) => (float[N,2] y) <float s = {2}>
   { v = DequantizeLinear (w, s) y = MatMul (x, v) }

@@ -77,6 +77,11 @@ def correct_types(
     """
     if not _is_concerned(node) or node.output[0] not in results:
         return []
+    first = types.get(node.input[0])
+    rank = len(_dims(first) or ()) if node.op_type == "ConvTranspose" else 0
+    shape = results[node.output[0]].tensor_type.shape
+    while 0 < len(shape.dim) < rank:  # an output_shape below the image's stays away from it
+        shape.dim.add()
     inferred = _dims(results[node.output[0]])
     values = [onnx.numpy_helper.to_array(data[n]) if n in data else None for n in node.input]
     read = [_dims(types.get(name)) for name in node.input]
@@ -236,7 +241,9 @@ def _windows(
     if rank < 1 or len(strides) != rank or min(strides) < 1:
         return None
     if node.op_type == "ConvTranspose":
-        if not auto.startswith("SAME") or "output_shape" in attributes or inferred is None:
+        if "output_shape" in attributes and inferred is not None:
+            return [*inferred[:2], *attributes["output_shape"][-rank:]]
+        if not auto.startswith("SAME") or inferred is None:
             return None
         kernel = attributes.get("kernel_shape") or list(read[1][2:])
         more = attributes.get("output_padding") or [0] * rank
@@ -350,9 +357,10 @@ class _Walk:
         wrong = correct_types(node, types, data, inferred)
         for name in node.output:
             dims = _dims(types.get(name)) or []
-            if any(i < len(dims) and dims[i] is not None for i in wrong):
+            short = 0 < len(dims) < len(_dims(inferred.get(name)) or ())
+            if short or any(i < len(dims) and dims[i] is not None for i in wrong):
                 self.opened[name] = onnx.TypeProto()
-                self.opened[name].CopyFrom(types[name])
+                self.opened[name].CopyFrom(inferred[name] if short else types[name])
                 _write_dims(self.opened[name], wrong, None)
                 self.changed.update(node.output)
 

@@ -141,9 +141,10 @@ def _slice(op: Writer, node: ir.Node, dys: Values) -> Values:
     axes_value, steps_value = given(node, 3), given(node, 4)
     axes, steps = static_ints(axes_value), static_ints(steps_value)
     if axes_value is None:
-        if starts is None and first.shape is None:
+        count = dim(first, 0) if starts is None else len(starts)
+        if count is None:
             raise fail(node, "neither its axes nor the number of its starts are known")
-        axes = list(range(len(starts) if starts is not None else dim(first, 0) or 0))
+        axes = list(range(count))
     if axes is None:
         raise fail(node, "its axes are not constant")
     axes = [norm_axis(a, x) if a < 0 else a for a in axes]
