@@ -17,10 +17,11 @@ _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128
 _MAP = f"{_MAP_BYTES}s"
 _ALIGNED = 64  # of a TMA descriptor
-SYNC = "sync"
-"""The name of a launch's own memory among its arguments."""
 _MAPS = 4096
 """Kinds of tensors whose descriptors are kept."""
+Addresses = Mapping[Any, int]
+Operands = Mapping[str, tuple[Any, int]]
+"""The key among addresses, and the offset in bytes, of each name that is no key itself."""
 
 
 class Arguments:
@@ -29,22 +30,14 @@ class Arguments:
     `address` is that array's, which stays where it is: what `place` writes, later launches read.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        address: Mapping[Any, int],
-        operands: Mapping[str, tuple[Any, int]] | None = None,
-        sync: int = 0,
-    ) -> None:
-        """`operands` have the key in `address`, and an offset in bytes, of each name that is none
-        itself.
-        """
+    def __init__(self, launch: Launch, address: Addresses, operands: Operands, sync: int) -> None:
         self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
-        self._words, self._spots = words_of(launch.args, operands or {})
+        self.words, self._spots = words_of(launch.args, operands)
+        """See `words_of`; others of the same launch may stand here before `place`."""
         self._take_memory()
         self.place(address, sync)
 
-    def twin(self, address: Mapping[Any, int], sync: int) -> Arguments:
+    def twin(self, address: Addresses, sync: int) -> Arguments:
         """The same arguments with other addresses, in memory of their own."""
         twin = copy(self)
         twin._take_memory()
@@ -62,15 +55,11 @@ class Arguments:
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
 
-    def take(self, words: tuple[Any, ...]) -> None:
-        """Have other words; see `words_of`."""
-        self._words = words
-
-    def place(self, address: Mapping[Any, int], sync: int = 0) -> None:
-        """Write all arguments, with null for what has no address; `sync` is that of SYNC."""
-        words, find = [*self._words], address.get
+    def place(self, address: Addresses, sync: int) -> None:
+        """Write all arguments, with null for what has no address; `sync` is the launch's own."""
+        words, find = [*self.words], address.get
         for at, key, mapped in self._spots:
-            base = sync if key == SYNC else find(key)
+            base = sync if key == "sync" else find(key)
             if mapped:
                 arg, offset = words[at]
                 words[at] = _descriptor(arg, base + offset if base else 0)
@@ -80,12 +69,11 @@ class Arguments:
 
 
 def words_of(
-    args: tuple[Arg, ...], operands: Mapping[str, tuple[Any, int]]
+    args: tuple[Arg, ...], operands: Operands
 ) -> tuple[tuple[Any, ...], list[tuple[int, Any, bool]]]:
     """The words of arguments, and which are addresses: (word, key, whether it is a map's).
 
-    A word is a number, an offset from the address of the key, or (TensorMap, offset). `operands`
-    are as `Arguments` has them.
+    A word is a number, an offset from the address of the key, or (TensorMap, offset).
     """
     words: list[Any] = []
     spots: list[tuple[int, Any, bool]] = []
@@ -95,19 +83,13 @@ def words_of(
         spots.append((len(words), key, arg is not None))
         words.append(start + ptr.offset if arg is None else (arg, start + ptr.offset))
 
-    for arg in args:
-        if type(arg) is Num:
-            words.append(arg.value)
-        elif type(arg) is Ptr:
-            address(arg)
-        elif type(arg) is Table:
-            for word in arg.words:
-                if type(word) is Ptr:
-                    address(word)
-                else:
-                    words.append(word)
-        elif type(arg) is TensorMap:
-            address(arg.ptr, arg)
+    for word in [w for arg in args for w in (arg.words if type(arg) is Table else (arg,))]:
+        if type(word) is Ptr:
+            address(word)
+        elif type(word) is TensorMap:
+            address(word.ptr, word)
+        else:
+            words.append(word.value if type(word) is Num else word)
     return tuple(words), spots
 
 

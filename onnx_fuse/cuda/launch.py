@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, Protocol
 
 from onnx_fuse.cuda import cublaslt
-from onnx_fuse.cuda.arguments import Arguments
+from onnx_fuse.cuda.arguments import Addresses, Arguments, Operands
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
 from onnx_fuse.cuda.source import KEPT, Defines, waiting
 from onnx_fuse.errors import DeviceError
@@ -155,7 +155,7 @@ class PlacedLaunch(Protocol):
     """Whether, where its kernel waits by itself, it may start while the launch before it ends: not
     where a graph's edges say what it follows."""
 
-    def place(self, pointers: Mapping[Any, int]) -> None:
+    def place(self, pointers: Addresses) -> None:
         """Take other addresses for what is enqueued from now on."""
 
     def enqueue(self, stream: int) -> None:
@@ -166,15 +166,8 @@ class BoundLaunch:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
     def __init__(
-        self,
-        launch: Launch,
-        address: Mapping[Any, int],
-        hw: Hardware,
-        operands: Mapping[str, tuple[Any, int]] | None = None,
+        self, launch: Launch, address: Addresses, hw: Hardware, operands: Operands | None = None
     ) -> None:
-        """`address` has the names of the arguments, or what `operands` have for them: a key and an
-        offset in bytes.
-        """
         self.launch, self.early = launch, hw.cc >= 90 and waiting(launch.source)[0]
         self.grid = launch.grid
         self._loaded = _kernel(launch, hw.arch)
@@ -182,11 +175,11 @@ class BoundLaunch:
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
         self._enqueue = _driver().cuLaunchKernelEx
-        self._arguments = Arguments(launch, address, operands, self._own)
+        self._arguments = Arguments(launch, address, operands or {}, self._own)
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
 
-    def twin(self, address: Mapping[Any, int]) -> BoundLaunch:
+    def twin(self, address: Addresses) -> BoundLaunch:
         """The same launch with other addresses, in the same order of launches.
 
         They share the memory in which the launch counts, which is ready for the next one.
@@ -198,31 +191,25 @@ class BoundLaunch:
 
     @property
     def _own(self) -> int:
-        """The address of the memory in which it counts, 0 where it has none."""
         return self._sync.address if self._sync else 0
 
-    def place(self, address: Mapping[Any, int]) -> None:
+    def place(self, address: Addresses) -> None:
         """Take other addresses for what is enqueued from now on."""
         self._arguments.place(address, self._own)
 
     def rewrite(
-        self,
-        grid: tuple[int, int, int],
-        words: tuple[Any, ...],
-        sync: int,
-        address: Mapping[Any, int],
+        self, grid: tuple[int, int, int], words: tuple[Any, ...], sync: int, address: Addresses
     ) -> None:
-        """Take another grid, other arguments (see `Arguments.take`) and addresses.
+        """Take another grid, other arguments (see `words_of`) and addresses.
 
-        Where the bytes of its own memory are others, it is new: what a run leaves there lies by
-        them.
+        Where the bytes of its own memory are others, that is new: what a run leaves lies by them.
         """
         if grid != self.grid:
             self.grid, self._settings = grid, (-1, False, None)
         if sync != self.launch.sync:
             self.launch = replace(self.launch, sync=sync)
             self._sync = _Zeroed(self.launch)
-        self._arguments.take(words)
+        self._arguments.words = words
         self.place(address)
 
     def enqueue(self, stream: int) -> None:
