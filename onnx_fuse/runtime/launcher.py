@@ -68,9 +68,8 @@ class Launcher:
         self.current: Variant
         """The launches for the places that were last asked for."""
         self._variants: OrderedDict[Places, Variant] = OrderedDict()
-        self._left: OrderedDict[Places, None] = (
-            OrderedDict()
-        )  # places whose launches were moved lately
+        self._left: OrderedDict[Places, None] = OrderedDict()
+        """Places whose launches were moved lately."""
         self._at: Places = ()  # those that `address` has
 
     @property
