@@ -434,10 +434,9 @@ class Instance:
         found = []
         for i, call in enumerate(self.program.calls):
             if call.launches and not collective(call) and (wanted is None or wanted(call)):
-                alone = Segment(i, (call,))
-                part = Launches(alone, self.plan.order, self.owner.hw, self.address)
+                part = Launches(Segment(i, (call,)), self.plan.order, self.owner.hw, self.address)
                 stream = device.Stream()
-                graph = stream.capture([partial(part.launch, stream)] * 20)
+                graph = stream.capture([partial(x, stream.handle) for _, x in part.enqueues] * 20)
                 launch = partial(self.owner.stream.launch, graph, "a graph")
                 times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
                 found.append((call, min(times) / 20))

@@ -46,8 +46,7 @@ class Launches:
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
         self._steps: list[PlacedLaunch] = []
-        self._busy: list[tuple[int, Callable[[int], None]]] | None = None
-        """The number of each step that is enqueued one by one, and how."""
+        self._busy: list[tuple[int, Callable[[int], None]]] | None = None  # see `enqueues`
         self._calls: list[int] = []  # of each step, the number of its call in the segment
         self._copying: set[int] = set()  # steps of calls that copy tensors
         self._idle: set[int] = set()  # those that would copy what stands there already
@@ -131,17 +130,22 @@ class Launches:
             if self.timeline is not None:
                 self.timeline.ended(stream)
             return
-        if self._busy is None:
-            steps = enumerate(self._steps)
-            self._busy = [(k, step.enqueue) for k, step in steps if k not in self._idle]
         k, handle = 0, stream.handle
         try:
-            for k, enqueue in self._busy:  # noqa: B007 - an error says which it was
+            for k, enqueue in self.enqueues:  # noqa: B007 - an error says which it was
                 enqueue(handle)
                 if self._watched:
                     stream.wait("after its launch")
         except DeviceError as error:
             raise self._fault(k, error) from error
+
+    @property
+    def enqueues(self) -> list[tuple[int, Callable[[int], None]]]:
+        """The number of each step that has something to do, and what enqueues it in a CUstream."""
+        if self._busy is None:
+            steps = enumerate(self._steps)
+            self._busy = [(k, step.enqueue) for k, step in steps if k not in self._idle]
+        return self._busy
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:

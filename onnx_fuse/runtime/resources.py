@@ -100,11 +100,9 @@ class Resources:
     def prepared(
         self, program: Program, room: Mapping[int, int]
     ) -> tuple[dict[int, int], dict[int, Constant], device.Memory | None]:
-        """Compile the kernels, upload weights and what lowering knew, and reserve memory for what
-        the calls of the setup make.
+        """Compile the kernels, upload weights and constants, reserve memory for what setup makes.
 
-        The address of each buffer that stays, and what holds constants. `room` may have a buffer's
-        bytes.
+        The address of each buffer that stays, and what holds it; `room` may have a buffer's bytes.
         """
         calls = (*program.setup, *program.calls)
         wanted = [x for call in calls for x in call.launches]
