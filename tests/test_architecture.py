@@ -53,7 +53,7 @@ BUDGETS = {
     "training": 6902, "validation": 4417,
     "generation": 1667,
     "quantization": 749,
-    "tests": 50991, "tools": 10348,
+    "tests": 50993, "tools": 10348,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

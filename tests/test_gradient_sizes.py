@@ -130,6 +130,8 @@ a norm before a product: "float[4, 4] x, float[D] s, float[E] b, float[4, 2] w, 
 a norm of a sum: "float[4, 4] x, float[4, 4] r, float[D] s, float[E] b",
 {"x": (4, 4), "r": (4, 4), "s": (1,), "b": (1,)}
   a = Add (x, r) n = LayerNormalization (a, s, b) y = Add (n, a)
+an image of padding alone: "float[1, 2, H] x, float[3, 2, K] w", {"x": (1, 2, 0), "w": (3, 2, 3)}
+  y = Conv <pads = [2, 2]> (x, w)
 RMSNormalization: "float[4, 4] x, float[D] s, float[4, 2] w", {"x": (4, 4), "s": (1,), "w": (4, 2)}
   n = RMSNormalization (x, s) y = MatMul (n, w)
 """)

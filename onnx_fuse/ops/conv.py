@@ -75,7 +75,7 @@ def _padded(op: Writer, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Te
     if mode == "NOTSET":
         pads = ints_attribute(node, "pads", [0] * 2 * n) or []
         # onnxruntime has no ConvTranspose to nothing, and its Conv of nothing kills the process
-        spans = enumerate(zip(pads, pads[n:], window.extent, strict=False))
+        spans = enumerate(zip(pads, pads[n:], window.extent or [1] * n, strict=False))
         if all(dim(x, 2 + a) or begin + end < extent for a, (begin, end, extent) in spans):
             return x, pads
         return op.Pad(x, [0, 0, *pads[:n], 0, 0, *pads[n:]]), [0] * 2 * n
