@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import const_array
-from onnx_fuse.ops.rules import is_float
+from onnx_fuse.ir.build import add_initializer, const_array
 
 FEW = 4
 """Entries of a constant that is added or multiplied at most, to be no weight: channel means are
@@ -47,18 +46,12 @@ def lift_parameters(model: ir.Model, named: Collection[str] = ()) -> list[str]:
         array = _content(node)
         if array is None or value.is_graph_output() or not value.name:
             continue
-        tensor = ir.tensor(array, name=value.name)
-        new = ir.Value(
-            name=value.name,
-            const_value=tensor,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(tensor.dtype),
-        )
-        if not is_float(new) or not (value.name in named or _is_weight(value, array)):
+        is_float = ir.tensor(array).dtype.is_floating_point()
+        if not is_float or not (value.name in named or _is_weight(value, array)):
             continue
-        ir.convenience.replace_all_uses_with(value, new)
+        weight = add_initializer(graph, value.name, array)
+        ir.convenience.replace_all_uses_with(value, weight)
         graph.remove(node, safe=True)
-        graph.register_initializer(new)
         lifted.append(value.name)
     return lifted
 
