@@ -640,7 +640,7 @@ def test_arguments_are_packed_as_kernels_read_them() -> None:
         Table((3, Ptr("x", 16), Ptr("none"))), Num("u32", 7), Num("f64", 0.1),
     )  # fmt: skip
     launch = Launch("s", "e", (1, 1, 1), (32, 1, 1), args)
-    packed = Arguments(launch, {"x": 4096}, {}, 0)
+    packed = Arguments(launch, {})
     for start in (4096, 1 << 41):
         packed.place({"x": start}, 0)
         slots = (ctypes.c_uint64 * len(args)).from_address(packed.address)

@@ -8,14 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
+from fake_gpu import FakeGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import sanitize
 from math_cases import Case, cases, only
 
+from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.source import source_text, without_bounds
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
+from onnx_fuse.runtime.executable import Executable
 
 HW = CHIPS["H200"]
 NODES = ("other", "case", "left out", "own")
@@ -115,6 +120,23 @@ def test_what_a_kernel_stores_by_tma() -> None:
     apart = replace(y, ptr=Ptr("y", 64), shape=(16, 9, 1, 2), strides=(32, 288, 4096))
     launch = replace(launch, args=tuple(apart if x is y else x for x in launch.args))
     assert sanitize.stored(launch, {"y": 1 << 20}) == [((1 << 20) + at, 288) for at in (64, 4160)]
+
+
+def test_initcheck_fills_what_a_run_stores_by_tma(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_run", lambda *_: None)  # it knows no maps
+    monkeypatch.setattr(launching, "BoundLaunch", sanitize.SEEN["initcheck"])
+    text = "agraph (float16[2048,512] x, float16[512,2048] w) => (float16[2048,2048] y)"
+    executable = Executable(text_model(f"{text} {{ y = MatMul (x, w) }}"))
+    feeds = {
+        name: np.ones(shape, np.float16) for name, shape in (("x", (2048, 512)), ("w", (512, 2048)))
+    }
+    executable.run(None, feeds)
+    (instance,) = executable.instances()
+    ((_, y),) = instance.program.outputs
+    (step,) = instance.launcher.parts[0]._steps
+    assert step._stored == [(instance.launcher.find(y), y.nbytes)]
 
 
 def test_a_function_that_stores_by_tma_counts_by_its_name() -> None:

@@ -109,13 +109,9 @@ def features(launches: Iterable[Launch]) -> set[Feature]:
     found: set[Feature] = set()
     for x in launches:
         if "\n" in x.source:
-            widths = sorted(set(re.findall(r"Vec<\w+, \d+>", x.source)))
-            found |= {(GENERATED, x.entry, width) for width in widths}
-            found |= {
-                (GENERATED, x.entry, part)
-                for part in ("load_part", "c1", "row_at")
-                if part in x.source
-            }
+            parts = [part for part in ("load_part", "c1", "row_at") if part in x.source]
+            parts += re.findall(r"Vec<\w+, \d+>", x.source)
+            found |= {(GENERATED, x.entry, part) for part in parts}
         else:
             found |= {(x.source, x.entry, *pair) for pair in x.defines}
         found.add((x.source if "\n" not in x.source else GENERATED, x.entry))
@@ -209,12 +205,10 @@ class Selection:
 
 def turn(counter: Path) -> int:
     """The next number of a file that several processes count in."""
-    with counter.open("a+") as file:
+    with counter.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        number = int(file.read() or 0)
-        file.truncate(0)
-        file.write(str(number + 1))
+        number = file.seek(0, os.SEEK_END)
+        file.write(b".")
     return number
 
 
@@ -291,15 +285,13 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
     maps, pieces = stored_maps(launch.source, launch.entry), []
     if dict(launch.defines).get("ACCUMULATE") == "1":
         maps -= stored_maps(launch.source, launch.entry, "tma_add")
-    loaded = {
-        x.ptr for i, x in enumerate(launch.args) if isinstance(x, TensorMap) and i not in maps
-    }
-    names = {x.name for x in launch.args if isinstance(x, Ptr)} | {ptr.name for ptr in loaded}
+    read = {x.ptr for i, x in enumerate(launch.args) if isinstance(x, TensorMap) and i not in maps}
+    names = {x.name for x in launch.args if isinstance(x, Ptr)} | {ptr.name for ptr in read}
     for arg in (launch.args[i] for i in sorted(maps)):
         assert isinstance(arg, TensorMap)
         start = pointers.get(arg.ptr.name, 0)
         shared = any(pointers.get(name) == start for name in names - {arg.ptr.name})
-        if not start or shared or arg.ptr in loaded:
+        if not start or shared or arg.ptr in read:
             continue
         length, outer = arg.shape[0] * MAP_BYTES[arg.dtype], []
         for stride, size in sorted(zip(arg.strides, arg.shape[1:], strict=True)):
@@ -315,15 +307,22 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
 class Poisoned(BoundLaunch):
     """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
 
-    def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
-        self._stored = stored(self.launch, pointers)
-        return super()._pointers(pointers)
+    def __init__(self, launch: Launch, address: Any, hw: Hardware, operands: Any = ()) -> None:
+        self._operands = dict(operands)
+        super().__init__(launch, address, hw, operands)
+
+    def place(self, address: Mapping[Any, int]) -> None:
+        super().place(address)
+        known = {n: address[k] + at for n, (k, at) in self._operands.items() if address.get(k)}
+        self._stored = stored(self.launch, {**address, **known})
+
+    def rewrite(self, *change: Any) -> None:
+        super().rewrite(*change)
+        self._stored = []  # the launch has the maps of another shape
 
     def enqueue(self, stream: int) -> None:
-        from cuda.bindings import driver
-
         for address, length in self._stored:
-            (code,) = driver.cuMemsetD8Async(address, 0xFF, length, stream)
+            (code,) = launching._driver().cuMemsetD8Async(address, 0xFF, length, stream)
             assert not int(code), code
         super().enqueue(stream)
 
@@ -331,10 +330,10 @@ class Poisoned(BoundLaunch):
 class Arriving(BoundLaunch):
     """racecheck counts an mbarrier's arrival for one lane alone: all arrive, see sm90.cuh."""
 
-    def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
+    def __init__(self, launch: Launch, *rest: Any) -> None:
         if "arrives(lane)" in source_text(launch.source):
             launch = replace(launch, defines=(*launch.defines, ("RACECHECK", "1")))
-        super().__init__(launch, pointers, hw)
+        super().__init__(launch, *rest)
 
 
 SEEN: Mapping[str, type[BoundLaunch]] = {"initcheck": Poisoned, "racecheck": Arriving}

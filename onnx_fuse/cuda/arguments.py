@@ -30,18 +30,16 @@ class Arguments:
     `address` is that array's, which stays where it is: what `place` writes, later launches read.
     """
 
-    def __init__(self, launch: Launch, address: Addresses, operands: Operands, sync: int) -> None:
+    def __init__(self, launch: Launch, operands: Operands) -> None:
         self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
         self.words, self._spots = words_of(launch.args, operands)
         """See `words_of`; others of the same launch may stand here before `place`."""
         self._take_memory()
-        self.place(address, sync)
 
-    def twin(self, address: Addresses, sync: int) -> Arguments:
-        """The same arguments with other addresses, in memory of their own."""
+    def twin(self) -> Arguments:
+        """The same arguments, to be placed, in memory of their own."""
         twin = copy(self)
         twin._take_memory()
-        twin.place(address, sync)
         return twin
 
     def _take_memory(self) -> None:

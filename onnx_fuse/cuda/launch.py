@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -175,9 +175,10 @@ class BoundLaunch:
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
         self._enqueue = _driver().cuLaunchKernelEx
-        self._arguments = Arguments(launch, address, operands or {}, self._own)
+        self._arguments = Arguments(launch, operands or {})
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
+        self.place(address)
 
     def twin(self, address: Addresses) -> BoundLaunch:
         """The same launch with other addresses, in the same order of launches.
@@ -185,17 +186,14 @@ class BoundLaunch:
         They share the memory in which the launch counts, which is ready for the next one.
         """
         twin = copy(self)
-        twin._arguments = self._arguments.twin(address, self._own)
+        twin._arguments = self._arguments.twin()
         twin.arguments = twin._arguments.address
+        twin.place(address)
         return twin
-
-    @property
-    def _own(self) -> int:
-        return self._sync.address if self._sync else 0
 
     def place(self, address: Addresses) -> None:
         """Take other addresses for what is enqueued from now on."""
-        self._arguments.place(address, self._own)
+        self._arguments.place(address, self._sync.address if self._sync else 0)
 
     def rewrite(
         self, grid: tuple[int, int, int], words: tuple[Any, ...], sync: int, address: Addresses
@@ -265,10 +263,13 @@ def _settings(
     return config
 
 
-def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> PlacedLaunch:
+def bind(
+    launch: Launch, address: Addresses, hw: Hardware, operands: Operands | None = None
+) -> PlacedLaunch:
     """Bind `launch` to its addresses: a kernel of this package, or a library's call."""
     if not launch.of_library:
-        return BoundLaunch(launch, pointers, hw)
+        return BoundLaunch(launch, address, hw, operands)
+    pointers = {name: address[key] + at for name, (key, at) in (operands or {}).items()} or address
     if launch.collective is not None:
         from onnx_fuse.cuda import collective  # which a run on one GPU does without
 

@@ -59,10 +59,8 @@ class Launches:
                     twin_of = like._steps[len(self._steps)] if like else None
                     if isinstance(twin_of, BoundLaunch):
                         self._steps.append(twin_of.twin(address))
-                    elif launch.of_library:
-                        self._steps.append(bind(launch, operands(address, number, call), hw))
                     else:
-                        self._steps.append(BoundLaunch(launch, address, hw, places(number, call)))
+                        self._steps.append(bind(launch, address, hw, places(number, call)))
                     self._calls.append(i)
                     if call.copies:
                         self._copying.add(len(self._calls) - 1)

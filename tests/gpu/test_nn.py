@@ -135,9 +135,8 @@ def test_a_graph_of_launches_gives_the_bits_of_single_ones(monkeypatch: pytest.M
                 held.append(x)  # so that each comes from another address
             found.append(step(x, nn.tensor(np.arange(32) % 10, device="cuda")).numpy())
         (((captured, _),),) = step._captured.values()
-        steps = captured._again._turn._turn._steps.values()
-        graphs = [part._graph for each in steps for part in each._parts]
-        assert any(graphs) == (graph == "1")
+        variants = captured._again._turn._turn.launcher._variants.values()
+        assert any(part.captured for each in variants for part in each.parts) == (graph == "1")
         return [*found, *(p.numpy() for p in model.parameters())]
 
     for single, whole in zip(run("0"), run("1"), strict=True):

@@ -252,7 +252,7 @@ FAULT = """
 import sys
 import numpy as np
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.cuda.launch import BoundLaunch
+from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.executable import Executable
 
@@ -260,7 +260,8 @@ text = "agraph (float[8,64] x, float[64,8] w) => (float[8,8] y) { y = MatMul (x,
 feeds = {"x": np.ones((8, 64), np.float32), "w": np.ones((64, 8), np.float32)}
 whole = Executable(text_model(text))
 whole.run(None, feeds)
-BoundLaunch._pointers = lambda self, pointers: dict.fromkeys(pointers, 256)
+place = Arguments.place
+Arguments.place = lambda self, address, sync: place(self, dict.fromkeys(address, 256), sync)
 for runner in (Executable(text_model(text)), whole):
     try:
         runner.run(None, feeds)

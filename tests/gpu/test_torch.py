@@ -205,9 +205,8 @@ def test_an_imported_step_as_a_graph_gives_the_bits_of_single_launches(
             found.append(loss.detach())
         root = module._graph
         turns = [t for g in root._made.values() for t in g.gpu[0]._turns.values()]
-        steps = [each for turn in turns for each in turn._steps.values()]
-        graphs = [part._graph for each in steps for part in each._parts]
-        assert any(graphs) == (graph == "1")
+        variants = [each for turn in turns for each in turn.launcher._variants.values()]
+        assert any(part.captured for each in variants for part in each.parts) == (graph == "1")
         return [*found, *module.parameters()]
 
     for single, whole in zip(run("0"), run("1"), strict=True):
