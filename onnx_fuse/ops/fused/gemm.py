@@ -285,7 +285,7 @@ class Parts(NamedTuple):
 
 
 def product_parts(node: ir.Node) -> Parts | None:
-    """What a fused Gemm, a MatMul or a Gemm x · w + c is made of, None for any other node."""
+    """The parts of a fused Gemm, a MatMul or a Gemm x · w + c; None for any other node."""
     if node.op_type in ("MatMul", "Gemm") and not node.domain:
         x, w = node.inputs[:2]
         usual = {"transA": 0, "alpha": 1.0, "beta": 1.0}
