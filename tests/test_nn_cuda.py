@@ -125,6 +125,21 @@ def test_a_captured_step_writes_its_states_where_they_are(
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
 
 
+def test_a_result_that_stands_elsewhere_at_each_run_keeps_the_graph(gpu: FakeGpu) -> None:
+    @of.capture
+    def chain(x: nn.Tensor) -> nn.Tensor:
+        for _ in range(direct.MANY + 4):
+            x = F.softmax(x * 2, -1)
+        return x
+
+    x = nn.tensor(X, device="cuda")
+    held = [chain(x) for _ in range(6)]  # so that each result has memory of its own
+    assert len({y._data.address for y in held}) == len(held)
+    assert gpu.counts["capture"] == 1
+    assert gpu.counts["cuGraphLaunch"] >= 3
+    assert all(np.array_equal(y.numpy(), held[0].numpy()) for y in held)
+
+
 def test_what_is_on_two_devices_is_moved_by_hand(gpu: FakeGpu) -> None:
     x = nn.tensor(X, device="cuda", requires_grad=True)
     assert x.device == "cuda:0"

@@ -162,7 +162,7 @@ class BoundProgram:
     def _repeat(self, variant: Variant) -> None:
         """Make the launches one graph once they have come often at the same addresses."""
         variant.runs += 1
-        if not variant.captured and variant.runs >= RUNS and len(_CAPTURED) < GRAPHS:
+        if variant.runs == RUNS and len(_CAPTURED) < GRAPHS:
             _CAPTURED.add(variant)
             variant.capture()
 

@@ -79,8 +79,9 @@ class HostCall:
     captured = True
     """No CUDA graph is to be made of it."""
 
-    def move(self, buffers: Collection[int]) -> None:
-        """Addresses are looked up at each run."""
+    def move(self, buffers: Collection[int]) -> int:
+        """Change nothing: addresses are looked up at each run. Returns 0, as no launch has any."""
+        return 0
 
     def capture(self) -> None:
         """Do nothing: no CUDA graph holds a call on the host."""

@@ -21,6 +21,8 @@ from onnx_fuse.runtime.schedule import segments
 
 ARENA = -(1 << 40)
 """The key of the arena among the buffers: where it moves, all temporaries and workspaces do."""
+FEW = 8
+"""The share of the launches, as 1 / FEW, that may take other addresses in a graph at each run."""
 Places = tuple[int, ...]
 """The addresses of what moves."""
 
@@ -33,12 +35,19 @@ class Variant:
     parts: list[HostCall | Launches]
     captured: bool = False
     runs: int = 0
-    """Launches at these places, as far as somebody counts them."""
+    """Runs since many launches took other addresses, or a graph was lost; if somebody counts."""
 
     def launch(self, stream: device.Stream) -> None:
         """Enqueue all; returns before it is done."""
         for part in self.parts:
             part.launch(stream)
+
+    def move(self, buffers: Collection[int], count: int) -> None:
+        """Take the addresses of these buffers anew; `count` is that of all launches."""
+        were = [part.captured for part in self.parts]
+        moved = sum([part.move(buffers) for part in self.parts])
+        if FEW * moved > count or were != [part.captured for part in self.parts]:
+            self.runs = 0
 
     def capture(self) -> None:
         """Become CUDA graphs."""
@@ -112,9 +121,7 @@ class Launcher:
                 self._left[left] = None
                 if len(self._left) > 4 * self._most:
                     self._left.popitem(last=False)
-                variant.runs, moved = 0, self._moved(variant, where)
-                for part in variant.parts:
-                    part.move(moved)
+                variant.move(self._moved(variant, where), self.count)
             variants[where] = variant
         self.current = variant
         return variant

@@ -171,9 +171,13 @@ class Launches:
         """Whether it is one graph."""
         return self._graph is not None
 
-    def move(self, buffers: Collection[int], written: Collection[int] = ()) -> None:
-        """Take the addresses of these buffers anew, in all steps but those `written` already."""
-        for k in sorted(self._using(buffers).difference(written)):
+    def move(self, buffers: Collection[int], written: Collection[int] = ()) -> int:
+        """Take the addresses of these buffers anew, in all steps but those `written` already.
+
+        Returns the number of steps that have taken some.
+        """
+        using = sorted(self._using(buffers).difference(written))
+        for k in using:
             step, i = self._steps[k], self._calls[k]
             if isinstance(step, BoundLaunch):
                 step.place(self._address)
@@ -181,6 +185,7 @@ class Launches:
                 number, call = self._segment.first + i, self._segment.calls[i]
                 step.place(operands(self._address, number, call))
             self._tell(k)
+        return len(using)
 
     def _using(self, buffers: Collection[int]) -> set[int]:
         """The numbers of the launches whose call uses one of these buffers or workspaces."""
