@@ -78,7 +78,7 @@ def test_programs_are_read_as_they_were_written(name: str, tmp_path: Path) -> No
     made = deploy.compile(text_model(text), path, targets={"h": H200, "a": A100}, shapes=[shapes])
     loaded = Deployed(path)
     for target, hw in (("h", H200), ("a", A100)):
-        as_read(loaded.program(loaded.shapes()[0], hw), made.programs[target][0])
+        as_read(loaded.made(loaded.shapes()[0], hw).program, made.programs[target][0])
 
 
 def compiled(folder: Path, model: Any, **options: Any) -> tuple[deploy.Compiled, Path]:
@@ -102,7 +102,7 @@ def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
     loaded = Deployed(path)
     assert [s["input_ids"] for s in loaded.shapes()] == [((1, 5), "int64"), ((2, 16), "int64")]
     for shapes, written in zip(loaded.shapes(), made.programs["h200"], strict=True):
-        program = loaded.program(shapes, H200)
+        program = loaded.made(shapes, H200).program
         as_read(program, written)
         for call, original in zip(program.calls, written.calls, strict=True):
             for x, y in zip(call.launches, original.launches, strict=True):
@@ -293,12 +293,12 @@ def test_a_range_of_sizes_needs_few_programs(tmp_path: Path) -> None:
         with pytest.raises(
             UsageError, match=r"those for input_ids \[2, sequence\].* with sequence from 3 to 40;"
         ):
-            loaded.program(dict.fromkeys(IDS, (sizes, "int64")), H200)
+            loaded.made(dict.fromkeys(IDS, (sizes, "int64")), H200)
     with pytest.raises(UsageError, match="no program"):
-        loaded.program(dict.fromkeys(IDS, ((2, 40), "int32")), H200)
+        loaded.made(dict.fromkeys(IDS, ((2, 40), "int32")), H200)
     unequal = dict(zip(IDS, (((2, n), "int64") for n in (8, 8, 9)), strict=True))
     with pytest.raises(UsageError, match="no program"):
-        loaded.program(unequal, H200)
+        loaded.made(unequal, H200)
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -369,7 +369,7 @@ def test_a_range_that_nobody_wrote_is_refused(ranged: Path, fault: str) -> None:
         BAD_RANGES[fault](entry["open"])
     rewritten(ranged, manifest=manifest)
     with pytest.raises(ModelError, match="damaged"):
-        Deployed(ranged).program({"x": ((5, 4), "float32")}, H200)
+        Deployed(ranged).made({"x": ((5, 4), "float32")}, H200)
 
 
 # ---- which program, which GPU -------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_the_target_is_the_largest_that_fits_the_gpu(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"h200 \(sm_90a, 132 multiprocessors\).*NVIDIA B200"):
         loaded.target(CHIPS["B200"])
     with pytest.raises(UsageError, match=r"no program for x \[3, 4\]; .* those for x \[2, 4\];"):
-        loaded.program({"x": ((3, 4), "float32")}, H200)
+        loaded.made({"x": ((3, 4), "float32")}, H200)
     loaded.check_precision("fp32")
     with pytest.raises(UsageError, match="compiled for precision fp32, not bf16"):
         loaded.check_precision("bf16")
@@ -438,7 +438,7 @@ def tanh(tmp_path: Path, no_compiler: None) -> Path:
 
 def read(path: Path) -> Program:
     loaded = Deployed(path)
-    return loaded.program(loaded.shapes()[0], H200)
+    return loaded.made(loaded.shapes()[0], H200).program
 
 
 @pytest.mark.parametrize("member", ["programs/0.json", "weights.safetensors", "model.onnx"])
@@ -481,7 +481,7 @@ def test_a_file_that_is_overwritten_is_noticed(tanh: Path) -> None:
     loaded = Deployed(tanh)
     tanh.write_bytes(b"")  # reading the map would end the process
     with pytest.raises(ModelError, match="changed while it is in use"):
-        loaded.program(loaded.shapes()[0], H200)
+        loaded.made(loaded.shapes()[0], H200)
 
 
 def rewritten(path: Path, manifest: Any = None, program: Any = None) -> None:

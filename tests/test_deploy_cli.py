@@ -36,7 +36,7 @@ def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) ->
     assert "sequence from 3 to 20" in done
     assert json.loads(report.read_text())["ranges"] == {"sequence": [3, 20]}
     for length in range(3, 21):
-        assert Deployed(path).program(dict.fromkeys(IDS, ((2, length), "int64")), H200).calls
+        assert Deployed(path).made(dict.fromkeys(IDS, ((2, length), "int64")), H200).program.calls
     # elsewhere the file is the graph that is in it
     cli.done("run", path, "--input-shapes", "input_ids:2,3")
     cli.done("validate", path, "--against", ENCODER)

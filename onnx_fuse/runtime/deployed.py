@@ -62,10 +62,8 @@ class Deployed:
     @property
     def defaults(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of inputs that a caller may leave out."""
-        arrays = {}
-        for name, (stored, (shape, dtype)) in self._defaults.items():
-            arrays[name] = self.container.tensor(stored).view(dtype_of(dtype)).reshape(shape)
-        return arrays
+        items = self._defaults.items()
+        return {name: self._array(at, dtype, shape) for name, (at, (shape, dtype)) in items}
 
     def shapes(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """(shape, dtype) of each input, of every program, in the order they were compiled in.
@@ -109,12 +107,11 @@ class Deployed:
             )
         return max(usable)[1]
 
-    def program(self, shapes: Shapes, hw: Hardware) -> Program:
-        """The program for inputs of these shapes. Raises UsageError where the file has none."""
-        return self.made(shapes, hw).program
-
     def made(self, shapes: Shapes, hw: Hardware) -> PlannedProgram:
-        """The program for inputs of these shapes with its layout in memory; see `program`."""
+        """The program for inputs of these shapes with its layout in memory.
+
+        Raises UsageError where the file has none.
+        """
         target = self.target(hw)
         ends = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
         for entry in self.entries:

@@ -489,15 +489,11 @@ class Instance:
         self, fetch: Fetch, views: Mapping[str, Array], later: Mapping[str, Any] | None = None
     ) -> list[Array]:
         """The outputs that `views` shows, copied; those known otherwise."""
-        results: list[Array] = []
-        for name in fetch.names:
-            view = views.get(name)
-            results.append(
-                view.copy()
-                if view is not None
-                else self._known(name, fetch.outputs[name], later or {})
-            )
-        return results
+        known, outputs = later or {}, fetch.outputs
+        return [
+            views[name].copy() if name in views else self._known(name, outputs[name], known)
+            for name in fetch.names
+        ]
 
     def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
         """The value of an output that needs no copy from a run: known, empty, a state, or later."""

@@ -31,16 +31,11 @@ def output_groups(values: Mapping[str, Any]) -> list[OutputGroup]:
     for name, value in values.items():
         if isinstance(value, Tensor):
             alike.setdefault((value.shape, value.dtype), []).append(name)
-    return [
-        (
-            f"output {', '.join(names)}",
-            names,
-            shape,
-            dtype_of(dtype),
-            aligned(prod(shape) * ITEMSIZE[dtype]),
-        )
-        for (shape, dtype), names in alike.items()
-    ]
+    groups = []
+    for (shape, dtype), names in alike.items():
+        step = aligned(prod(shape) * ITEMSIZE[dtype])
+        groups.append((f"output {', '.join(names)}", names, shape, dtype_of(dtype), step))
+    return groups
 
 
 class Prepared:

@@ -146,12 +146,10 @@ class Turns:
         where = {**turn.inputs, **resident} if again else dict(turn.inputs)
         turn.home = self._home(stream) if arrays >= LARGE else None
         if turn.home is not None:
-            base = turn.home.memory.address
+            base, device_id = turn.home.memory.address, self._on.device_id
             for name, at, t in fed:
                 if name not in resident:
-                    where[name] = DeviceTensor(
-                        base + at, t.shape, t.dtype, self._on.device_id, None
-                    )
+                    where[name] = DeviceTensor(base + at, t.shape, t.dtype, device_id, None)
         self._next = (self._next + 1) % len(self._turns)
         return turn, where
 
