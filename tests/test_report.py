@@ -23,7 +23,7 @@ from onnx_fuse.ops.rules import label
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.report import compare, graph, memory, page, pages, terminal, timing, trace, training
 from onnx_fuse.report.layered import HEIGHT, PITCH, layered
-from onnx_fuse.report.page import Lines, Page, Section, Table, View
+from onnx_fuse.report.page import Lines, Overview, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.training.history import History
 from onnx_fuse.validation import layerwise
@@ -58,7 +58,8 @@ def test_a_page_loads_nothing_and_keeps_names_from_being_markup() -> None:
     evil = '</script><img src=x onerror="alert(1)">\u202e'
     rows = [[evil, "1"], [], ["b", "2"]]
     parts = [Table(evil, [evil, "n"], rows), Lines([evil]), View("bars", evil, {"rows": [[evil]]})]
-    html = page.render(Page(evil, f"onnx-fuse run {evil}", [Section(evil, parts)], evil))
+    shown = Overview(evil, True, {evil: evil}, {evil: [evil]})
+    html = page.render(Page(evil, f"onnx-fuse run {evil}", [Section(evil, parts)], shown))
     assert "<img" not in html
     assert "\u202e" not in html
     assert data_of(html) == [{"rows": [[evil.replace("\u202e", "\\u202e")]]}]
@@ -80,6 +81,7 @@ def test_every_command_has_a_page_with_what_it_printed(cli: Cli, tmp_path: Path)
     assert cli("inspect", ENCODER, "--html", path).code == 0
     html = path.read_text()
     assert "<h1>encoder.onnx</h1>" in html
+    assert "About this run" in html
     assert "onnx-fuse inspect" in html
     assert "<td>LayerNormalization</td>" in html or "<td>Gemm</td>" in html
 
@@ -185,6 +187,9 @@ def test_errors_along_the_graph_name_the_node_and_the_entries() -> None:
     assert sum(spread.decades.values()) == 4
     sections = pages.check_sections(check)
     [chart] = views(sections, "chart")
+    _, outputs, inputs = sections[0].parts
+    assert [row[:3] for row in outputs.rows] == [["FAILED", "1: 4", "y"]]
+    assert inputs.rows == [["x", "4"]]
     assert chart.data["series"][0]["bad"] == [False, True, True]
     assert "FAILED" in str(sections[0].parts[0])
 
@@ -321,13 +326,16 @@ def test_a_run_is_drawn_with_what_is_known_of_it() -> None:
         "epochs": [{"epoch": 1.0, "step": 2000.0, "loss": 0.7}],
     }
     charts = {v.data["title"]: v for v in views(training.sections({"": run}), "chart")}
-    names = ("loss", "learning rate", "gradient norm", "examples a second", "accuracy")
-    assert tuple(charts) == names
+    names = ("accuracy", "loss", "learning rate", "gradient norm", "examples a second")
+    assert tuple(charts) == ("validation loss", *names)
+    assert [s.title for s in training.sections({"": run}) if not s.folded] == ["Validation"]
     lines = {line["name"]: line for line in charts["loss"].data["series"]}
+    looks = {(x["colour"], x.get("thin"), x.get("dashed")) for x in lines.values()}
+    assert len(looks) == len(lines)  # told apart in the key
     assert lines["validation"]["x"] == [2000.0]
     assert len(lines["loss"]["x"]) < 2000
     assert charts["gradient norm"].data["series"][0]["y"] == [2.0] * 1500
-    both = views(training.sections({"a": run, "b": {"losses": [1.0]}}), "chart")[0]
+    both = views(training.sections({"a": run, "b": {"losses": [1.0]}}), "chart")[2]
     assert {line["name"] for line in both.data["series"]} >= {"a loss", "b loss", "a validation"}
 
 
@@ -379,9 +387,9 @@ def test_training_writes_a_trace_of_its_steps_and_of_one_by_operator(
 def test_compare_says_what_two_trainings_came_to() -> None:
     one = {"losses": [2.0, 1.0], "epochs": [{"step": 2, "epoch": 1, "validation_loss": 0.5}]}
     other = {"losses": [2.0, 1.5, 0.75], "epochs": [{"step": 3, "epoch": 1, "loss": 1.0}]}
-    found = compare.verdict(("a", "b"), one, other)
-    assert found == "a: loss 1 after 2 steps, validation 0.5; b: loss 0.75 after 3 steps"
-    assert compare.verdict(("a", "b"), one, {"ratio": 1.0}) == ""
+    found = compare.overview(("a", "b"), one, other)
+    assert found.verdict == "a: loss 1 after 2 steps, validation 0.5; b: loss 0.75 after 3 steps"
+    assert found.figures == {"lowest validation loss, a": "0.5"}
     named = [row[0] for row in compare.rows(one, other)]
     assert named == ["epochs.1.validation_loss", "epochs.1.loss"]
 
@@ -394,12 +402,43 @@ def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:
     b.write_text(json.dumps(other))
     change = "-50.0%, beyond the noise"
     assert compare.rows(compare.read(a), compare.read(b))[0] == ["ratio", "1", "0.5", change]
+    shown = compare.overview(("a", "b"), one | {"losses": []}, other)
+    assert shown.verdict.endswith("1 of 1 times and ratios differ beyond the noise")
+    assert shown.figures["ratio"] == "1 → 0.5"
     change = compare.rows(one, other | {"noise": [0.4, 0.9]})[0][-1]
     assert change == "-50.0%, within the noise"
     result = cli("compare", a, b, "--html", tmp_path / "c.html")
     assert result.code == 0
     assert "-50.0%" in result.out
     assert any(d.get("title") == "loss" for d in data_of((tmp_path / "c.html").read_text()))
+
+
+def test_compare_draws_error_bars() -> None:
+    took = {"median": 2.0, "low": 1.0, "high": 4.0}
+    report = {"rounds": [[2.0, 2.0]], "original": took, "fused": took}
+    [bars] = views(compare.sections(("a", "b"), report, report), "bars")
+    assert bars.data["rows"][0] == ["a: original", 2e-3, "", False, 1e-3, 4e-3]
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "figures", "command"),
+    [
+        ("y = Tanh(z)", 0, ["0.0%", "1 of 1"], "bench"),
+        ("y = Relu(z)", 3, ["runs × outputs"], "--blame"),
+    ],
+)
+def test_a_page_begins_with_the_verdict_three_figures_and_what_to_do(
+    cli: Cli, tmp_path: Path, saved: Save, model: str, code: int, figures: list[str], command: str
+) -> None:
+    weighted = "g (float[2] x) => (float[2] y) <float[2] w = {1,2}> { z = Mul(x, w) %s }"
+    right, page_ = saved(weighted % "y = Tanh(z)", "right.onnx"), tmp_path / "p.html"
+    line = ["validate", saved(weighted % model), "--against", right, "--grad"]
+    assert cli(*line, "--html", page_).code == code
+    head = page_.read_text().partition("<nav")[0].partition("<header>")[2]
+    assert all(figure in head for figure in figures)
+    assert head.count("<dt>") >= 2
+    assert f"onnx-fuse {'bench' if code == 0 else 'validate'}" in head
+    assert command in head.partition("What to do next")[2]
 
 
 def test_a_profile_has_a_sum_and_a_run_the_median_of_several(cli: Cli, saved: Save) -> None:

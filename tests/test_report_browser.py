@@ -20,7 +20,7 @@ from onnx_fuse import cli as command
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.report import graph, page, training
-from onnx_fuse.report.page import Page, Section
+from onnx_fuse.report.page import Overview, Page, Section
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -72,10 +72,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Open]:
-    """`opened(path, width=420, dark=True)` is the page of a file, which must say no error."""
+    """`opened(path, width=420, dark=True)` is the page of a file, which must say no error.
+
+    Its sections are open unless it is `folded`.
+    """
     contexts, said = [], list[str]()
 
-    def open_page(path: Path, *, width: int = 1280, dark: bool = False) -> Any:
+    def open_page(
+        path: Path, *, width: int = 1280, dark: bool = False, folded: bool = False
+    ) -> Any:
         scheme = "dark" if dark else "light"
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
@@ -85,6 +90,9 @@ def opened(browser: Any) -> Iterator[Open]:
         found.on("console", lambda line: said.append(line.text))
         found.on("pageerror", lambda error: said.append(str(error)))
         found.goto(path.as_uri())
+        everything = found.get_by_role("button", name="Open all")
+        if everything.count() and not folded:
+            everything.click()
         return found
 
     yield open_page
@@ -93,6 +101,23 @@ def opened(browser: Any) -> Iterator[Open]:
     assert not said
 
 
+COLLISIONS = """() => {
+  const found = [];
+  for (const svg of document.querySelectorAll("svg")) {
+    const words = [...svg.querySelectorAll("text")]
+      .map((t) => [t.textContent, t.getBoundingClientRect()]).filter(([, box]) => box.width);
+    words.forEach(([text, a], i) => {
+      if (a.right > innerWidth + 1 || a.left < -1) found.push(`${text} is cut off`);
+      for (const [other, b] of words.slice(i + 1)) {
+        if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+          && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3) {
+          found.push(`${text} on ${other}`);
+        }
+      }
+    });
+  }
+  return found;
+}"""
 NAMES = ("optimize", "validate", "run", "bench", "train", "compare", "inspect")
 
 
@@ -105,8 +130,7 @@ def test_a_page_fits_the_screen_in_light_and_dark(
     for dark in (False, True):
         shown = opened(reports[name], width=width, dark=dark)
         shown.wait_for_function("document.readyState === 'complete'")
-        for details in shown.locator("main section > details").all():
-            details.evaluate("element => { element.open = true; }")
+        assert shown.evaluate(COLLISIONS) == []
         wide = shown.evaluate("document.documentElement.scrollWidth")
         assert wide <= width
         papers.add(shown.evaluate("getComputedStyle(document.body).backgroundColor"))
@@ -114,6 +138,36 @@ def test_a_page_fits_the_screen_in_light_and_dark(
         for svg in shown.locator("figure.view svg").all():
             assert svg.get_attribute("aria-label")
     assert len(papers) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_summary_fits_one_screen_and_links_open_sections(
+    opened: Open, reports: dict[str, Path], name: str, width: int
+) -> None:
+    shown = opened(reports[name], width=width, folded=True)
+    nav = shown.locator("nav")
+    assert nav.bounding_box()["y"] < 600  # after verdict, figures and next steps
+    last = shown.locator("main section > details").last
+    nav.locator("a").last.click()
+    assert last.get_attribute("open") is not None
+    shown.mouse.wheel(0, 10_000)
+    shown.wait_for_timeout(100)
+    assert nav.bounding_box()["y"] >= 0  # it stays
+
+
+def test_a_graph_fills_the_screen_and_leaves_red_to_failures(
+    opened: Open, reports: dict[str, Path]
+) -> None:
+    shown = opened(reports["optimize"])
+    hues = shown.evaluate("[...document.querySelector('figure.graph').view.hues.values()]")
+    assert len(set(hues)) == len(hues) > 3
+    assert all(40 <= hue <= 320 for hue in hues)
+    canvas = shown.locator("figure.graph canvas").first
+    before = canvas.bounding_box()["height"]
+    shown.get_by_role("button", name="Full screen").click()
+    shown.wait_for_function("document.fullscreenElement !== null")
+    assert canvas.bounding_box()["height"] > before
 
 
 def test_search_and_a_click_show_a_node_and_what_it_was_made_of(
@@ -187,7 +241,7 @@ def test_a_live_page_loads_itself_again_and_keeps_what_was_chosen(
 
     def write(losses: list[float], refresh: float) -> None:
         sections = training.sections({"": {"losses": losses}})
-        page.write(path, Page("m", "", sections, f"{len(losses)} steps", refresh=refresh))
+        page.write(path, Page("m", "", sections, Overview(f"{len(losses)} steps"), refresh=refresh))
 
     def log() -> str | None:
         return shown.get_by_role("button", name="y log").get_attribute("aria-pressed")

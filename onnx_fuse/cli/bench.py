@@ -73,6 +73,7 @@ def bench(
     )
     from onnx_fuse import bench as timing
     from onnx_fuse.importer.shapes import fix_shapes
+    from onnx_fuse.report import overview
     from onnx_fuse.validation.inputs import read_feeds
     from onnx_fuse.validation.request import Request
 
@@ -141,7 +142,7 @@ def bench(
     reports.write(
         printer,
         {"model": str(model)} | result.to_dict(),
-        verdict=f"fused takes {result.ratio:.3f} of the original's time",
+        overview=overview.benched(model, device, first, result),
         device=where,
         sections=sections,
     )

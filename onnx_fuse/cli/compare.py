@@ -35,6 +35,6 @@ def compare(*, a: Path, b: Path, reports: show.Reports) -> None:
     reports.write(
         printer,
         {"model": " and ".join(names)} | data,
-        verdict=comparison.verdict(names, left, right),
+        overview=comparison.overview(names, left, right),
         sections=lambda: comparison.sections(names, left, right),
     )

@@ -60,6 +60,7 @@ def compile(
     where = "-o" if train is None else "-o DIR"
     files.check_paths({"MODEL": model, "--train": train}, {where: output, **reports.paths})
     from onnx_fuse import deploy
+    from onnx_fuse.report.page import Overview
 
     printer = show.printer()
     try:
@@ -135,7 +136,7 @@ def compile(
     reports.write(
         printer,
         data,
-        verdict=f"{output.name}: {built.file_bytes / 1e6:,.1f} MB",
+        overview=Overview(f"{output.name}: {built.file_bytes / 1e6:,.1f} MB"),
         device=", ".join(hw.name for hw in targets.values()),
         sections=sections,
     )

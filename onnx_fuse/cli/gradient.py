@@ -50,6 +50,7 @@ def gradient(
     from onnx_fuse.files import written
     from onnx_fuse.importer.load import read
     from onnx_fuse.importer.save import save
+    from onnx_fuse.report.page import Overview
     from onnx_fuse.validation.request import Request
 
     output = output or files.default_output(model, ".grad.onnx")
@@ -94,8 +95,10 @@ def gradient(
     reports.write(
         printer,
         data,
-        verdict=f"{len(added)} gradients" + ("" if checked is None else ", checked"),
-        ok=None if checked is None else checked.ok,
+        overview=Overview(
+            f"{len(added)} gradients" + ("" if checked is None else ", checked"),
+            None if checked is None else checked.ok,
+        ),
         sections=lambda: show.pages().inspected({"model": original, "gradient": result}),
     )
     if checked is not None and not checked.ok:

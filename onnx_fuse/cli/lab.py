@@ -50,6 +50,7 @@ def lab(
     from onnx_fuse import config, single_op_models
     from onnx_fuse import lab as bench
     from onnx_fuse.report import timing
+    from onnx_fuse.report.page import Overview
 
     if op not in single_op_models.OPS:
         raise UsageError(unknown("operator", op, single_op_models.OPS))
@@ -93,8 +94,10 @@ def lab(
     reports.write(
         printer,
         data,
-        verdict=f"{len(wrong)} configurations wrong" if wrong else "every configuration is right",
-        ok=not wrong,
+        overview=Overview(
+            f"{len(wrong)} configurations wrong" if wrong else "every configuration is right",
+            not wrong,
+        ),
         device=hw.name,
         sections=lambda: timing.times(tried),
     )

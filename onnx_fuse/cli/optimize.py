@@ -95,6 +95,7 @@ def optimize(
     from onnx_fuse.importer.save import at_opset, loadable, save
     from onnx_fuse.importer.save import inline as inlined
     from onnx_fuse.importer.shapes import fix_shapes
+    from onnx_fuse.report import overview
     from onnx_fuse.validation.inputs import read_feeds
     from onnx_fuse.validation.request import Request
 
@@ -179,12 +180,11 @@ def optimize(
             return parts
         return [*parts, *timing.predicted(lowered, hardware)]
 
+    paths = (model, output)
     reports.write(
         printer,
         data,
-        verdict=f"{fused.operators} fused operators, {before.nodes} nodes became "
-        f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
-        ok=None if checked is None else checked.ok,
+        overview=overview.optimized(paths, (before, after), fused, checked, kernels),
         device=f"CPU; predicted for {hardware.name}" if hardware else "CPU",
         sections=sections,
     )

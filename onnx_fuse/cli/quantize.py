@@ -43,6 +43,7 @@ def quantize(
     from onnx_fuse.importer.load import read
     from onnx_fuse.importer.save import save
     from onnx_fuse.quantization import quantizer
+    from onnx_fuse.report.page import Overview
 
     output = output or files.default_output(model, ".quantized.onnx")
     calibrate: Any = options.calibrate
@@ -81,8 +82,10 @@ def quantize(
     reports.write(
         printer,
         {"input": str(model), "output": str(output) if kept else None, **result.to_dict()},
-        verdict=f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}",
-        ok=None if result.limit is None else not failed,
+        overview=Overview(
+            f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}",
+            None if result.limit is None else not failed,
+        ),
         device="CPU",
         sections=lambda: show.pages().quantized(result.layers),
     )

@@ -55,6 +55,7 @@ def run(
     from onnx_fuse.container import is_container
     from onnx_fuse.files import written
     from onnx_fuse.importer.shapes import fix_shapes
+    from onnx_fuse.report import overview
     from onnx_fuse.runtime.deployed import first_shapes
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -145,7 +146,7 @@ def run(
     reports.write(
         printer,
         data,
-        verdict=took,
+        overview=overview.ran(model, device, took, result),
         device=result.hardware.name if result.hardware else where,
         sections=sections,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from onnx_fuse import report
-    from onnx_fuse.report.page import Page, Section
+    from onnx_fuse.report.page import Overview, Page, Section
 
 
 def printer() -> report.Printer:
@@ -51,15 +51,14 @@ class Reports:
         printer: report.Printer,
         data: Mapping[str, Any],
         *,
-        verdict: str = "",
-        ok: bool | None = None,
+        overview: Overview | None = None,
         device: str = "",
         sections: Callable[[], list[Section]] = list,
     ) -> None:
         """Write the files that were asked for.
 
-        The page begins with `verdict` and `device` and has `sections`, which are made only for a
-        page; what was printed is its last section. `ok` says whether the verdict is good.
+        The page begins with `overview` and has `sections`, which are made only for a page; what was
+        printed is its last section.
         """
         from onnx_fuse import report
 
@@ -67,7 +66,7 @@ class Reports:
             command = command_line.get().partition(" ")[2].partition(" ")[0]
             report.write_json(self.json, {"command": command} | dict(data))
         if self.html:
-            html = page(printer, data, verdict=verdict, ok=ok, device=device, sections=sections())
+            html = page(printer, data, overview=overview, device=device, sections=sections())
             write_page(self.html, html)
 
 
@@ -83,13 +82,12 @@ def page(
     data: Mapping[str, Any],
     *,
     sections: list[Section],
-    verdict: str = "",
-    ok: bool | None = None,
+    overview: Overview | None = None,
     device: str = "",
     refresh: float = 0.0,
 ) -> Page:
     """The page of a command about the model, or the operator, that `data` names."""
-    from onnx_fuse.report.page import Page, Section
+    from onnx_fuse.report.page import Overview, Page, Section
 
     one = data.get("model") or data.get("input") or data.get("op")
     several = ", ".join(model["name"] for model in data.get("models", ()))
@@ -97,8 +95,7 @@ def page(
         Path(str(one)).name if one else several or "onnx-fuse",
         command_line.get(),
         [*sections, Section("Terminal", printer.blocks, folded=bool(sections))],
-        verdict,
-        ok,
+        overview or Overview(),
         {"device": device} if device else {},
         refresh,
     )

@@ -151,7 +151,7 @@ def train(
 
     from onnx_fuse import profile
     from onnx_fuse.files import written
-    from onnx_fuse.report import timing, training
+    from onnx_fuse.report import overview, timing, training
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
@@ -206,13 +206,11 @@ def train(
     printer.text(f"{model}: {weights:,} weights in {len(trained)} tensors train")
 
     def page(history: Mapping[str, Any], refresh: float) -> Page:
-        losses = history["losses"]
-        so_far = f"loss {losses[-1]:.4g} after {len(losses)} steps" if losses else "no steps"
         return show.page(
             printer,
             {"model": str(model)},
             sections=[*training.sections({"": history}), *extra],
-            verdict=f"{so_far}, still training" if refresh else so_far,
+            overview=overview.trained(output, device, history, over=not refresh),
             device=f"{device}, {trainer.precision}",
             refresh=refresh,
         )

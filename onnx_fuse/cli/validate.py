@@ -66,6 +66,7 @@ def _compare(
     files.check_paths({"MODEL": model, "--against": against, "--inputs": inputs}, reports.paths)
     from onnx_fuse import report
     from onnx_fuse.importer.load import read
+    from onnx_fuse.report import overview
     from onnx_fuse.validation.request import Request
 
     printer = show.printer()
@@ -110,8 +111,7 @@ def _compare(
     reports.write(
         printer,
         data,
-        verdict=failure or "the outputs agree" + (", and so do the gradients" if grad else ""),
-        ok=not failure,
+        overview=overview.validated(model, against, failure, checked, gradients),
         device=f"{device}, {precision}",
         sections=lambda: show.pages().validated(source, checked_graph(), checked, gradients),
     )

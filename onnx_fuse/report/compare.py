@@ -9,7 +9,7 @@ from typing import Any
 
 from onnx_fuse.errors import DataError
 from onnx_fuse.report import timing, training
-from onnx_fuse.report.page import Lines, Section, Table, View
+from onnx_fuse.report.page import Lines, Overview, Section, Table, View
 
 _LEFT_OUT = ("rounds", "losses", "rates", "lr", "gradient_norms", "examples_per_second", "seconds")
 _MOST = 400  # rows
@@ -23,6 +23,8 @@ _NAMES = {
     "noise.2": "ratio, highest of sessions",
 }
 """How names of numbers in the report of `bench` end, and what a table has in their place."""
+_FIRST = ("ratio", "original: median, ms", "fused: median, ms", "milliseconds")
+"""Names of numbers that stand at the top of the page."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -72,11 +74,26 @@ def check_alike(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, An
         )
 
 
-def verdict(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """What two trainings came to, in a line; empty for other reports."""
-    if not (a.get("losses") and b.get("losses")):
-        return ""
-    return "; ".join(f"{name}: {_ends(report)}" for name, report in zip(names, (a, b), strict=True))
+def overview(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> Overview:
+    """What two trainings came to, or how many numbers differ beyond the noise, and the first."""
+    reports = dict(zip(names, (a, b), strict=True))
+    if a.get("losses") and b.get("losses"):
+        text = "; ".join(f"{name}: {_ends(report)}" for name, report in reports.items())
+        best = {
+            f"lowest validation loss, {name}": f"{min(losses):.4g}"
+            for name, report in reports.items()
+            if (losses := training.points(report, "validation_loss")[1])
+        }
+        return Overview(text, None, best)
+    changed = [row for row in rows(a, b) if row[3]]
+    judged = [row[3].endswith("beyond the noise") for row in changed if "the noise" in row[3]]
+    text = f"{len(changed)} numbers differ"
+    if judged:
+        text += f"; {sum(judged)} of {len(judged)} times and ratios differ beyond the noise"
+    first = [row for row in changed if row[0] in _FIRST] or changed
+    figures = {name: f"{float(x):.4g} → {float(y):.4g}" for name, x, y, _ in first[:3]}
+    again = ("onnx-fuse", "bench", b.get("model", ""), "--repeat", 200, "--json", "again.json")
+    return Overview(text, None, figures, {"Time it again, longer": again} if judged else {})
 
 
 def _ends(report: Mapping[str, Any]) -> str:
@@ -97,11 +114,13 @@ def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
     if a.get("rounds") and b.get("rounds"):
         times = {
             "Medians of both models": [
-                [f"{name}: {model}", report[model]["median"] * 1e-3]
+                [f"{name}: {model}", took["median"] * 1e-3, "", False,
+                 took["low"] * 1e-3, took["high"] * 1e-3]
                 for model in ("original", "fused")
                 for name, report in zip(names, (a, b), strict=True)
+                for took in [report[model]]
             ]
-        }
+        }  # fmt: skip
         parts += timing.times(times)
     table = rows(a, b)
     if not table:

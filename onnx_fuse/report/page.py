@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -64,8 +65,22 @@ class Section:
     parts: Sequence[Part]
     note: str = ""
     """A sentence below the title."""
-    folded: bool = False
-    """Whether the section is closed until the reader opens it."""
+    folded: bool = True
+    """Whether the section, unless it is the only one, is closed until the reader opens it."""
+
+
+@dataclass
+class Overview:
+    """What a reader should see first, in one screen."""
+
+    verdict: str = ""
+    """The result in a few words."""
+    ok: bool | None = None
+    """Whether the verdict is good; None where it is neither good nor bad."""
+    figures: Mapping[str, str] = field(default_factory=dict)
+    """The most important numbers by their names; three fit the width of a phone."""
+    commands: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """What to do next: a sentence, and the words of its command."""
 
 
 @dataclass
@@ -77,10 +92,8 @@ class Page:
     command: str
     """The command line."""
     sections: list[Section]
-    verdict: str = ""
-    """The result in a few words."""
-    ok: bool | None = None
-    """Whether the verdict is good; None where it is neither good nor bad."""
+    overview: Overview = field(default_factory=Overview)
+    """The summary at the top."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further facts for the heading, such as the device."""
     refresh: float = 0.0
@@ -97,7 +110,8 @@ def render(page: Page) -> str:
     names = [_anchor(s.title) for s in page.sections]
     views: list[str] = []
     body = "\n".join(
-        _section(section, name, views) for section, name in zip(page.sections, names, strict=True)
+        _section(section, name, views, folded=section.folded and len(names) > 1)
+        for section, name in zip(page.sections, names, strict=True)
     )
     links = "".join(
         f'<a href="#{name}">{_text(section.title)}</a>'
@@ -108,11 +122,11 @@ def render(page: Page) -> str:
         heading=_text(page.title),
         style=_asset("page.css"),
         command=f"<code>{_text(page.command)}</code>" if page.command else "",
-        verdict=_verdict(page),
+        overview=_overview(page.overview),
         facts="".join(
             f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in _facts(page).items()
         ),
-        links=links if len(names) > 1 else "",
+        links=f"<div>{links}</div>" if len(names) > 1 else "",
         body=body,
         data="\n".join(views),
         refresh=f"{page.refresh:g}",
@@ -120,12 +134,25 @@ def render(page: Page) -> str:
     )
 
 
-def _verdict(page: Page) -> str:
-    if not page.verdict:
-        return ""
-    kind = {True: "good", False: "bad", None: "plain"}[page.ok]
-    mark = {True: "✓ ", False: "✗ ", None: ""}[page.ok]
-    return f'<p class="verdict {kind}">{mark}{_text(page.verdict)}</p>'
+def _overview(overview: Overview) -> str:
+    parts = []
+    if overview.verdict:
+        kind = {True: "good", False: "bad", None: "plain"}[overview.ok]
+        mark = {True: "✓ ", False: "✗ ", None: ""}[overview.ok]
+        parts.append(f'<p class="verdict {kind}">{mark}{_text(overview.verdict)}</p>')
+    figures = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
+        for name, value in overview.figures.items()
+    )
+    if figures:
+        parts.append(f'<dl class="figures">{figures}</dl>')
+    steps = "".join(
+        f"<li>{_text(sentence)}: <code>{_text(shlex.join(map(str, words)))}</code></li>"
+        for sentence, words in overview.commands.items()
+    )
+    if steps:
+        parts.append(f'<h2>What to do next</h2><ul class="next">{steps}</ul>')
+    return "\n".join(parts)
 
 
 def _facts(page: Page) -> dict[str, str]:
@@ -136,15 +163,13 @@ def _facts(page: Page) -> dict[str, str]:
     return {**page.facts, **versions, "system": system, "date": now.strftime("%Y-%m-%d %H:%M %Z")}
 
 
-def _section(section: Section, name: str, views: list[str]) -> str:
+def _section(section: Section, name: str, views: list[str], *, folded: bool) -> str:
     parts = "\n".join(_part(part, views) for part in section.parts)
     note = f'<p class="note">{_text(section.note)}</p>' if section.note else ""
-    if section.folded:
-        return (
-            f'<section id="{name}"><details><summary><h2>{_text(section.title)}</h2></summary>'
-            f"{note}{parts}</details></section>"
-        )
-    return f'<section id="{name}"><h2>{_text(section.title)}</h2>{note}{parts}</section>'
+    return (
+        f'<section id="{name}"><details{"" if folded else " open"}>'
+        f"<summary><h2>{_text(section.title)}</h2></summary>{note}{parts}</details></section>"
+    )
 
 
 def _part(part: Part, views: list[str]) -> str:
@@ -222,9 +247,11 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <body data-refresh="{refresh}">
 <header>
 <h1>{heading}</h1>
-{verdict}
+{overview}
+<details class="about"><summary>About this run</summary>
 {command}
 <dl class="facts">{facts}</dl>
+</details>
 </header>
 <nav aria-label="Sections">{links}</nav>
 <main>

@@ -65,7 +65,7 @@ def optimized(
         )
     ]
     sections = [
-        Section("Summary", [Table("", ["", "before", "after", "change"], saved)]),
+        Section("Sizes", [Table("", ["", "before", "after", "change"], saved)]),
         Section(
             "Graph",
             [graph.view(drawn)],
@@ -78,12 +78,12 @@ def optimized(
         note = "Norms, attention, activations, sums and changes of layout that stayed."
         sections.append(Section("Not fused, and why", left, note))
     if report.notes:
-        sections.append(Section("Notes", [Lines(list(report.notes))], folded=True))
+        sections.append(Section("Notes", [Lines(list(report.notes))]))
     if checked is not None:
         sections += check_sections(checked)
     rows = models_rows(sizes)
     details = Table("", ["", *(m.name for m in sizes)], rows)
-    return [*sections, Section("Inputs, outputs and operators", [details], folded=True)]
+    return [*sections, Section("Inputs, outputs and operators", [details])]
 
 
 def validated(
@@ -119,13 +119,19 @@ def inspected(models: Mapping[str, ir.Model]) -> list[Section]:
 
 def check_sections(checked: Check) -> list[Section]:
     """The verdict, the errors by output, along the graph, by size, and the worst entries."""
+    outputs = max(len(checked.differences) // max(len(checked.feeds), 1), 1)
     rows = [
-        [d.output, f"{d.max_abs:.3g}", f"{d.limit:.3g}", percent(d.max_abs, d.limit),
-         f"{d.max_rel:.3g}", d.where, d.level, "ok" if d.ok else "FAILED"]
-        for d in checked.differences
+        ["ok" if d.ok else "FAILED", run_label(checked, i // outputs), d.output,
+         f"{d.max_abs:.3g}", f"{d.limit:.3g}", percent(d.max_abs, d.limit), f"{d.max_rel:.3g}",
+         d.where, d.level]
+        for i, d in enumerate(checked.differences)
     ]  # fmt: skip
-    head = ["output", "largest difference", "limit", "of limit", "relative", "where", "level", ""]
-    parts: list[Part] = [Lines(check_lines(checked)), Table("by output and input", head, rows)]
+    head = ["", "run", "output", "largest difference", "limit", "of limit", "relative", "where"]
+    parts: list[Part] = [
+        Lines(check_lines(checked, inputs=False)),
+        Table("each output of each run", [*head, "level"], rows, left=3),
+        _inputs_table(checked),
+    ]
     sections = [Section("Check", parts)]
     along = checked.along
     if along is not None and along.values:
@@ -144,6 +150,24 @@ def check_sections(checked: Check) -> list[Section]:
             spreads = [part for spread in along.outputs for part in _distribution(spread)]
             sections.append(Section("Errors by entry", spreads))
     return sections
+
+
+def run_label(checked: Check, run: int) -> str:
+    """The number of a run, from 1, with what is special about its inputs or their first shape."""
+    first = next(iter(checked.feeds[run].values()), None) if checked.feeds else None
+    return f"{run + 1}: {checked.cases.get(run + 1) or _shape(first)}"
+
+
+def _inputs_table(checked: Check) -> Table:
+    """The shapes of the inputs, with a column for each run."""
+    names = dict.fromkeys(name for feed in checked.feeds for name in feed)
+    rows = [[name, *(_shape(feed.get(name)) for feed in checked.feeds)] for name in names]
+    return Table("inputs", ["input", *(f"run {i + 1}" for i in range(len(checked.feeds)))], rows)
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    """A shape without spaces, at which a narrow column would break it."""
+    return "" if shape is None else "×".join(map(str, shape)) or "scalar"
 
 
 def quantized(layers: Sequence[Layer]) -> list[Section]:

@@ -201,8 +201,8 @@ def relative_size(difference: Difference) -> str:
 _NAMED = 4  # inputs of a check
 
 
-def check_lines(check: Check) -> list[str]:
-    """A Check in a few lines: the verdict, the worst output, the notes, the blame."""
+def check_lines(check: Check, *, inputs: bool = True) -> list[str]:
+    """A Check in a few lines: the verdict, the worst output, `inputs`, the notes, the blame."""
     worst = check.worst
     lines = []
     if worst is None:
@@ -214,10 +214,12 @@ def check_lines(check: Check) -> list[str]:
             f"{worst.where}{relative_size(worst)}"
             + ("" if worst.ok else f"; both run {worst.level}")
         )
-    first = [f"{name} {shape}" for name, shape in (*check.feeds, {})[0].items()]
-    more = f", and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
-    sets = f"; and {len(check.feeds) - 1} other sets (--json has all)" if check.feeds[1:] else ""
-    lines.append(f"  inputs: {', '.join(first[:_NAMED])}{more}{sets}")
+    if inputs:
+        first = [f"{name} {shape}" for name, shape in (*check.feeds, {})[0].items()]
+        more = f", and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+        sets = f"; and {len(check.feeds) - 1} other sets (--json has all)"
+        sets = sets if check.feeds[1:] else ""
+        lines.append(f"  inputs: {', '.join(first[:_NAMED])}{more}{sets}")
     lines.append(f"  tolerance: {check.tolerance.reason}")
     lines.extend(f"  wrong size: {sentence}" for sentence in check.sizes)
     lines.extend(f"  note: {note}" for note in check.notes)

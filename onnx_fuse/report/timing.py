@@ -38,9 +38,18 @@ def ran(result: RunResult, model: ir.Model) -> list[Section]:
 
 def compared(result: Comparison, run: RunResult | None, model: ir.Model) -> list[Section]:
     """Two models timed in turns, and the profile of the fused one."""
-    rows = [[name, t.median * 1e-3, f"{t.low:.4g} … {t.high:.4g} ms"]
-            for name, t in (("original", result.original), ("fused", result.fused))]  # fmt: skip
-    title = "median time of a run; 10 % and 90 % of the rounds"
+    rows = [
+        [
+            name,
+            t.median * 1e-3,
+            f"{t.low:.4g} … {t.high:.4g} ms",
+            False,
+            t.low * 1e-3,
+            t.high * 1e-3,
+        ]
+        for name, t in (("original", result.original), ("fused", result.fused))
+    ]
+    title = "median time of a run; the line is from 10 % to 90 % of the rounds"
     bars = View("bars", title, {"title": title, "unit": "s", "rows": rows})
     low, high = result.noise
     text = f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
@@ -112,9 +121,13 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
 
 
 def times(by_title: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
-    """A bar chart of (name, seconds) for each of several problems, by the problem's title."""
+    """A bar chart for each of several problems, by the problem's title.
+
+    A row is (name, seconds), and may go on as those of the view `bars`: a note, whether the bar is
+    marked as bad, and the ends of its error bar.
+    """
     return [
-        Section(title, [View("bars", title, {"title": "time", "unit": "s", "rows": rows})])
+        Section(title, [View("bars", title, {"title": title, "unit": "s", "rows": rows})])
         for title, rows in by_title.items()
     ]
 
@@ -211,7 +224,7 @@ def _against_hardware(
         ],
         left=3,
     )  # fmt: skip
-    return [*sections, Section("Calls", [table], folded=True)]
+    return [*sections, Section("Calls", [table])]
 
 
 def _roofline(points: Sequence[tuple[ExplainRow, Call, float]], hw: Hardware) -> View:

@@ -28,12 +28,24 @@ _NAMES = {
     "lr": "learning rate", "rates": "learning rate", "gradient_norms": "gradient norm",
     "examples_per_second": "examples a second",
 }  # fmt: skip
+_VALIDATION = "var(--s2)"  # the colour of what one run's validation gave
 _KEYS = ("epoch", "step", "loss")  # of a record, what is no metric
 
 
 def sections(runs: Mapping[str, Run]) -> list[Section]:
-    """The loss, and whatever else is known by step or by evaluation, of runs by their names."""
-    parts = [Section("Loss", [_chart("loss", list(_losses(runs)))])]
+    """What is known by evaluation, then the loss, then the rest by step, of runs by their names."""
+    metrics = ["validation_loss"] + [
+        key for run in runs.values() for record in _evaluations(run) for key in record
+        if key not in _KEYS
+    ]  # fmt: skip
+    evaluated = [
+        _chart(key.replace("_", " "), lines)
+        for key in dict.fromkeys(metrics)
+        if (lines := list(_validations(key, runs)))
+    ]
+    loss = _chart("loss", list(_losses(runs)))
+    parts = [Section("Validation", evaluated, folded=False)] if evaluated else []
+    parts.append(Section("Loss", [loss], folded=bool(evaluated)))
     others: list[View] = []
     for key in _STEPS:
         lines = [
@@ -44,16 +56,6 @@ def sections(runs: Mapping[str, Run]) -> list[Section]:
         ]
         if lines:
             others.append(_chart(_NAMES[key], lines))
-    metrics = dict.fromkeys(
-        key for run in runs.values() for record in _evaluations(run) for key in record
-        if key not in (*_KEYS, "validation_loss")
-    )  # fmt: skip
-    for key in metrics:
-        lines = [
-            _line(_of(name, runs), *_points(run, key)) for name, run in runs.items()
-            if _points(run, key)[0]
-        ]  # fmt: skip
-        others.append(_chart(key.replace("_", " "), lines))
     if others:
         parts.append(Section("By step", others))
     tables = [_epochs(name, run) for name, run in runs.items() if run.get("epochs")]
@@ -62,25 +64,37 @@ def sections(runs: Mapping[str, Run]) -> list[Section]:
     return parts
 
 
+def _validations(key: str, runs: Mapping[str, Run]) -> Iterator[dict[str, Any]]:
+    for i, (name, run) in enumerate(runs.items()):
+        steps, values = points(run, key)
+        if steps:
+            colour = f"var(--s{i + 1})" if len(runs) > 1 else _VALIDATION
+            yield _line(_of(name, runs), steps, values) | {"colour": colour, "dots": True}
+
+
 def _losses(runs: Mapping[str, Run]) -> Iterator[dict[str, Any]]:
     for i, (name, run) in enumerate(runs.items()):
-        prefix, colour = _of(name, runs), {"colour": f"var(--s{i + 1})"}
+        prefix = _of(name, runs)
         yield from _lines(f"{prefix} loss".strip(), i, run["losses"], smooth=True)
-        steps, validation = _points(run, "validation_loss")
+        steps, validation = points(run, "validation_loss")
         if steps:
-            line = _line(f"{prefix} validation".strip(), steps, validation)
-            yield line | ({"dashed": True} | colour if len(runs) > 1 else {"colour": "var(--s2)"})
+            line = _line(f"{prefix} validation".strip(), steps, validation) | {"dashed": True}
+            yield line | {"colour": f"var(--s{i + 1})" if prefix else _VALIDATION}
 
 
 def _lines(
     name: str, i: int, values: Sequence[float | None], *, smooth: bool
 ) -> Iterator[dict[str, Any]]:
-    """The line of run `i` and, with `smooth`, a thick one of running means where it is long."""
+    """The line of run `i` and, with `smooth`, a thick one of running means where it is long.
+
+    The thin line of one run is grey, so that the key tells the two apart.
+    """
     colour = {"colour": f"var(--s{i + 1})"}
     numbers = [x for x in values if x is not None]
     smooth = smooth and len(values) > _SMOOTHED and len(numbers) == len(values)
     label = name or ("each step" if smooth else "")
-    yield _line(label, *_thinned(values)) | colour | ({"thin": True} if smooth else {})
+    thin = {"thin": True} | ({} if i or name not in ("", "loss") else {"colour": "var(--s5)"})
+    yield _line(label, *_thinned(values)) | colour | (thin if smooth else {})
     if smooth:
         base = name.removesuffix("loss").strip()
         yield _line(f"{base} smoothed".strip(), *_thinned(_smooth(numbers))) | colour
@@ -112,7 +126,8 @@ def _evaluations(run: Run) -> Sequence[Mapping[str, float]]:
     return run.get("metrics") or run.get("epochs") or []
 
 
-def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
+def points(run: Run, key: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of what the evaluations of a run gave under `key`."""
     steps = len(run["losses"]) / max(len(run.get("epochs") or []), 1)
     points = [
         (record.get("step", record.get("epoch", 0) * steps), record[key])

@@ -69,6 +69,8 @@ class Check:
     """Limits raised to what onnxruntime's optimizations change in the original, by output."""
     sizes: list[str] = field(default_factory=list)
     """A sentence for each node of the original whose inferred sizes are not onnxruntime's."""
+    cases: dict[int, str] = field(default_factory=dict)
+    """What is special about the inputs of some runs, by the run's number from 1."""
     along: Along | None = None
     """The differences at every value on the inputs of the worst one, where they were asked for."""
 
@@ -181,12 +183,15 @@ def check_outputs(
     if isinstance(oracle, ort.Widened):
         check.notes.append(oracle.note)
     run = partial(ort.run, oracle)
-    pairs = request.pairs(model, run, check.notes, rare=True)
+    pairs = request.pairs(model, run, check.notes, check.cases)
     del oracle, run  # its copy of the weights
     if request.feeds is None and on_cpu:  # on cuda a session warns of such sizes
         unequal = _with_unequal_sizes(model, source, pairs[0][0], check.notes)
         if unequal:
-            check.notes.append(f"inputs from {len(pairs) + 1} on: sizes of one name differ")
+            case = "sizes of one name differ"
+            check.notes.append(f"inputs from {len(pairs) + 1} on: {case}")
+            new = range(len(pairs) + 1, len(pairs) + len(unequal) + 1)
+            check.cases |= dict.fromkeys(new, case)
         pairs += unequal
     every = [feed for feed, _ in pairs]
     if on_cpu:

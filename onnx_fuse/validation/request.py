@@ -48,17 +48,18 @@ class Request(CheckOptions):
         return Tolerance(rtol, of_types.atol if atol is None else atol, "as given")
 
     def pairs(
-        self, model: ir.Model, run: Run, notes: list[str], *, rare: bool = False
+        self, model: ir.Model, run: Run, notes: list[str], cases: dict[int, str] | None = None
     ) -> list[tuple[Feeds, list[Any]]]:
-        """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
+        """Pairs of feeds, given or generated, and what `run` answers.
 
+        With `cases`, feeds of extreme values follow, whose numbers and descriptions it receives.
         Raises ModelError where the original does not run on feeds given.
         """
         if self.feeds is not None:
             with ort.faults("the original"):
                 return [(dict(feed), run(dict(feed))) for feed in self.feeds]
         pairs = generate(model, run, seed=self.seed, notes=notes)
-        for case, feed in extremes(model, pairs[0][0]) if rare else ():
+        for case, feed in extremes(model, pairs[0][0]) if cases is not None else ():
             try:
                 outputs = run(feed)
             except Exception as error:
@@ -68,6 +69,8 @@ class Request(CheckOptions):
                 continue
             pairs.append((feed, outputs))
             notes.append(f"inputs {len(pairs)}: {case}")
+            if cases is not None:
+                cases[len(pairs)] = case
         return pairs
 
     def session(self, model: Model, *, as_written: bool = False, fallback: bool = True) -> Any:

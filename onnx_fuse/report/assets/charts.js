@@ -61,6 +61,21 @@ class Axis {
 }
 
 const CHART_HEIGHT = 300;
+const LETTER = 7; // pixels of a letter, at most on average
+
+// Words under an axis, without those that would touch the one before or leave the drawing.
+function words(places, y, width) {
+  let end = -Infinity;
+  const shown = [];
+  for (const [at, text] of places) {
+    const half = (text.length * LETTER) / 2;
+    const x = Math.min(at, width - half);
+    if (x - half < end + 6) continue;
+    end = x + half;
+    shown.push(drawn("text", { x, y, "text-anchor": "middle" }, text));
+  }
+  return shown;
+}
 
 VIEWS.chart = (figure, data) => {
   const state = kept(data.title, { x: Boolean(data.x.log), y: Boolean(data.y.log) });
@@ -85,7 +100,8 @@ VIEWS.chart = (figure, data) => {
   figure.append(tools, svg);
   if (series.length > 1 || series[0].name) {
     figure.append(make("ul", { class: "legend" }, ...series.map((s) =>
-      make("li", {}, make("i", { style: `background:${s.colour}` }), s.name))));
+      make("li", {}, make("i", { style: `color:${s.colour}`,
+        class: s.kind === "points" ? "dot" : s.dashed ? "dashes" : s.thin ? "thin" : null }), s.name))));
   }
   const tip = new Tip(figure, svg);
   let place = null;
@@ -94,20 +110,19 @@ VIEWS.chart = (figure, data) => {
   function draw() {
     const width = figure.clientWidth || 600;
     svg.setAttribute("viewBox", `0 0 ${width} ${CHART_HEIGHT}`);
-    const left = 64;
-    const x = new Axis(series.flatMap((s) => s.x), state.x, left, width - 12, false);
     const y = new Axis(series.flatMap((s) => s.y).concat((data.lines || []).map((l) => l.y)),
-      state.y, CHART_HEIGHT - 40, 12, data.y.zero);
+      state.y, CHART_HEIGHT - 40, data.y.label ? 22 : 12, data.y.zero);
     const parts = [];
-    for (const t of y.ticks(5, data.y.unit)) {
+    const said = (t) => data.y.unit ? withUnit(t, data.y.unit) : short(t);
+    const rows = y.ticks(5, data.y.unit);
+    const left = Math.max(36, ...rows.map((t) => said(t).length * LETTER + 12));
+    const x = new Axis(series.flatMap((s) => s.x), state.x, left, width - 12, false);
+    for (const t of rows) {
       parts.push(drawn("line", { class: "grid", x1: left, x2: width - 12, y1: y.at(t), y2: y.at(t) }));
-      parts.push(drawn("text", { x: left - 8, y: y.at(t) + 4, "text-anchor": "end" },
-        data.y.unit ? withUnit(t, data.y.unit) : short(t)));
+      parts.push(drawn("text", { x: left - 8, y: y.at(t) + 4, "text-anchor": "end" }, said(t)));
     }
-    for (const t of x.ticks(Math.max(2, Math.floor(width / 110)))) {
-      parts.push(drawn("text", { x: x.at(t), y: CHART_HEIGHT - 22, "text-anchor": "middle" },
-        data.x.unit ? withUnit(t, data.x.unit) : short(t)));
-    }
+    parts.push(...words(x.ticks(Math.max(3, Math.floor(width / 80)), data.x.unit).map((t) => [x.at(t),
+      data.x.unit ? withUnit(t, data.x.unit) : short(t)]), CHART_HEIGHT - 22, width));
     parts.push(drawn("text", { x: width - 12, y: CHART_HEIGHT - 4, "text-anchor": "end" }, data.x.label));
     parts.push(drawn("text", { x: 0, y: 4 }, data.y.label));
     for (const line of data.lines || []) {
@@ -136,6 +151,9 @@ VIEWS.chart = (figure, data) => {
           fill: "none", stroke: s.colour, "stroke-width": s.thin ? 1 : 1.75,
           "stroke-opacity": s.thin ? 0.5 : 1, "stroke-linejoin": "round",
           "stroke-dasharray": s.dashed ? "6 4" : "none" }));
+        if (s.dots) {
+          parts.push(...at.map(([px, py]) => drawn("circle", { cx: px, cy: py, r: 3, fill: s.colour })));
+        }
       }
       place.push(...at.map(([px, py, k]) => [px, py, s, k]));
     }
@@ -183,13 +201,18 @@ VIEWS.chart = (figure, data) => {
 const FIRST_BARS = 20;
 
 VIEWS.bars = (figure, data) => {
-  const top = Math.max(...data.rows.map((r) => Math.abs(number(r[1]))).filter(Number.isFinite), 1e-300);
+  const ends = data.rows.flatMap((r) => [r[1], r[5] || 0]).map((v) => Math.abs(number(v)));
+  const top = Math.max(...ends.filter(Number.isFinite), 1e-300);
   const total = data.rows.reduce((sum, r) => sum + number(r[1]), 0);
   const body = make("tbody");
-  const line = ([label, value, note, over]) => {
+  const line = ([label, value, note, over, low, high]) => {
     const share = (100 * Math.min(Math.abs(number(value)), top)) / top;
     const bar = make("i", { style: `width:${share}%`, class: over ? "over" : null });
-    return make("tr", {}, make("td", {}, label), make("td", {}, bar),
+    const error = high === undefined ? null : make("b", {
+      style: `left:${(100 * low) / top}%;width:${(100 * (high - low)) / top}%`,
+      title: `${withUnit(low, data.unit)} … ${withUnit(high, data.unit)}`,
+    });
+    return make("tr", {}, make("td", {}, label), make("td", {}, make("div", {}, bar, error)),
       make("td", { class: "number" }, withUnit(number(value), data.unit)),
       make("td", { class: "number" }, data.share ? `${((100 * number(value)) / (total || 1)).toFixed(1)} %` : note || ""));
   };

@@ -264,7 +264,8 @@ class GraphView {
     const last = this.boards[this.boards.length - 1].data;
     for (const group of last.group) if (group) counts.set(group, (counts.get(group) || 0) + 1);
     this.groups = [...counts].sort((a, b) => b[1] - a[1]).map(([name]) => name);
-    this.hues = new Map(this.groups.map((name, i) => [name, (215 + i * 137.5) % 360]));
+    // from orange to magenta: red is left to what failed
+    this.hues = new Map(this.groups.map((name, i) => [name, 40 + ((0.625 + i * 0.618) % 1) * 280]));
     this.counts = counts;
     this.panel = make("div", { class: "panel", tabindex: "-1", "aria-live": "polite", role: "region", "aria-label": "Node" });
     this.found = make("div", { class: "found" });
@@ -345,6 +346,10 @@ class GraphView {
       make("button", { type: "button", "aria-label": "Zoom out", onclick: each((b) => b.zoom(1 / 1.3)) }, "−"),
       make("button", { type: "button", onclick: each((b) => b.begin()) }, "Top"),
       make("button", { type: "button", onclick: each((b) => b.all()) }, "All"));
+    if (document.fullscreenEnabled) {
+      row.append(make("button", { type: "button", onclick: () => document.fullscreenElement
+        ? document.exitFullscreen() : this.figure.requestFullscreen() }, "Full screen"));
+    }
     const metrics = [...new Set(this.boards.flatMap((b) => Object.keys(b.data.metrics)))];
     if (metrics.length) {
       const select = make("select", { "aria-label": "Colour by" },

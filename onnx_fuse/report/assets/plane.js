@@ -18,7 +18,7 @@ VIEWS.plane = (figure, data) => {
   figure.append(tools, svg);
   if (data.kinds.length > 1) {
     figure.append(make("ul", { class: "legend" }, ...data.kinds.map((name, i) =>
-      make("li", {}, make("i", { style: `background:var(--s${(i % 5) + 1})` }), name))));
+      make("li", {}, make("i", { style: `color:var(--s${(i % 5) + 1})` }), name))));
   }
   const tip = new Tip(figure, svg);
   const longest = lanes ? Math.max(...lanes.map((name) => name.length)) : 0;
@@ -51,10 +51,8 @@ VIEWS.plane = (figure, data) => {
         parts.push(drawn("text", { x: left - 8, y: y.at(t) + 4, "text-anchor": "end" }, withUnit(t, data.y.unit)));
       }
     }
-    for (const t of ticks(low, high, Math.max(2, Math.floor(width / 130)), false)) {
-      parts.push(drawn("text", { x: across(t), y: height - 20, "text-anchor": "middle" },
-        withUnit(t, data.x.unit)));
-    }
+    parts.push(...words(ticks(low, high, Math.max(3, Math.floor(width / 90)), false)
+      .map((t) => [across(t), withUnit(t, data.x.unit)]), height - 20, width));
     parts.push(drawn("text", { x: width - 8, y: height - 4, "text-anchor": "end" }, data.x.label));
     for (const rect of data.rects) {
       if (rect[1] < low || rect[0] > high) continue;

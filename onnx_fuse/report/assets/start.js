@@ -8,6 +8,38 @@ document.querySelectorAll("table").forEach((table) => {
   if (table.tHead) liven(table);
 });
 
+// Sections open by a link to them, or all together, and stay as they are when a page loads again.
+const sections = [...document.querySelectorAll("main section > details")];
+const nav = document.querySelector("nav");
+const open = new Set(kept("sections", sections.filter((d) => d.open).map((d) => d.parentElement.id)));
+const toTarget = () => {
+  const target = document.getElementById(location.hash.slice(1));
+  const details = target && target.querySelector("details");
+  if (details) details.open = true;
+};
+for (const details of sections) {
+  const { id } = details.parentElement;
+  details.open = open.has(id);
+  details.addEventListener("toggle", () => {
+    open[details.open ? "add" : "delete"](id);
+    keep("sections", [...open]);
+  });
+}
+nav.addEventListener("click", (event) => {
+  if (event.target.hash === location.hash) toTarget();
+});
+addEventListener("hashchange", toTarget);
+toTarget();
+if (sections.length > 1) {
+  const button = make("button", { type: "button" }, "Open all");
+  button.addEventListener("click", () => {
+    const some = sections.some((d) => !d.open);
+    sections.forEach((d) => { d.open = some; });
+    button.textContent = some ? "Close all" : "Open all";
+  });
+  nav.append(button);
+}
+
 const redrawAll = () => redraws.forEach((draw) => draw());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 addEventListener("beforeprint", () => {
