@@ -16,11 +16,12 @@ import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 # isort: split
 import numpy as np
 import onnx_ir as ir
+from onnxruntime import OrtValue, get_all_providers
 
 from onnx_fuse import autodiff, progress, rewrite
 from onnx_fuse import profile as profiling
 from onnx_fuse.arrays import Array
-from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.errors import ModelError, UsageError, unknown
 from onnx_fuse.importer.shapes import fix_shapes
 from onnx_fuse.ir.build import feeds_of
 from onnx_fuse.kernels import ExplainRow, site
@@ -31,7 +32,7 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.replicas import Replicas
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import InferenceSession
+from onnx_fuse.session import InferenceSession, why_missing
 from onnx_fuse.validation.inputs import Feeds, cotangents_of, generate
 from onnx_fuse.validation.request import Request
 
@@ -110,9 +111,12 @@ def compare(
     would let onnxruntime rewrite that one further. With `grad` forward and backward are timed, of
     the model as it is and of its fusion for training; the file of weights is then `graph`'s. With
     a `loss` it is a training step with AdamW, at level 0 and at the highest. `mode` is one of
-    MODES, and matters on "cuda"; `against` "cpu" compares the GPU with onnxruntime's CPU.
+    MODES, and matters on "cuda". `against` "ort:NAME" times the file on that provider of
+    onnxruntime's.
     """
     device, precision = request.device, request.precision
+    own = request.providers or ort.CPU_ONLY
+    theirs = providers_of(against)
     if request.feeds is not None:
         [feeds] = request.feeds
     else:
@@ -133,15 +137,15 @@ def compare(
         if device == "cuda":
             makers = [partial(_gpu_clock, model, feeds, 0, precision, mode) for model in both]
         else:
-            makers = [partial(_clock, model, feeds, threads) for model in both]
+            makers = [partial(_clock, model, feeds, threads, own) for model in both]
     elif device == "cuda":  # a session fuses what it is given
         makers = [partial(_gpu_clock, graph, feeds, n, precision, mode) for n in (0, 2)]
-        if against == "cpu":
-            makers[0] = partial(_clock, path, feeds, threads)
     else:
         fused = graph.clone()
         rewrite.optimize(fused)
-        makers = [partial(_clock, model, feeds, threads) for model in (path, fused)]
+        makers = [partial(_clock, model, feeds, threads, own) for model in (path, fused)]
+    if theirs:
+        makers[0] = partial(_clock, path, feeds, threads, theirs, bound=mode == "kernel")
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
     groups = []
     for i, part in enumerate(parts):
@@ -187,10 +191,51 @@ def _rounds(clocks: Sequence[Clock], count: int) -> Array:
     return times
 
 
-def _clock(model: Path | ir.Model, feeds: Feeds, threads: int) -> Clock:
-    """A clock over a new session of onnxruntime."""
-    run = partial(ort.run, _session(model, threads), feeds)
+def providers_of(against: str) -> list[str]:
+    """The providers that "ort:NAME" (or "cpu") asks onnxruntime for; none for "unfused".
+
+    Raises UsageError where the installed onnxruntime has no such provider.
+    """
+    if against == "unfused":
+        return []
+    name = "cpu" if against == "cpu" else against.removeprefix("ort:")
+    known = {p.removesuffix("ExecutionProvider").lower(): p for p in get_all_providers()}
+    if name not in known:
+        choices = ("unfused", *(f"ort:{name}" for name in known))
+        raise UsageError(unknown("--against", against, choices))
+    if reason := why_missing(known[name]):
+        raise UsageError(f"--against {against}: {reason}")
+    return list(dict.fromkeys((known[name], *ort.CPU_ONLY)))
+
+
+def _clock(
+    model: Path | ir.Model,
+    feeds: Feeds,
+    threads: int,
+    providers: Sequence[Any],
+    *,
+    bound: bool = False,
+) -> Clock:
+    """A clock over a new session of onnxruntime; `bound` leaves arrays in a GPU's memory."""
+    session = _session(model, threads, providers)
+    run = partial(ort.run, session, feeds)
+    if bound and providers[0] in _IN_GPU_MEMORY:
+        run = partial(session.run_with_iobinding, _bound(session, feeds, "cuda"))
     return partial(_mean, run, time.process_time if threads == 1 else time.perf_counter)
+
+
+_IN_GPU_MEMORY = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
+"""The providers whose inputs and outputs may lie in the memory of a GPU."""
+
+
+def _bound(session: Any, feeds: Feeds, place: str) -> Any:
+    """A binding of the feeds, copied to the memory of `place`, and of all outputs there."""
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(array, place, 0))
+    for end in session.get_outputs():
+        binding.bind_output(end.name, place)
+    return binding
 
 
 def _mean(run: Callable[[], object], now: Callable[[], float], runs: int) -> float:
@@ -261,9 +306,10 @@ def _step_clock(
     return partial(_mean, step, time.perf_counter)
 
 
-def _session(model: Path | ir.Model, threads: int) -> Any:
+def _session(model: Path | ir.Model, threads: int, providers: Sequence[Any]) -> Any:
     """A session whose threads sleep between runs: they would take the other model's cores."""
-    return ort.session(model, ort.quiet_options(threads=threads, spins=False))
+    options = ort.quiet_options(threads=threads, spins=False)
+    return ort.session(model, options, providers=providers)
 
 
 @dataclass
@@ -300,7 +346,7 @@ def run_once(
     profile: bool = False,
     compiled: Path | None = None,
     gpus: int = 1,
-    providers: Sequence[str] | None = None,
+    providers: Sequence[Any] | None = None,
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the Profile of a run.
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
+from onnx_fuse.errors import UsageError
+
 P = ParamSpec("P")
 A_co = TypeVar("A_co", covariant=True)
 R = TypeVar("R")
@@ -121,9 +123,18 @@ class RunOptions(SizeOptions):
             kernels).
         precision (--precision NAME): Compute in this precision on cuda: fp32, tf32, bf16x3, bf16x6,
             bf16 or fp16.
+        providers (--providers NAME ...): Instead of --device, run on the first of these execution
+            providers that the installed onnxruntime has, such as OpenVINOExecutionProvider.
+            CUDAExecutionProvider means this package's kernels. | An entry may be a tuple of a name
+            and options.
         """
     device: str = "cpu"
     precision: str = "fp32"
+    providers: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.providers and self.device != "cpu":
+            raise UsageError("providers take the place of the device: give one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -467,17 +467,17 @@ _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, int, Sequence[Any]]:
     """The kind of device, the number of the GPU (1 for "cuda:1"), and onnxruntime's providers."""
     if device is None and providers:
-        return _of_providers(providers)
+        return of_providers(providers)
     kind, colon, number = (device or "cpu").partition(":")
     if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
         raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}, cuda:1")
     if colon:
         return kind, int(number), (_CPU,)
-    options = _provider(providers[0])[1] if providers else {}
+    options = provider(providers[0])[1] if providers else {}
     return kind, int(options.get("device_id", 0)), (_CPU,)
 
 
-def _provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
+def provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
     """The name and options of an entry in a list of providers."""
     name, options = entry if isinstance(entry, tuple | list) and len(entry) == 2 else (entry, {})
     if not isinstance(name, str) or not isinstance(options, Mapping):
@@ -487,10 +487,10 @@ def _provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
     return name, options
 
 
-def _of_providers(providers: Sequence[Any]) -> tuple[str, int, Sequence[Any]]:
+def of_providers(providers: Sequence[Any]) -> tuple[str, int, Sequence[Any]]:
     """As `_device`, by the first of `providers` that is there; warns of each one before it."""
-    entries = [_provider(entry) for entry in providers]
-    missing = {name: _missing(name) for name, _ in entries if name not in (_CPU, _CUDA)}
+    entries = [provider(entry) for entry in providers]
+    missing = {name: why_missing(name) for name, _ in entries if name not in (_CPU, _CUDA)}
     for place, (name, options) in enumerate(entries):
         rest = providers[place:]
         if name == _CUDA:
@@ -505,7 +505,7 @@ def _of_providers(providers: Sequence[Any]) -> tuple[str, int, Sequence[Any]]:
     raise AssertionError("the last one is used or refused")
 
 
-def _missing(name: str) -> str:
+def why_missing(name: str) -> str:
     """Why onnxruntime has not this provider, "" where it has. Raises UsageError for no provider."""
     import onnxruntime
 

@@ -318,6 +318,25 @@ def test_run_on_the_first_provider_there_is(cli: Cli, before: tuple[str, ...]) -
     report = cli.report("run", ENCODER, "--providers", *before, "CPUExecutionProvider")
     assert report["providers"] == ["CPUExecutionProvider"]
     assert [*report["outputs"]] == ["last_hidden_state", "pooler_output"]
+    assert cli.report("validate", ENCODER, "--providers", *before, "CPUExecutionProvider")
+    timed = cli.report(
+        "bench", ENCODER, "--repeat", 5, "--providers", *before, "CPUExecutionProvider"
+    )
+    assert timed["original"]["median"] > 0
+
+
+def test_bench_against_a_provider_of_onnxruntime(cli: Cli) -> None:
+    assert "onnxruntime, CPUExecutionProvider" in cli.done(
+        "bench", ENCODER, "--repeat", 5, "--against", "ort:cpu"
+    )
+
+
+def test_arrays_bound_in_the_memory_of_a_device_give_the_same_outputs() -> None:
+    session = ort.session(ENCODER)
+    binding = bench._bound(session, FEEDS, "cpu")
+    session.run_with_iobinding(binding)
+    for a, b in zip(binding.copy_outputs_to_cpu(), outputs(ENCODER), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_run_refuses_wrong_inputs(cli: Cli, tmp_path: Path) -> None:
@@ -527,7 +546,11 @@ USAGE = [
     ("bench", ENCODER, "--train", "--grad"),
     ("bench", ENCODER, "--mode", "end2end"),
     ("bench", ENCODER, "--mode", "other"),
-    ("bench", ENCODER, "--against", "cpu"),
+    ("bench", ENCODER, "--against", "ort:cuda"),
+    ("bench", ENCODER, "--against", "gpu"),
+    ("bench", ENCODER, "--against", "ort:cpu", "--grad"),
+    ("bench", ENCODER, "--providers", "CPUExecutionProvider", "--device", "cuda"),
+    ("validate", ENCODER, "--providers", "CpuExecutionProvider"),
     ("bench", ENCODER, "--precision", "fp16"),
     ("bench", ENCODER, "--device", "cuda", "--threads", 1),
     ("bench", ENCODER, "--device", "tpu"),

@@ -363,6 +363,27 @@ def test_other_providers_of_onnxruntime_are_passed_on(
     ours = of.InferenceSession(sources[source], providers=given)
     assert (ours.device, asked[0]) == ("cpu", given)
     assert (ours._cached is not None) == (source == "cache")
+    asked.clear()
+    of.validate(sources[source], providers=given)
+    assert given in asked
+
+
+def test_other_providers_read_standard_operators_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO refuses a file with functions."""
+    seen: list[onnx.ModelProto] = []
+    genuine = ort.InferenceSession
+
+    def recorded(data: Any, options: Any, providers: Any, **more: Any) -> Any:
+        seen.append(onnx.load_from_string(data))
+        return genuine(data, options, ["CPUExecutionProvider"], **more)
+
+    there = ["OpenVINOExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: there)
+    monkeypatch.setattr(ort, "InferenceSession", recorded)
+    fused = of.optimize(load(ENCODER))
+    assert any(node.domain for node in fused.graph)
+    of.InferenceSession(fused, providers=there, optimize=False)
+    assert not any(node.domain for node in seen[-1].graph.node)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
+    "onnx-fuse bench model.onnx --device cuda --against ort:cuda",
     "onnx-fuse bench model.onnx --grad --device cuda --precision bf16",
     "onnx-fuse bench model.onnx --train --loss mse --device cuda --mode end2end",
     "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
@@ -31,8 +33,8 @@ OPTIONS = """
     loss (--loss NAME): The loss of --train.
     mode (--mode kernel|end2end): Time only the GPU's work, or calls from host memory to host
         memory.
-    against (--against unfused|cpu): With --device cuda, compare with the GPU unfused, or with
-        onnxruntime's CPU.
+    against (--against unfused|ort:NAME): Compare with MODEL unfused in the same place, or with
+        onnxruntime's provider of this name, such as ort:cuda, ort:tensorrt or ort:cpu.
     tune (--tune): Time the kernels for MODEL on this GPU, and use the fastest from now on.
     shape (--shape M,K,N): Tune an operator at these sizes.
     limit (--limit, 1 or more): Stop tuning after this many seconds.
@@ -64,8 +66,9 @@ def bench(
 ) -> None:
     """Time MODEL as it is and fused, in turns, and show the ratio; or tune its kernels.
 
-    Both run on onnxruntime. With --device cuda both run on the GPU, unfused (level 0) and fused
-    (level 2), each as one launch, with inputs and outputs in GPU memory.
+    Both run on onnxruntime, by --providers where given. With --device cuda both run on the GPU,
+    unfused (level 0) and fused (level 2), each as one launch, with inputs and outputs in GPU
+    memory.
     """
     files.check_paths(
         {"MODEL": model, "--inputs": inputs},
@@ -78,14 +81,17 @@ def bench(
     from onnx_fuse.validation.request import Request
 
     printer = show.printer()
+    request = Request(**shared(Request, options))
+    device, precision = request.device, request.precision
     if tune:
         calls, counts, hw = _to_tune(model, inputs, options, shape or [])
         data = _tune(printer, calls, counts, hw, limit, top, records)
         reports.write(printer, {"model": str(model), "gpu": hw.name, "tuned": data})
         return
-    device, precision = options.device, options.precision
     if (grad or train) and (reports.html or trace):
         raise UsageError("--grad and --train show a table and --json: leave --html and --trace out")
+    if request.providers and (train or reports.html or trace):
+        raise UsageError("--providers shows a table and --json: leave --train, --html, --trace out")
     _check_combination(grad, train, mode, against, device)
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
@@ -95,7 +101,7 @@ def bench(
         raise UsageError(f"--threads {threads} needs --device cpu")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
-    request = Request(**shared(Request, options), feeds=None if feeds is None else [feeds])
+    request = replace(request, feeds=None if feeds is None else [feeds])
 
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         comparison = timing.compare(
@@ -109,14 +115,16 @@ def bench(
             graph, feeds, device=device, precision=precision, profile=True
         )
 
-    first = "onnxruntime, CPU" if against == "cpu" else "original"
-    result, run = checking.guarded(work, str(model), device)
+    theirs = timing.providers_of(against)
+    first = f"onnxruntime, {theirs[0]}" if theirs else "original"
+    result, run = checking.guarded(work, str(model), theirs[0] if theirs else request.place)
     rows = [
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
         for name, t in ((first, result.original), ("fused", result.fused))
     ]
     cpu = "onnxruntime, CPU time of one thread" if threads == 1 else "onnxruntime, CPU"
     where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else cpu
+    where = f"onnxruntime, {request.place}" if request.providers else where
     printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
     printer.text(show.inputs(result.feeds))
     for name, nbytes in zip((first, "fused"), result.memory, strict=True):
@@ -151,14 +159,14 @@ def bench(
 def _check_combination(grad: bool, train: bool, mode: str, against: str, device: str) -> None:
     from onnx_fuse.bench import MODES
 
-    if mode not in MODES or against not in ("unfused", "cpu"):
-        raise UsageError("--mode is kernel or end2end, and --against is unfused or cpu")
+    if mode not in MODES:
+        raise UsageError("--mode is kernel or end2end")
     if grad and train:
         raise UsageError("--grad times forward and backward, --train a whole step: choose one")
-    if device == "cpu" and (mode, against) != ("kernel", "unfused"):
-        raise UsageError("--mode and --against need --device cuda")
-    if against == "cpu" and (grad or train):
-        raise UsageError("--against cpu times the forward: leave --grad and --train out")
+    if device == "cpu" and mode != "kernel":
+        raise UsageError("--mode needs --device cuda")
+    if against != "unfused" and (grad or train):
+        raise UsageError(f"--against {against} times the forward: leave --grad and --train out")
 
 
 def _to_tune(

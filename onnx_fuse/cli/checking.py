@@ -35,7 +35,7 @@ def check(
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
         return check_outputs(original, candidate, replace(request, feeds=feeds), source=source)
 
-    return guarded(work, str(original), request.device)
+    return guarded(work, str(original), request.place)
 
 
 def gradients(
@@ -59,7 +59,7 @@ def gradients(
         check = compare_gradients if written is None else check_written
         return check(source, replace(request, feeds=feeds))
 
-    return guarded(work, str(model), request.device)
+    return guarded(work, str(model), request.place)
 
 
 def guarded(work: Callable[[], Any], name: str, device: str) -> Any:

@@ -25,7 +25,7 @@ _SHARED = """
 """What several commands have."""
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, Path)}
 _KINDS |= {"Sequence[str]": list[str], "Selection": list[str], "str | os.PathLike[str]": Path}
-_KINDS["str | os.PathLike[str] | Mapping[str, Any]"] = Path
+_KINDS |= {"str | os.PathLike[str] | Mapping[str, Any]": Path, "Sequence[Any]": list[str]}
 _KINDS |= dict.fromkeys(("Mapping[str, Sequence[int]]", "Mapping[str, int]"), list[str])
 """Types of options by the annotation of a dataclass's field; others are texts."""
 Command = TypeVar("Command", bound=Callable[..., None])

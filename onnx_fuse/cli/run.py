@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import split_names, with_options
+from onnx_fuse.cli.options import with_options
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.options import RunOptions
 
@@ -21,9 +21,6 @@ OPTIONS = """
         kernel.
     gpus (--gpus, 1 or more): Spread the batch of --inputs over this many GPUs, or sessions on
         the CPU.
-    providers (--providers NAME ...): Instead of --device, run the fused model on the first of these
-        execution providers that the installed onnxruntime has, such as OpenVINOExecutionProvider.
-        CUDAExecutionProvider means this package's kernels.
     recompile (--recompile): Compile the graph that is in a compiled file anew, for this GPU and
         any shape.
     explain (--explain): List each kernel on cuda, its predicted time and why it was chosen.
@@ -39,7 +36,6 @@ def run(
     options: RunOptions,
     profile: bool = False,
     gpus: int = 1,
-    providers: list[str] | None = None,
     recompile: bool = False,
     explain: bool = False,
     trace: Path | None = None,
@@ -61,11 +57,9 @@ def run(
 
     printer = show.printer()
     device, precision = options.device, options.precision
-    names = split_names(providers)
-    if names and (device != "cpu" or gpus > 1 or profile or trace):
-        raise UsageError(
-            "--providers shows outputs and time: leave out --device, --gpus, --profile and --trace"
-        )
+    names = options.providers
+    if names and (gpus > 1 or profile or trace):
+        raise UsageError("--providers shows outputs and time: leave out --gpus and --profile")
     if gpus > 1 and (profile or trace or explain or reports.html):
         raise UsageError("--gpus shows outputs and time: leave out --profile, --explain and --html")
     if explain and device != "cuda":

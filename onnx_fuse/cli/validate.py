@@ -38,8 +38,8 @@ def validate(
 ) -> None:
     """Compare all outputs of MODEL with those of its fusion, or of ORIGINAL, on onnxruntime.
 
-    The original always runs on onnxruntime; --device and --precision say where and how the other
-    model runs.
+    The original always runs on onnxruntime's CPU; --device, --providers and --precision say where
+    and how the other model runs.
     """
     if op:
         if against is not None:
@@ -112,7 +112,7 @@ def _compare(
         printer,
         data,
         overview=overview.validated(model, against, failure, checked, gradients),
-        device=f"{device}, {precision}",
+        device=f"{request.place}, {precision}",
         sections=lambda: show.pages().validated(source, checked_graph(), checked, gradients),
     )
     if failure:

@@ -24,7 +24,7 @@ from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
 from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.load import read
-from onnx_fuse.importer.save import fits_protobuf, save, to_proto
+from onnx_fuse.importer.save import fits_protobuf, inline, save, to_proto
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.graphs import Portable
 from onnx_fuse.runtime.recurrences import survivable
@@ -152,6 +152,8 @@ def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any)
     if isinstance(model, Portable):
         model = model.model
     if isinstance(model, onnx_ir.Model):
+        if tuple(providers) != CPU_ONLY:
+            model = inline(model)  # OpenVINO refuses what is not in the standard
         if not options.enable_profiling:  # which names the nodes of the model
             model = survivable(model)
         if fits_protobuf(model):
@@ -305,7 +307,7 @@ def plain(error: BaseException) -> str:
 # Its own error numbers, and the C++ function an error was raised in.
 _NOISE = re.compile(
     r"\[ONNXRuntimeError\] : \d+ : \w+ : |Load model from \S+ failed: ?|"
-    r"/onnxruntime_src/\S+:\d+ .*?\)(?: const)? "
+    r"/onnxruntime(?:_src)?/\S+:\d+ .*?\)(?: const)? (?:\[with .*?\] (?=\[))?"
 )
 
 

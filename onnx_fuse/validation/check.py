@@ -148,7 +148,7 @@ def validate(arguments: _ValidateArguments) -> Check:
         original, model = model, load(model)
         rewrite.optimize(model)
     request = Request(**shared(Request, arguments))
-    return guarded(partial(check_outputs, original, model, request), original, request.device)
+    return guarded(partial(check_outputs, original, model, request), original, request.place)
 
 
 def check_outputs(
@@ -164,11 +164,12 @@ def check_outputs(
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
     at least what these optimizations change in the original. Inferred sizes of the original are
     compared with those of a run, too. On "cuda" `fused` runs in the
-    session's `precision` and is compared with the original as it is written. `source` is what
+    session's `precision`, and there and on other providers it is compared with the original as it
+    is written. `source` is what
     `importer.load.read` gave of `original`, if that is known. The errors are those of `validate`.
     """
     request = request or Request()
-    on_cpu = request.device == "cpu"
+    on_cpu = request.place == "cpu"
     source = source or read(original)
     model = request.loaded(source)
     check = Check(tolerance=request.tolerance(model))

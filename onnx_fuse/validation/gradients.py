@@ -153,7 +153,7 @@ def check_gradients(arguments: _GradientArguments) -> GradientCheck:
     """
     model, feeds = arguments.model, arguments.feeds
     request = Request(**shared(Request, arguments) | {"feeds": [feeds] if feeds else None})
-    return guarded(partial(compare_gradients, model, request), model, request.device)
+    return guarded(partial(compare_gradients, model, request), model, request.place)
 
 
 def compare_gradients(model: Model, request: Request) -> GradientCheck:
@@ -205,7 +205,7 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     _Comparison(
         request, rng, gradients, forward, inputs, parameters, cotangents, hostile=hostile
     ).enter_accepted(check)
-    if request.device == "cpu":
+    if request.place == "cpu":
         check.sizes = wrong_sizes(backward, [seeds], check.notes)
     return check
 

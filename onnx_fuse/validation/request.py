@@ -16,7 +16,7 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import CheckOptions
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.graphs import Portable
-from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.session import InferenceSession, load, of_providers, provider
 from onnx_fuse.validation.compare import Tolerance, tolerance_of
 from onnx_fuse.validation.inputs import Feeds, Run, extremes, generate
 
@@ -31,6 +31,19 @@ class Request(CheckOptions):
     """Arrays by input name, for each run; None has them generated."""
     along: bool = False
     """Whether the values inside of both graphs are compared, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.providers:
+            kind, gpu, rest = of_providers(self.providers)
+            object.__setattr__(self, "device", f"{kind}:{gpu}" if gpu else kind)
+            stock = kind != "cpu" or provider(rest[0])[0] == ort.CPU_ONLY[0]
+            object.__setattr__(self, "providers", None if stock else rest)
+
+    @property
+    def place(self) -> str:
+        """Where the checked model runs: its device, or onnxruntime's provider there."""
+        return provider(self.providers[0])[0] if self.providers else self.device
 
     def loaded(self, model: Model) -> ir.Model:
         """The model with its inputs at the request's sizes, and the shapes that follow."""
@@ -75,6 +88,8 @@ class Request(CheckOptions):
 
     def session(self, model: Model, *, as_written: bool = False, fallback: bool = True) -> Any:
         """A session of the checked model, for `ort.run`: on onnxruntime, or on this GPU."""
+        if self.providers:
+            return ort.session(runnable(model), providers=self.providers)
         if self.device != "cpu":
             return InferenceSession(
                 model, device=self.device, optimize=False, precision=self.precision
