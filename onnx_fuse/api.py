@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from onnx_fuse import session
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.importer import training_info
 from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.save import attach_functions, loadable, to_proto
 from onnx_fuse.ir.constants import Model
 
 if TYPE_CHECKING:
+    import os
+
     import onnx
     import onnx_ir
+
+    from onnx_fuse.rewrite import Report
 
 __all__ = ["gradient", "load", "optimize"]
 __dir__ = __all__.copy
 
 Result: TypeAlias = "onnx.ModelProto | bytes | onnx_ir.Model"
+Kind = TypeVar("Kind", "onnx.ModelProto", bytes, "onnx_ir.Model")
+
+
+@overload
+def load(model: Kind) -> Kind: ...
+
+
+@overload
+def load(model: str | os.PathLike[str]) -> onnx.ModelProto: ...
 
 
 def load(model: Model) -> Result:
@@ -39,6 +53,27 @@ def load(model: Model) -> Result:
     return in_kind(model, session.load(model))
 
 
+@overload
+def optimize(
+    model: Kind, args: None = None, *, level: int = 2, fuse: Sequence[str] = (),
+    skip: Sequence[str] = (), precision: str = "fp32", report: Literal[False] = False,
+) -> Kind: ...  # fmt: skip
+
+
+@overload
+def optimize(
+    model: Any, args: Any = None, *, level: int = 2, fuse: Sequence[str] = (),
+    skip: Sequence[str] = (), precision: str = "fp32", report: Literal[False] = False,
+) -> onnx.ModelProto: ...  # fmt: skip
+
+
+@overload
+def optimize(
+    model: Any, args: Any = None, *, level: int = 2, fuse: Sequence[str] = (),
+    skip: Sequence[str] = (), precision: str = "fp32", report: Literal[True],
+) -> tuple[Result, Report]: ...  # fmt: skip
+
+
 def optimize(
     model: Any,
     args: Any = None,
@@ -46,7 +81,9 @@ def optimize(
     level: int = 2,
     fuse: Sequence[str] = (),
     skip: Sequence[str] = (),
-) -> Result:
+    precision: str = "fp32",
+    report: bool = False,
+) -> Result | tuple[Result, Report]:
     """Fuse a model.
 
     The result runs on stock onnxruntime, since it carries the body of every fused operator as an
@@ -61,20 +98,50 @@ def optimize(
             layouts too, 3 adds rewrites that round differently (`rewrite.LEVELS`).
         fuse: Names of fusions to turn on whatever the level (`rewrite.FUSIONS`).
         skip: Names of fusions to turn off.
+        precision: "fp16" or "bf16" for a model in 16 bits, whose inputs and outputs keep their
+            types. What is beyond float16's range, and attention whose mask has such numbers, stays
+            float32.
+        report: True also returns a Report: the number of fused operators by name (`fusions`), the
+            nodes that could have been fused, with the reasons (`not_fused`), `notes`, and the
+            numbers of nodes by operator, `before` and `after`.
 
     Returns:
-        The model in the kind that was given; a path gives a ModelProto.
+        The model in the kind that was given; a path gives a ModelProto. With `report` a tuple of
+        the model and the Report.
 
     Raises:
         ModelError: The file is malformed, or uses what is not supported.
-        UsageError: There is no such level or fusion, or a module comes without `args`.
+        UsageError: There is no such level, fusion or precision, or a module comes without `args`.
     """
     from onnx_fuse import rewrite
+    from onnx_fuse.rewrite.precision import in_precision
 
+    if precision not in FILE_PRECISIONS:
+        raise UsageError(unknown("precision of a file", precision, FILE_PRECISIONS))
     model = exported(model, args)
     graph = session.load(model)
-    rewrite.optimize(graph, level=level, fuse=fuse, skip=skip)
-    return in_kind(model, loadable(graph))
+    done = rewrite.optimize(graph, level=level, fuse=fuse, skip=skip)
+    graph, _ = in_precision(graph, precision, stored=True)
+    result = in_kind(model, loadable(graph))
+    return (result, done) if report else result
+
+
+FILE_PRECISIONS = ("fp32", "fp16", "bf16")
+
+
+@overload
+def gradient(
+    model: Kind, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
+) -> Kind: ...
+
+
+@overload
+def gradient(
+    model: str | os.PathLike[str],
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    **options: Any,
+) -> onnx.ModelProto: ...
 
 
 def gradient(

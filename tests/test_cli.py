@@ -144,7 +144,10 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
     assert {"mma", "wgmma_split"}.isdisjoint(
         name for s in sites if s["op"] == "Gemm" for name, _ in s["refused"]
     )
-    assert cli("optimize", path, "--precision", "fp16").code == 2
+    assert "a file can be in fp32" in cli.fails(2, "optimize", path, "--precision", "bf16x3")
+    half = cli.report("optimize", path, "--precision", "fp16", "-o", path.with_name("half.onnx"))
+    assert half["check"]["tolerance"]["reason"].startswith("float16")
+    assert half["bytes"]["after"] < 0.6 * half["bytes"]["before"]
     for text in ("the 10 slowest of 19 calls on NVIDIA H200", "floor", "19 calls, predicted"):
         assert text in told
     explained = cli("optimize", path, *options, "--explain").out
@@ -332,7 +335,7 @@ def test_bench_against_a_provider_of_onnxruntime(cli: Cli) -> None:
 
 
 def test_arrays_bound_in_the_memory_of_a_device_give_the_same_outputs() -> None:
-    session = ort.session(ENCODER)
+    session = portable.session(ENCODER)
     binding = bench._bound(session, FEEDS, "cpu")
     session.run_with_iobinding(binding)
     for a, b in zip(binding.copy_outputs_to_cpu(), outputs(ENCODER), strict=True):

@@ -1,17 +1,25 @@
 """lower_precision: graphs in 16 bits, with float32 where it is needed; no GPU."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir
 import pytest
 from lowering import lowered
 from onnx.reference import ReferenceEvaluator
+from support import ENCODER
 
+import onnx_fuse as of
 from onnx_fuse import autodiff
-from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.save import inline, to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.rewrite.precision import lower_precision
+from onnx_fuse.validation.compare import COMPUTED
+
+DATA = Path(__file__).parent / "data"
+STORED = ("t5_encoder__ts17", "vit__dynamo", "resnet_train__ts17")
 
 
 def narrowed(text, dtype, **options):
@@ -109,3 +117,36 @@ def test_angles_of_positions_stay_float32(dtype, masters):
     kinds = {node.op_type: node.inputs[0].dtype for node in model.graph if node.op_type != "Cast"}
     assert kinds["Cos"] == onnx_ir.DataType.FLOAT
     assert kinds["Sin"] == kinds["Tanh"] == onnx_ir.DataType[dtype]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "path", [ENCODER, *(DATA / f"{m}.onnx" for m in STORED)], ids=lambda p: p.stem
+)
+def test_a_file_in_16_bits_is_valid_and_near_the_original(path, precision):
+    """T5 has a mask of float32's lowest, the others norms, attention and convolutions."""
+    half, report = of.optimize(path, precision=precision, report=True)
+    limit = COMPUTED[precision]
+    if precision == "fp16":  # of bf16 graphs onnxruntime's CPU has no kernels: they run widened
+        assert of.validate(half, path, rtol=limit.rtol, atol=limit.atol).ok
+    onnx.checker.check_model(to_proto(inline(of.load(onnx_ir.from_proto(half)))), full_check=True)
+    kind = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}[precision]
+    assert sum(w.data_type == kind for w in half.graph.initializer) > 10
+    assert half.ByteSize() < 0.75 * path.stat().st_size
+    before = onnx.load(path)
+    for ends in ("input", "output"):
+        kinds = [
+            [v.type.tensor_type.elem_type for v in getattr(m.graph, ends)] for m in (half, before)
+        ]
+        assert kinds[0] == kinds[1]
+    assert report.before.total() >= report.after.total()
+
+
+def test_a_graph_with_a_body_is_not_written_in_16_bits():
+    text = """agraph (bool c, float[2] x) => (float[2] y) {
+        y = If(c) <then_branch = g () => (float[2] a) { a = Neg(x) },
+                   else_branch = h () => (float[2] b) { b = Abs(x) }> }"""
+    with pytest.raises(of.ModelError, match="has a body of its own"):
+        of.optimize(to_proto(text_model(text)), precision="fp16")
+    with pytest.raises(of.UsageError, match="unknown precision of a file 'tf32'"):
+        of.optimize(to_proto(text_model(text)), precision="tf32")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import hardware_of, split_names, with_options
+from onnx_fuse.cli.options import hardware_of, precision_of, split_names, with_options
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 from onnx_fuse.options import SizeOptions, shared
 
@@ -35,6 +36,8 @@ OPTIONS = """
     explain (--explain): Give a reason for everything that was not fused.
     target (--target GPU): Also list the ten slowest kernels for this GPU (with --explain, all):
         h200, h100, a100, ..., or cuda for the GPU in this machine.
+    precision (--precision NAME): Write MODEL in 16 bits, fp16 or bf16, with inputs and outputs of
+        its own types. Other names are for the kernels that --target lists.
     inline (--inline): Write only standard operators, instead of fused ones.
     opset (--opset N|keep): Write this version of the ai.onnx opset, or keep that of MODEL.
     check (--check/--no-check): Compare the result with MODEL on onnxruntime.
@@ -90,19 +93,22 @@ def optimize(
     started = time.perf_counter()
     printer = show.printer()
     from onnx_fuse import bench, progress, report, rewrite
+    from onnx_fuse.api import FILE_PRECISIONS
     from onnx_fuse.files import written
     from onnx_fuse.importer.load import opaque, read
     from onnx_fuse.importer.save import at_opset, loadable, save
     from onnx_fuse.importer.save import inline as inlined
     from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.report import overview
+    from onnx_fuse.rewrite.precision import in_precision
     from onnx_fuse.validation.inputs import read_feeds
     from onnx_fuse.validation.request import Request
 
-    if precision != "fp32" and not target:
+    stored = precision_of(precision) in FILE_PRECISIONS
+    if not (stored or target):
         raise UsageError(
-            f"--precision {precision} is for the kernels that --target lists, and the file keeps "
-            "its types: add --target h200, or leave --precision out"
+            f"--precision {precision} is for the kernels that --target lists: a file can be in "
+            f"{', '.join(FILE_PRECISIONS)}"
         )
     hardware = hardware_of(target) if target else None
     wanted = _opset(opset)
@@ -127,7 +133,12 @@ def optimize(
             f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
             "checked; --no-check writes it without a check"
         )
-    result = inlined(graph) if inline else graph
+    precision_of_file = precision if stored else "fp32"
+    try:
+        result = in_precision(graph, precision_of_file, stored=True)[0]
+    except ModelError as error:
+        raise ModelError(f"{model}: --precision {precision}: {error}") from error
+    result = inlined(result) if inline else result
     if inline:
         rewrite.tidy_inlined(result)
     if wanted is None:
@@ -144,6 +155,7 @@ def optimize(
         after = report.summary(result, "fused", draft)
         if check:
             request = Request(**shared(Request, sizes), along=reports.html is not None)
+            request = replace(request, precision=precision_of_file)
             checked = checking.check(model, draft, request, inputs, original)
         failed = checked is not None and not checked.ok
         if failed and not keep:

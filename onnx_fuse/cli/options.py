@@ -119,7 +119,7 @@ def _device_of(name: str) -> str:
     return name
 
 
-def _precision_of(name: str) -> str:
+def precision_of(name: str) -> str:
     from onnx_fuse.program.problem import PRECISIONS
 
     if name not in PRECISIONS:
@@ -178,7 +178,7 @@ def parse_dims(values: Sequence[str] | None) -> dict[str, int]:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "shapes": parse_shapes, "dims": parse_dims, "device": _device_of, "precision": _precision_of,
+    "shapes": parse_shapes, "dims": parse_dims, "device": _device_of, "precision": precision_of,
 }  # fmt: skip
 """What the values of the options of RunOptions are, by their names."""
 _MOST_PROGRAMS = 1024

@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import Builder, add_initializer, sources
+from onnx_fuse.ir.build import Builder, add_initializer, sources, subgraphs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
@@ -26,29 +27,40 @@ KEPT_INPUTS: dict[str, tuple[int, ...]] = {
 }
 
 
-def in_precision(model: ir.Model, precision: str) -> tuple[ir.Model, str]:
+def in_precision(model: ir.Model, precision: str, *, stored: bool = False) -> tuple[ir.Model, str]:
     """(`model`, or a copy in 16 bits; which products of float32 it may use), by PRECISIONS."""
     dtype, math = PRECISIONS[precision]
     if dtype != "float32":
         model = model.clone()
-        lower_precision(model, ir.DataType[dtype.upper()])
+        lower_precision(model, ir.DataType[dtype.upper()], stored=stored)
     return model, math
 
 
-def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = False) -> None:
+def lower_precision(
+    model: ir.Model, dtype: ir.DataType, *, masters: bool = False, stored: bool = False
+) -> None:
     """Turn float32 into `dtype` (BFLOAT16, FLOAT16) in place, between Casts at the graph's ends.
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
     updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
     mask of float32's lowest stays finite; what is summed or multiplied with one beyond float16's
     stays float32, and attention is told what its mask's lowest number means. Angles of positions
-    stay float32 up to their sine and cosine. With `masters` an
-    operator that the model's opset has in other types only stays float32 between Casts: its
-    gradient could not be typed.
+    stay float32 up to their sine and cosine. With `masters`, and in a
+    model that is to be `stored`, an operator that the model's opset has in other types only stays
+    float32 between Casts: its gradient could not be typed, and onnxruntime would refuse it.
+    Of a `stored` one so does attention whose mask has numbers beyond the range, since bodies do not
+    know their meaning. Raises ModelError for an If, Loop or Scan in it.
     """
     graph, op = model.graph, Builder()
+    for node in graph if stored else ():
+        if any(subgraphs(attribute) for attribute in node.attributes.values()):
+            raise ModelError(
+                f"{node.op_type} '{node.name}' has a body of its own: such a graph is not written "
+                "in 16 bits"
+            )
     widened = [value.dtype == F32 for value in graph.outputs]
-    if masters and dtype == ir.DataType.BFLOAT16 and graph.opset_imports[""] == 21:
+    typed = masters or stored
+    if typed and dtype == ir.DataType.BFLOAT16 and graph.opset_imports[""] == 21:
         # all that 22 does is to give operators, Conv and the pools among them, bfloat16
         graph.opset_imports[""] = 22
     # both in order: what is made of them must not depend on a hash
@@ -73,8 +85,13 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     keep(far.values, makers=False)
     for node in far.nodes:
         keep(node.outputs, makers=False)
-    for node, _, number in far.masks:
-        set_floor(node, number)
+    for node, i, number in far.masks:
+        if stored:  # bodies know no floor
+            wide[node] = None
+            keep((node.inputs[i],))
+            keep(node.outputs, makers=False)
+        else:
+            set_floor(node, number)
     for node in graph:
         if node.op_type in ("Cos", "Sin") and _of_integers(node.inputs[0]):
             keep(node.outputs)
@@ -83,7 +100,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         if node.op_type == "BatchNormalization":
             keep(node.outputs[1:], makers=False)
         rounds = node.op_type == "QuantizeLinear"  # its codes are to be those of the saved file
-        if masters and (rounds or not _takes(node, dtype, graph.opset_imports[""])):
+        if typed and (rounds or not _takes(node, dtype, graph.opset_imports[""])):
             wide[node] = None
             keep(node.outputs, makers=False)
     inputs = [v for v in graph.inputs if v.dtype == F32 and v not in wide_values]

@@ -29,6 +29,7 @@ from onnx_fuse.validation.compare import (
     difference,
     random_outputs,
     severity,
+    tolerance_of,
 )
 from onnx_fuse.validation.inputs import Feeds, holds_numbers, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
@@ -186,6 +187,7 @@ def check_outputs(
     run = partial(ort.run, oracle)
     pairs = request.pairs(model, run, check.notes, check.cases)
     del oracle, run  # its copy of the weights
+    unequal: list[tuple[Feeds, list[Any]]] = []
     if request.feeds is None and on_cpu:  # on cuda a session warns of such sizes
         unequal = _with_unequal_sizes(model, source, pairs[0][0], check.notes)
         if unequal:
@@ -201,7 +203,15 @@ def check_outputs(
     progress.report("running the original with onnxruntime's optimizations")
     optimized = _optimized(source, every, check.notes)
     progress.report("running the fused model")
-    ours = _answers(fused, every, names, request, as_written=True)
+    try:
+        ours = _answers(fused, every, names, request, as_written=True)
+    except ModelError as error:
+        if not unequal or _REUSED not in str(error) or not _is_narrower(fused, model):
+            raise
+        equal = every[: -len(unequal)]
+        again = check_outputs(original, fused, replace(request, feeds=equal), source=source)
+        again.notes.insert(0, "sizes of one name that differ are refused in the narrower graph")
+        return again
     answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
     if on_cpu and optimized is not None:
         progress.report("running the fused model with onnxruntime's optimizations")
@@ -274,6 +284,15 @@ def check_outputs(
         except ModelError as error:
             check.notes.append(f"no differences inside the graphs are shown: {error}")
     return check
+
+
+_REUSED = "attempting to re-use buffer"
+"""What onnxruntime says where it counted on equal sizes; between Casts it counts on more of them.
+"""
+
+
+def _is_narrower(fused: Model, original: ir.Model) -> bool:
+    return tolerance_of(load(fused)).rtol > tolerance_of(original).rtol
 
 
 def _with_unequal_sizes(
