@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "onnx-fuse quantize model.onnx --calibrate data.npz --to int8 -o model.int8.onnx",
     "onnx-fuse quantize model.onnx --calibrate data.npz --to mixed --max-error 0.02 --explain",
+    "onnx-fuse quantize model.onnx --calibrate train.npz --data test.npz --metric accuracy",
 )
 OPTIONS = """
     output (-o, --output OUT): Write to this file. The default is MODEL with the ending
@@ -47,8 +48,9 @@ def quantize(
 
     output = output or files.default_output(model, ".quantized.onnx")
     calibrate: Any = options.calibrate
+    data: Any = options.data
     files.check_paths(
-        {"MODEL": model, "--calibrate": calibrate},
+        {"MODEL": model, "--calibrate": calibrate, "--data": data},
         {"-o": files.with_weights(output), **reports.paths},
     )
     printer = show.printer()
@@ -58,7 +60,7 @@ def quantize(
         return quantizer.quantize(model, **vars(options), strict=False)
 
     result: Quantized = checking.guarded(work, str(model), "cpu")
-    failed = result.limit is not None and not result.error <= result.limit
+    failed = result.limit is not None and not result.loss <= result.limit
     if keep or not failed:
         with written(output) as draft:
             progress.report(f"writing {output.name}")
@@ -74,27 +76,50 @@ def quantize(
     float_ms, ms = (f"{s * 1e3:.2f} ms" for s in result.seconds)
     rows = [["weights", before, after], ["onnxruntime, one batch", float_ms, ms]]
     rows += [[f"error of {name}", "0", f"{error:.3g}"] for name, error in result.errors.items()]
+    if result.metric is not None:
+        label, *values = result.metric
+        rows.append([label, *(f"{value:.4g}" for value in values)])
     printer.table("", ["", "float", options.to], rows)
     printer.text(*result.notes)
 
     many = sum(layer.to != "float" for layer in result.layers)
+    verdict = f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}"
+    figures = {"weights": f"{before} to {after}", "one batch": f"{float_ms} to {ms}"}
+    if result.metric is not None:
+        label, *values = result.metric
+        figures[label] = "{:.4g} to {:.4g}".format(*values)
     kept = not failed or keep
     reports.write(
         printer,
         {"input": str(model), "output": str(output) if kept else None, **result.to_dict()},
         overview=Overview(
-            f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}",
+            verdict,
             None if result.limit is None else not failed,
+            figures,
+            _next(output, options) if kept else {},
         ),
         device="CPU",
         sections=lambda: show.pages().quantized(result.layers),
     )
     if failed:
+        found = f"the error is {result.loss:.3g}"
+        if result.metric is not None:
+            found = f"{result.metric[0]} is {result.loss:.3g} worse"
         raise CheckFailed(
-            f"{model}: the error is {result.error:.3g}, above --max-error {result.limit:g}"
+            f"{model}: {found}, above --max-error {result.limit:g}"
             + ("" if keep else " (nothing was written)")
         )
     printer.text(f"wrote {output}")
+
+
+def _next(output: Path, options: QuantizeOptions) -> dict[str, list[object]]:
+    """What to do with the file: check its programs, or repair it by training."""
+    train = ["train", output, "--data", "DATA.npz", "--loss", "cross_entropy"]
+    data = ["--inputs", options.calibrate] if options.calibrate is not None else []
+    return {
+        "Check it on this machine.": ["validate", output, *data],
+        "Train it as it is, where it is too far from the float model.": train,
+    }
 
 
 def _rows(result: Quantized, *, cost: bool, explain: bool) -> Iterator[list[str]]:

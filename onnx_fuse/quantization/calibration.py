@@ -24,6 +24,8 @@ from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
 
 METHODS = ("minmax", "entropy", "percentile")
 """onnxruntime's methods to find ranges, by the names that users give."""
+LABELS = "labels"
+"""The array of the rows' labels, for a metric."""
 _ROWS = 16
 """Rows of a batch where the model leaves their number open."""
 MADE_UP = (
@@ -32,18 +34,45 @@ MADE_UP = (
 )
 
 
-def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array]) -> list[Feeds]:
+def rows(
+    model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array], labelled: bool
+) -> list[tuple[Feeds, Array | None]]:
+    """The `batches` of data, each with its labels where it is `labelled` and has some.
+
+    Raises as `batches` does.
+    """
+    inputs = {v.name for v in model.graph.inputs}
+    beside = [LABELS] if labelled and LABELS not in inputs else []
+    pairs = []
+    for batch in batches(model, data, beside):
+        labels = batch.pop(LABELS, None) if beside else batch.get(LABELS)
+        pairs.append((batch, labels if labelled else None))
+    return pairs
+
+
+def batches(
+    model: ir.Model,
+    data: str | os.PathLike[str] | Mapping[str, Array],
+    beside: Sequence[str] = (),
+) -> list[Feeds]:
     """An .npz file, or arrays, of many rows as batches that the model takes, or of 16 rows.
 
+    The arrays named in `beside` are kept where they are there, though no input has their name.
     Raises ModelError or UsageError where they do not fit the model.
     """
-    arrays = dict(data) if isinstance(data, Mapping) else read_feeds(data, _open_batch(model))
+    arrays = (
+        dict(data)
+        if isinstance(data, Mapping)
+        else read_feeds(data, _open_batch(model), beside=beside)
+    )
     inputs = required_inputs(model)
     missing = [v.name for v in inputs if v.name not in arrays]
     if missing:
         raise ModelError(f"the calibration data has no array for input '{missing[0]}'")
-    arrays = {name: arrays[name] for v in model.graph.inputs if (name := v.name or "") in arrays}
-    rows = {len(arrays[v.name or ""]) for v in inputs if arrays[v.name or ""].ndim}
+    kept = [*(v.name or "" for v in model.graph.inputs), *beside]
+    arrays = {name: arrays[name] for name in kept if name in arrays}
+    rows = {len(arrays[name]) for name in (*(v.name or "" for v in inputs), *beside)
+            if name in arrays and arrays[name].ndim}  # fmt: skip
     first = [v.shape[0] for v in inputs if v.shape is not None and len(v.shape)]
     fixed = {size for size in first if isinstance(size, int)}
     for name, array in arrays.items():

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import const_array
 
@@ -112,3 +113,11 @@ def _outermost(
         if later or _weighted(node):
             behind.update(far(node))
     return found
+
+
+def channels(node: ir.Node, weight: Array) -> int:
+    """The axis of a weight along which the channels of the result lie."""
+    turned = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    if node.op_type == "Conv" or turned:
+        return 0
+    return weight.ndim - 1

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import os
 
+    from onnx_fuse.training.metrics import Given as Metric
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
@@ -22,9 +24,16 @@ class QuantizeOptions:
         calibrate (--calibrate DATA.npz): Find the ranges of activations on these inputs, arrays by
             the inputs' names. The default is random inputs. | Rows of typical data.
         method (--method NAME): How ranges are found: minmax, entropy or percentile.
-        max_error (--max-error E): The largest error of an output, as a part of its norm. The
-            default is 0.01 for mixed, and no limit for other types. | The error is the norm of the
-            difference from the float model's output.
+        max_error (--max-error E): The largest error of an output, as a part of its norm. With
+            --metric, how much worse that may become. The default is 0.01 for mixed, and no limit
+            for other types. | The error is the norm of the difference from the float model's
+            output.
+        metric (--metric NAME): Measure accuracy, top5 (or another number), perplexity or f1 before
+            and after, with the array "labels" of the data. | Also an object of `training.metrics`,
+            or a function of the outputs and the batch, both by name; larger is better but for
+            perplexity.
+        data (--data DATA.npz): Measure the metric on these rows. The default is those of
+            --calibrate.
         ends (--ends): Quantize the first and the last layers, too.
         skip (--skip NODE): Leave the layer of this node float. | A list of names of nodes.
         """
@@ -32,5 +41,7 @@ class QuantizeOptions:
     calibrate: str | os.PathLike[str] | Mapping[str, Any] | None = None
     method: str = "minmax"
     max_error: float | None = None
+    metric: Metric | None = None
+    data: str | os.PathLike[str] | Mapping[str, Any] | None = None
     ends: bool = False
     skip: Sequence[str] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,18 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, to_proto
-from onnx_fuse.ir.build import Builder, add_initializer, const_array, given, remove_unused_nodes
+from onnx_fuse.ir.build import (
+    Builder,
+    add_initializer,
+    const_array,
+    given,
+    remove_unused_nodes,
+    required,
+)
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import VIEWS
-from onnx_fuse.quantization.layers import PRODUCTS
+from onnx_fuse.quantization.layers import PRODUCTS, channels
+from onnx_fuse.quantization.rounding import Inputs, compensated
 from onnx_fuse.training.stored_codes import StoredCodes
 
 PASSING = ("Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
@@ -60,13 +68,14 @@ def in_float8(model: ir.Model, names: Sequence[str], ranges: Any) -> ir.Model:
         step = _scale(largest, limit)
         if x not in rounded:
             rounded[x] = _rounded(model.graph, x, step, naming)
-        axis = _channels(node, weight)
+        axis = channels(node, weight)
         others = tuple(i for i in range(weight.ndim) if i != axis)
         scales = _scale(np.abs(weight).max(others), limit)
         bias = const_array(given(node, 2))
         if bias is not None:  # onnxruntime makes integers of it, in these steps
             scales = np.maximum(scales, np.abs(bias).max(initial=0) / (step * np.float32(1 << 30)))
-        _store(model.graph, node, StoredCodes(_F8, "", scales, None, axis, 0), naming, axis=axis)
+        stored = StoredCodes(_F8, "", scales, None, axis, 0)
+        _store(model.graph, node, weight, stored, naming, axis=axis)
         node.replace_input_with(0, rounded[x])
     remove_unused_nodes(model)
     return model
@@ -107,35 +116,54 @@ def _rounded(graph: ir.Graph, x: ir.Value, scale: Array, naming: Names) -> ir.Va
     return result
 
 
-def in_four_bits(model: ir.Model, names: Sequence[str]) -> ir.Model:
-    """The model with the weights of these layers in int4, in blocks along what is summed over."""
+def in_four_bits(model: ir.Model, names: Sequence[str], inputs: Mapping[str, Inputs]) -> ir.Model:
+    """The model with the weights of these layers in int4, in blocks along what is summed over.
+
+    Where the gram of a layer's inputs is known, the codes are those that change its result least.
+    """
     model = model.clone()
     naming = Names.of(model.graph)
     for node in [n for n in model.graph if n.name in names]:
         weight = const_array(node.inputs[1])
         if weight is not None:
-            axis = 1 - _channels(node, weight)
-            stored = _best_blocks(weight, axis)
-            _store(model.graph, node, stored, naming, axis=axis, block_size=BLOCK)
+            axis = 1 - channels(node, weight)
+            seen = inputs.get(node.name or "")
+            gram = None if seen is None else seen.gram
+            weight, stored = _in_blocks(weight, axis, gram)
+            _store(model.graph, node, weight, stored, naming, axis=axis, block_size=BLOCK)
     return model
 
 
-def _best_blocks(weight: Array, axis: int) -> StoredCodes:
-    """The scales of blocks, each of some by which its squared error is least."""
-    kind, weight = weight.dtype, weight.astype(np.float32)
-    count = -(-weight.shape[axis] // BLOCK)
-    pads = [(0, count * BLOCK - n if i == axis else 0) for i, n in enumerate(weight.shape)]
-    split = [*weight.shape[:axis], count, BLOCK, *weight.shape[axis + 1 :]]
-    blocks = np.pad(weight, pads).reshape(split)
-    largest = np.abs(blocks).max(axis + 1)
+def _in_blocks(weight: Array, axis: int, gram: Array | None) -> tuple[Array, StoredCodes]:
+    """A weight as its codes' floats, or itself where they are the nearest ones, and the scales."""
+    rows = np.moveaxis(weight.astype(np.float64), axis, 0)
+    scales = np.stack([_best_scale(rows[i : i + BLOCK]) for i in range(0, len(rows), BLOCK)])
+    wide = scales.repeat(BLOCK, 0)[: len(rows)]
+    nearest = np.clip(np.rint(rows / wide), -8, 7) * wide
+    if gram is not None:
+        found, others = compensated(rows, gram, _best_scale, BLOCK)
+        if _lost(found - rows, gram) < _lost(nearest - rows, gram):
+            nearest, scales = found, others
+    turned = np.moveaxis(scales, 0, axis).astype(weight.dtype)
+    stored = StoredCodes(ir.DataType.INT4, "", turned, None, axis, BLOCK)
+    return np.moveaxis(nearest, 0, axis), stored
+
+
+def _lost(difference: Array, gram: Array) -> float:
+    """The mean square of what a weight's difference [K, N] makes of inputs with this gram."""
+    return float(np.einsum("kn,kn->", difference, gram @ difference))
+
+
+def _best_scale(block: Array) -> Array:
+    """The scales of a block [rows, N], each of some by which its squared error is least."""
+    largest = np.abs(block).max(0)
     best, least = largest, np.full(largest.shape, np.inf)
     for shrink in _SHRINKS:
-        scales = _scale(largest * shrink, 7)
-        wide = np.expand_dims(scales, axis + 1)
-        error = np.square(np.clip(np.rint(blocks / wide), -8, 7) * wide - blocks).sum(axis + 1)
-        best = np.where(error < least, scales, best)
+        scale = _scale(largest * shrink, 7)
+        error = np.square(np.clip(np.rint(block / scale), -8, 7) * scale - block).sum(0)
+        best = np.where(error < least, scale, best)
         least = np.minimum(error, least)
-    return StoredCodes(ir.DataType.INT4, "", best.astype(kind), None, axis, BLOCK)
+    return best.astype(np.float64)
 
 
 def _scale(largest: Any, limit: float) -> Array:
@@ -144,22 +172,16 @@ def _scale(largest: Any, limit: float) -> Array:
     return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
 
 
-def _channels(node: ir.Node, weight: Array) -> int:
-    """The axis of a weight along which the channels of the result lie."""
-    turned = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
-    if node.op_type == "Conv" or turned:
-        return 0
-    return weight.ndim - 1
-
-
 def _store(
-    graph: ir.Graph, node: ir.Node, stored: StoredCodes, naming: Names, **attributes: int
+    graph: ir.Graph,
+    node: ir.Node,
+    weight: Array,
+    stored: StoredCodes,
+    naming: Names,
+    **attributes: int,
 ) -> None:
-    """Let a node read its weight as stored codes through a DequantizeLinear."""
-    value, op = node.inputs[1], Builder()
-    weight = const_array(value)
-    assert value is not None
-    assert weight is not None
+    """Let a node read a weight as stored codes through a DequantizeLinear."""
+    value, op = required(node.inputs[1]), Builder()
     codes, scale = (
         add_initializer(graph, naming.fresh(f"{value.name}_{label}"), array)
         for label, array in (("quantized", stored.codes(weight, {})), ("scale", stored.scales))

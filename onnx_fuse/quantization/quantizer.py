@@ -22,13 +22,16 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
 from onnx_fuse.options import takes
-from onnx_fuse.quantization import calibration, place
+from onnx_fuse.quantization import calibration, place, rounding
+from onnx_fuse.quantization.accuracy import Accuracy
 from onnx_fuse.quantization.layers import PRODUCTS, Layer, layers
 from onnx_fuse.quantization.options import QuantizeOptions
 from onnx_fuse.rewrite.batch_norm import fold_batch_norm
 from onnx_fuse.rewrite.canonicalize import canonicalize
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
+from onnx_fuse.training.metrics import Given as Metric
+from onnx_fuse.validation.inputs import Feeds
 
 __all__ = ["Quantized", "quantize"]
 __dir__ = __all__.copy
@@ -64,6 +67,10 @@ class Quantized:
     """The error that was asked for."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of the calibration and of the errors."""
+    metric: tuple[str, float, float] | None = None
+    """The name of the metric, and its values of the float and of the quantized model."""
+    loss: float = 0.0
+    """What `limit` bounds: the largest error, or how much worse the metric became."""
 
     @property
     def error(self) -> float:
@@ -78,6 +85,7 @@ class Quantized:
             "bytes": {"before": self.bytes[0], "after": self.bytes[1]},
             "seconds": {"before": self.seconds[0], "after": self.seconds[1]},
             "max_error": self.limit,
+            "metric": dict(zip(("name", "before", "after"), self.metric or (), strict=False)),
             "layers": [asdict(layer) for layer in self.layers],
             "notes": self.notes,
         }
@@ -113,15 +121,22 @@ def quantize(options: _QuantizeArguments) -> Quantized:
     if max_error is not None and not max_error > 0:
         raise UsageError(f"the largest error is {max_error}: it must be above 0")
     work = _Work(model, "int8" if to == "mixed" else to, options.ends, options.skip)
-    work.calibrated(options.calibrate, options.method)
+    work.calibrated(options.calibrate, options.method, labelled=options.metric is not None)
+    if options.metric is not None:
+        work.labelled(options.metric, options.data or options.calibrate)
+    elif options.data is not None:
+        raise UsageError("data for a metric was given, and no metric: name one (--metric)")
     limit = BUDGET if to == "mixed" and max_error is None else max_error
     if to == "mixed" and limit is not None:
         work.give_back(limit)
     result = work.result(model, limit)
-    if options.strict and limit is not None and not result.error <= limit:
+    if options.strict and limit is not None and not result.loss <= limit:
+        what = f"{result.loss:.3g} from the float model"
+        if result.metric is not None:
+            what = f"{result.loss:.3g} worse in {result.metric[0]} than the float model"
         raise CheckFailed(
-            f"the quantized model is {result.error:.3g} from the float model, more than "
-            f'{limit:g}: try to="mixed", other calibration data or another method'
+            f'the quantized model is {what}, more than {limit:g}: try to="mixed", other '
+            "calibration data or another method"
         )
     return result
 
@@ -140,6 +155,12 @@ class _Work:
         canonicalize(graph, training=False)
         fold_batch_norm(Rewriter(graph))
         self.float, self.kind = self._written(graph, source.graph.opset_imports[""])
+        self.base = self.float
+        """The model that is quantized: the float one, or one that computes the same."""
+        self.inputs: dict[str, rounding.Inputs] = {}
+        self.shifts: dict[str, Array] = {}
+        """By layer, what is taken from its bias where it is quantized."""
+        self.accuracy: Accuracy | None = None
         naming = Names.of(self.float.graph)
         for node in self.float.graph:
             node.name = node.name or naming.fresh(f"{node.op_type}_{node.outputs[0].name}")
@@ -170,8 +191,11 @@ class _Work:
         """The names of the layers that are quantized."""
         return [layer.name for layer in self.layers if layer.to != "float"]
 
-    def calibrated(self, data: Any, method: str) -> None:
-        """Take the data, find the ranges, and run the float model."""
+    def calibrated(self, data: Any, method: str, *, labelled: bool = False) -> None:
+        """Take the data, find the ranges, and run the float model.
+
+        `labelled` data may have labels beside the inputs, which a metric reads.
+        """
         for end in required_inputs(self.float):
             if end.shape and end.shape[0] == 0:
                 raise ModelError(
@@ -183,11 +207,10 @@ class _Work:
             if self.to != "int4-weights":
                 self.notes.append(calibration.MADE_UP)
         else:
-            self.feeds = calibration.batches(self.float, data)
+            self.feeds = [feeds for feeds, _ in calibration.rows(self.float, data, labelled)]
         self.ranges = None
         if self.to != "int4-weights":
-            operators = (*PRODUCTS, *place.PASSING)
-            self.ranges = calibration.ranges(self.float, self.feeds, method, operators)
+            self.ranges = self._ranges(self.float, method)
             for node in [n for n in self.float.graph if n.name in self.chosen]:
                 for value in (node.inputs[0], node.outputs[0]):
                     name = "" if value is None else str(value.name)
@@ -196,16 +219,61 @@ class _Work:
                             f"'{name}' is not finite on the calibration data: leave those rows out"
                         )
         self.expected = self._run(self.float)
+        if data is not None:
+            self._fit(method)
+
+    def _fit(self, method: str) -> None:
+        """Use what the data says about each layer's inputs, as far as errors become smaller."""
+        error = self._error(self.chosen)
+
+        def kept(what: str) -> bool:
+            nonlocal error
+            found, before = self._error(self.chosen), error
+            if found < before:
+                error = found
+                self.notes.append(f"{what}: an error of {found:.3g}, without {before:.3g}")
+            return found < before
+
+        if self.to == "int4-weights":
+            inputs = rounding.observed(self.float, self.chosen, self.feeds, grams=True)
+            self.inputs = inputs
+            if not kept("weights take up what those before them lost by rounding (GPTQ)"):
+                self.inputs = {}
+        else:
+            inputs = rounding.observed(self.float, self.chosen, self.feeds, grams=False)
+            model, norms = rounding.smoothed(self.float, inputs)
+            ranges = self.ranges
+            if norms:
+                self.base, self.ranges = model, self._ranges(model, method)
+            if norms and kept(f"{norms} norms pass less to large channels, whose weights grow"):
+                inputs = rounding.observed(model, self.chosen, self.feeds, grams=False)
+            else:
+                self.base, self.ranges = self.float, ranges
+        self.shifts = rounding.shifts(self.base, self.placed(self.chosen), inputs)
+        if not (self.shifts and kept("biases take up the mean of what rounded weights add")):
+            self.shifts = {}
+
+    def labelled(self, metric: Metric, data: Any) -> None:
+        """Measure the float model by a metric, on rows with labels."""
+        if data is None:
+            raise UsageError("a metric needs data: give rows with labels (--data or --calibrate)")
+        self.accuracy = Accuracy(metric, self.float, data, self._outputs)
+
+    def _ranges(self, model: ir.Model, method: str) -> Any:
+        operators = (*PRODUCTS, *place.PASSING)
+        return calibration.ranges(model, self.feeds, method, operators)
 
     def placed(self, names: Sequence[str]) -> ir.Model:
         """The model with these layers quantized."""
         if not names:
             return self.float
+        vectors = {name: self.shifts[name] for name in names if name in self.shifts}
+        base = rounding.shifted(self.base, vectors) if vectors else self.base
         if self.to == "int8":
-            return place.in_int8(self.float, names, self.ranges, self.kind)
+            return place.in_int8(base, names, self.ranges, self.kind)
         if self.to == "fp8":
-            return place.in_float8(self.float, names, self.ranges)
-        return place.in_four_bits(self.float, names)
+            return place.in_float8(base, names, self.ranges)
+        return place.in_four_bits(base, names, self.inputs)
 
     def _exposed(self, model: ir.Model) -> ir.Model:
         """The model with the results of the chosen layers as its outputs, in their order."""
@@ -219,9 +287,15 @@ class _Work:
         self, model: ir.Model, *, as_written: bool = False, batches: int = _MEASURED
     ) -> list[list[Array]]:
         """The outputs of a model for each of the first batches."""
+        return self._outputs(model, self.feeds[:batches], as_written=as_written)
+
+    @staticmethod
+    def _outputs(
+        model: ir.Model, feeds: Sequence[Feeds], *, as_written: bool = False
+    ) -> list[list[Array]]:
         with ort.faults("the model"):
             session = ort.session(model, as_written=as_written)
-            return [ort.run(session, feeds) for feeds in self.feeds[:batches]]
+            return [ort.run(session, batch) for batch in feeds]
 
     def errors(self, model: ir.Model, batches: int = _MEASURED) -> dict[str, float]:
         """How far each float output is from the float model's, on the first batches."""
@@ -237,11 +311,11 @@ class _Work:
         costs = {name: self._error([name], batches=1) for name in self.chosen}
         order = sorted(costs, key=lambda name: costs[name])
         low, high = 0, len(order)  # with so many quantized the error holds, and with so many not
-        if self._error(order) <= limit:
+        if self._loss(order) <= limit:
             low = high
         while high - low > 1:
             middle = (low + high) // 2
-            holds = self._error(order[:middle]) <= limit
+            holds = self._loss(order[:middle]) <= limit
             low, high = (middle, high) if holds else (low, middle)
         rest = set(order[low:])
         why = f"one of the {len(rest)} that cost most, for an error of at most {limit:g}"
@@ -253,6 +327,12 @@ class _Work:
         """The largest error of an output where these layers are quantized."""
         return max(self.errors(self.placed(names), batches).values(), default=0.0)
 
+    def _loss(self, names: Sequence[str]) -> float:
+        """What the limit bounds, where these layers are quantized."""
+        if self.accuracy is None:
+            return self._error(names)
+        return self.accuracy.worse(self.accuracy.of(self.placed(names)))
+
     def result(self, given: Model, limit: float | None) -> Quantized:
         """The quantized model, with the error of each layer in it."""
         model = self.placed(self.chosen)
@@ -260,14 +340,21 @@ class _Work:
         found = _distances(*inner) if self.chosen else {}
         errors = {name: found.get(i) for i, name in enumerate(self.chosen)}
         described = [replace(layer, error=errors.get(layer.name)) for layer in self.layers]
+        distances, metric = self.errors(model), None
+        loss = max(distances.values(), default=0.0)
+        if self.accuracy is not None:
+            metric = self.accuracy.name, self.accuracy.before, self.accuracy.of(model)
+            loss = self.accuracy.worse(metric[2])
         return Quantized(
             api.in_kind(given, model),
             described,
-            self.errors(model),
+            distances,
             (self.before, weight_bytes(model)),
             (self._seconds(self.float), self._seconds(model)),
             limit,
             self.notes,
+            metric,
+            loss,
         )
 
     def _seconds(self, model: ir.Model) -> float:

@@ -85,7 +85,7 @@ def as_floats(graph: ir.Graph, chosen: Callable[[str], bool]) -> dict[str, Store
         if node.op_type == "DequantizeLinear" and node.inputs and node.inputs[0] is not None:
             readers.setdefault(node.inputs[0], []).append(node)
     for value, nodes in readers.items():
-        codes, description = const_array(value), _stored(nodes[0])
+        codes, description = const_array(value), stored_codes(nodes[0])
         if codes is None or description is None or not codes.ndim or not chosen(value.name or ""):
             continue
         alike = all(n.inputs[1:] == nodes[0].inputs[1:] for n in nodes)
@@ -106,7 +106,7 @@ def as_floats(graph: ir.Graph, chosen: Callable[[str], bool]) -> dict[str, Store
     return stored
 
 
-def _stored(node: ir.Node) -> StoredCodes | None:
+def stored_codes(node: ir.Node) -> StoredCodes | None:
     """How the codes that a DequantizeLinear reads are stored; None where that is not constant."""
     value, scale, *rest = [*node.inputs, None][:3]
     scales, zero = const_array(scale), rest[0]

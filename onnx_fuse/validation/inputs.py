@@ -34,13 +34,16 @@ _SHOWN = 4  # of them in a message
 
 
 def read_feeds(
-    path: str | os.PathLike[str], model: ir.Model, optional: Collection[str] = ()
+    path: str | os.PathLike[str],
+    model: ir.Model,
+    optional: Collection[str] = (),
+    beside: Collection[str] = (),
 ) -> Feeds:
     """The arrays of an .npz file that the model's inputs name, of their types and sizes.
 
     Each input must be there that has no default and is not `optional`. The file format has no
-    bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it. Warns of other arrays.
-    Raises ModelError.
+    bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it. Warns of other arrays,
+    but for those named in `beside`, which are returned as they are. Raises ModelError.
     """
     try:
         arrays = data.load(path)
@@ -54,12 +57,13 @@ def read_feeds(
             f"{name} has no array for input '{missing[0]}' (it has {sorted(arrays)}): save it by "
             "np.savez under that name"
         )
+    kept = {key: arrays.pop(key) for key in beside if key in arrays}
     if left_out := data.left_out(arrays, model.graph.inputs):
         warnings.warn(f"{name}: {left_out}", stacklevel=2)
     for value in model.graph.inputs:
         if value.name in arrays:
             arrays[value.name] = _fitting(value, arrays[value.name], name)
-    return feeds_of(model, arrays)
+    return feeds_of(model, arrays) | kept
 
 
 def _fitting(value: ir.Value, array: Array, file: str) -> Array:
