@@ -49,11 +49,11 @@ LAYERS = (
 BUDGETS = {
     "": 4658, "autodiff": 1762, "cli": 3433, "cuda": 1775, "cuda_src": 15871, "distributed": 908,
     "importer": 5489, "ir": 2366, "kernels": 9607, "lower": 9211, "nn": 4947, "ops": 12017,
-    "program": 10492, "report": 2382, "rewrite": 3466, "runtime": 8719, "torch": 3779,
+    "program": 10492, "report": 2382, "rewrite": 3466, "runtime": 8721, "torch": 3779,
     "training": 6902, "validation": 4464,
     "generation": 1667,
     "quantization": 1231,
-    "tests": 51372, "tools": 10485,
+    "tests": 51372, "tools": 10487,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

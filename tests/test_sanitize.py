@@ -137,6 +137,10 @@ def test_initcheck_fills_what_a_run_stores_by_tma(
     ((_, y),) = instance.program.outputs
     (step,) = instance.launcher.parts[0]._steps
     assert step._stored == [(instance.launcher.find(y), y.nbytes)]
+    (call,) = instance.program.calls
+    by_name = {name: instance.launcher.find(t) for name, t in (*call.reads, *call.writes)}
+    alone = launching.bind(step.launch, by_name, CHIPS["H200"])  # as tests of kernels bind theirs
+    assert alone._stored == step._stored
 
 
 def test_a_function_that_stores_by_tma_counts_by_its_name() -> None:

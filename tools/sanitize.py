@@ -41,7 +41,7 @@ from _paths import ROOT
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.arguments import MAP_BYTES
+from onnx_fuse.cuda.arguments import MAP_BYTES, Operands
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.source import source_root, source_text, without_bounds
 from onnx_fuse.kernels import cublaslt
@@ -307,8 +307,10 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
 class Poisoned(BoundLaunch):
     """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
 
-    def __init__(self, launch: Launch, address: Any, hw: Hardware, operands: Any = ()) -> None:
-        self._operands = dict(operands)
+    def __init__(
+        self, launch: Launch, address: Any, hw: Hardware, operands: Operands | None = None
+    ) -> None:
+        self._operands = operands or {}
         super().__init__(launch, address, hw, operands)
 
     def place(self, address: Mapping[Any, int]) -> None:

@@ -127,7 +127,7 @@ class BoundProgram:
         )
         self._latest: Sequence[int] | None = None  # the ends of the last call
         self._kept: list[Variant] = []
-        self._many = layout.count >= MANY and config.GRAPH.value
+        self._many = layout.count >= MANY
         self._lock = threading.Lock()
 
     def launch(self, ends: Sequence[int], *, keep: bool = False) -> None:
@@ -161,6 +161,8 @@ class BoundProgram:
 
     def _repeat(self, variant: Variant) -> None:
         """Make the launches one graph once they have come often at the same addresses."""
+        if variant.runs == RUNS or not config.GRAPH.value:
+            return
         variant.runs += 1
         if variant.runs == RUNS and len(_CAPTURED) < GRAPHS:
             _CAPTURED.add(variant)
