@@ -11,8 +11,7 @@ from onnx_fuse import gradient, rewrite
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import site
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.norms import GroupGrad
-from onnx_fuse.program.problems import ChannelNorm, Conv, Pool, Reduce
+from onnx_fuse.program.problems import ChannelNorm, Conv, GroupGrad, Pool, Reduce
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 

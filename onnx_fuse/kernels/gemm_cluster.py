@@ -7,6 +7,7 @@ from functools import partial
 from math import ceil, log2
 
 from onnx_fuse.kernels.gemm_portable import (
+    as_norm,
     each_has_steps,
     epilogue_args,
     epilogue_defines,
@@ -239,39 +240,34 @@ class Cluster(Kernel):
             fold_norm(types, epilogue)
         epilogue |= {"STATS": 1} if stats else {}
         epilogue |= {"RMS": 1} if problem.rms and stats else {}
-        if self.norms:
-            names = ("x", "w", "r", "none", "c", "none", "none")
-        elif norm:
-            names = ("x", "wq", "r", "cs", "cv", "rstd", "mean")
-        else:
-            names = ("a", "b", "c", "col0", "col1", "row0", "row1")
-        a, b, c, col0, col1, row0, row1 = names
 
         load = partial(matrices, dtype=problem.dtype)
         map_a = (
-            load(a, line=m, lines=k, step=lda, box=(64, BK // share))
+            load("a", line=m, lines=k, step=lda, box=(64, BK // share))
             if problem.trans_a
-            else load(a, line=k, lines=m, step=lda, box=(BK, rows // share))
+            else load("a", line=k, lines=m, step=lda, box=(BK, rows // share))
         )
         if problem.trans_b:
-            map_b = load(b, line=k, lines=n, step=ldb, box=(BK, bn))
+            map_b = load("b", line=k, lines=n, step=ldb, box=(BK, bn))
         elif step_n == 64:  # a tile's blocks of 64 columns by one load
             map_b = TensorMap(
-                Ptr(b), problem.dtype, (64, k, n // 64), (ldb * 2, 128), (64, BK, bn // 64)
+                Ptr("b"), problem.dtype, (64, k, n // 64), (ldb * 2, 128), (64, BK, bn // 64)
             )
         else:
-            map_b = load(b, line=n, lines=k, step=ldb, box=(64, BK))
-        text = f"y z {c if operand(problem) else 'none'}, i32 m n k, f32 epsilon, mean rstd"
-        vectors = epilogue_args(problem, (col0, col1), (row0, row1))
+            map_b = load("b", line=n, lines=k, step=ldb, box=(64, BK))
+        text = f"y z {'c' if operand(problem) else 'none'}, i32 m n k, f32 epsilon, mean rstd"
         norm_args = args("gamma beta" if self.norms else "none none")
-        return self.one(
+        launches = self.one(
             "gemm_cluster", grid, 128 * wgm + (128 if stats else 0) + 32, map_a, map_b,
-            *args(text, problem), *vectors, *norm_args,
+            *args(text, problem), *epilogue_args(problem), *norm_args,
             smem=self._smem(problem, config)(stages), cluster=split * share,
             TRANS_A=problem.trans_a, TRANS_B=problem.trans_b, WGM=wgm, ROWS=rows, BN=bn,
             SPLIT=split, SHARE=share, STAGES=stages, N_STEP=step_n, STATIC_B=early,
             RING=upper_bound(self._steps(problem, config)) > stages, **types, **epilogue,
         )  # fmt: skip
+        if self.norms:
+            return as_norm(problem, launches, col0="none", row0="none", row1="none")
+        return as_norm(problem, launches, row0="rstd", row1="mean") if norm else launches
 
 
 class NormCluster(Cluster):

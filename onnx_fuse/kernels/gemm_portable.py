@@ -148,17 +148,17 @@ def aligned(problem: GemmProblem) -> bool:
     return problem.align % 16 == 0 and all(step * size % 16 == 0 for step in [*steps, *dense])
 
 
-def epilogue_args(
-    problem: GemmProblem,
-    columns: tuple[str, str] = ("col0", "col1"),
-    rows: tuple[str, str] = ("row0", "row1"),
-) -> tuple[Arg, ...]:
-    """The arguments of an epilogue behind y, z and c: vectors of rows and columns, and numbers.
+def epilogue_args(problem: GemmProblem) -> tuple[Arg, ...]:
+    """The arguments of an epilogue behind y, z and c: vectors of rows and columns, and numbers."""
+    return args("row0 row1 row2 row3 col0 col1, f32 alpha beta act_alpha", problem.epilogue)
 
-    A folded norm has its own names for the first vectors.
-    """
-    vectors = " ".join((*rows, "row2", "row3", *columns))
-    return args(f"{vectors}, f32 alpha beta act_alpha", problem.epilogue)
+
+def as_norm(problem: GemmProblem, launches: Launches, **others: str) -> Launches:
+    """A Gemm's launches with a LayerNormGemm's names of operands, of which some are `others`."""
+    weights = {"b": "wq", "col1": "cv"} if problem.folded else {"b": "w", "col1": "c"}
+    names = {"a": "x", "c": "r", "col0": "cs", **weights, **others}
+    places = {name: Ptr(own) for name, own in names.items()}
+    return tuple(rename(each, places) for each in launches)
 
 
 def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
+    as_norm,
     epilogue_args,
     epilogue_defines,
     fold_norm,
@@ -115,19 +116,15 @@ class SmallM(Kernel):
         types, epilogue = type_defines(problem), epilogue_defines(problem)
         if mode == 1:
             fold_norm(types, epilogue)
-        if norm:
-            names = ("x", "wq" if mode == 1 else "w", "r", "cs", "cv" if mode == 1 else "c")
-        else:
-            names = ("a", "b", "c", "col0", "col1")
-        x, w, c, col0, col1 = names
-        text = f"{x} {w} y z {c}, i32 m n k, i64 steps, f32 epsilon, mean rstd gamma beta"
+        text = "a b y z c, i32 m n k, i64 steps, f32 epsilon, mean rstd gamma beta"
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
         smem = ITEMSIZE["float32"] * (warps // wn) * 16 * mt * columns
-        return self.one(
+        launches = self.one(
             "gemm_skinny", grid, 32 * warps, *args(text, problem, steps=ld(problem)),
-            *epilogue_args(problem, (col0, col1)), smem=smem, cluster=cluster,
+            *epilogue_args(problem), smem=smem, cluster=cluster,
             TP=C_TYPES[problem.dtype], TRANS_B=problem.trans_b, MT=mt, NT=nt, WN=wn, WARPS=warps,
             CLUSTER=cluster, HALF=problem.m <= 8, UNROLL=self._unroll(mt, nt, warps, mode == 2),
             LN=mode, **types, **epilogue, **({"RMS": 1} if problem.rms else {}),
         )  # fmt: skip
+        return as_norm(problem, launches) if norm else launches

@@ -11,6 +11,7 @@ from math import ceil
 from onnx_fuse.kernels.gemm_portable import (
     VECTOR,
     aligned,
+    as_norm,
     epilogue_args,
     epilogue_defines,
     epilogue_refusal,
@@ -104,12 +105,11 @@ class Gemv(Kernel):
             fold_norm(types, epilogue)
         epilogue |= {"EACH": each} if each else {"COLS": columns}
         epilogue |= {"RMS": 1} if norm and problem.rms else {}
-        names = ("x", "wq", "r", "cs", "cv") if norm else ("a", "b", "c", "col0", "col1")
-        x, w, c, col0, col1 = names
-        text = f"{x} {w} y z {c}, i32 n k, i64 ldb, f32 epsilon, mean rstd"
-        return self.one(
+        text = "a b y z c, i32 n k, i64 ldb, f32 epsilon, mean rstd"
+        launches = self.one(
             "gemm_vector", ceil(problem.n / (columns * warps if each else columns)), 32 * warps,
-            *args(text, problem, ldb=ld(problem)[1]), *epilogue_args(problem, (col0, col1)),
+            *args(text, problem, ldb=ld(problem)[1]), *epilogue_args(problem),
             TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm, STATIC_B=problem.static_b,
             **types, **epilogue,
         )  # fmt: skip
+        return as_norm(problem, launches) if norm else launches

@@ -16,7 +16,7 @@ from typing import Any
 
 from onnx_fuse import config
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program import call, contractions, data_movement, expression, norms, problems
+from onnx_fuse.program import call, contractions, data_movement, expression, problems
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import (
     AnyProblem,
@@ -100,7 +100,7 @@ def read(name: str) -> AnyProblem:
 
 _PARTS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (call, expression, data_movement, norms, problems, contractions)
+    for module in (call, expression, data_movement, problems, contractions)
     for kind in vars(module).values()
     if is_dataclass(kind) and isinstance(kind, type)
 }

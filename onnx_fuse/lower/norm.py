@@ -21,10 +21,10 @@ from onnx_fuse.lower.elementwise import relu_of
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problems import (
     ChannelGrad,
     ChannelNorm,
+    GroupGrad,
     Norm,
     NormGrad,
     NormGradSums,

@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -33,7 +31,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.gemm_integer import BYTES
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Codes, Context, Lowering, Rounded, Unserved, emit
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.data_movement import Range
 
 RANGES = {
@@ -379,11 +377,6 @@ def dynamic_quantize(ctx: Context, node: ir.Node) -> None:
     value = code.step("Div", "float32", code.load(x), code.load(scale.expand(x.shape)))
     value = to_integer(code, value, "uint8", code.load(zero.expand(x.shape)))
     emit(ctx, code, node, value, y)
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy dtype of one of FLOATS."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -109,14 +109,19 @@ def _weights(p: Conv, weight: np.ndarray) -> np.ndarray:
     return weight.reshape(p.groups, p.filters, p.channels, count).swapaxes(2, 3)
 
 
+def _sums(p: Conv | IntegerConv, x: np.ndarray, w: np.ndarray, border: int = 0) -> np.ndarray:
+    """Sums [batch, *outer, groups * filters] by w [groups, filters, taps, channels]."""
+    patches = windows(x, p.window, p.outer, border)
+    parts = patches.reshape(*patches.shape[:4], -1, p.groups, p.channels)
+    y = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
+    return y.reshape(*y.shape[:4], -1)
+
+
 def convolved(p: Conv, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Sums [batch, *outer, groups * filters] of x [batch, *inner, groups * channels]."""
     w, size = _weights(p, weight), p.groups * p.filters
     if not p.transposed:
-        patches = windows(x, p.window, p.outer, 0.0)
-        parts = patches.reshape(*patches.shape[:4], -1, p.groups, p.channels)
-        y = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
-        return y.reshape(*y.shape[:4], size)
+        return _sums(p, x, w)
     parts = x.reshape(p.batch, -1, p.groups, p.channels)
     y = np.zeros((p.batch, prod(p.outer), p.groups, p.filters))
     for t, (place, there) in enumerate(taps(p.window, p.outer, p.inner)):  # where x's pixels go
@@ -149,12 +154,8 @@ def conv(p: Conv, of: Operands) -> Results:
 
 def integer_conv(p: IntegerConv, of: Operands) -> Results:
     """The sums of integers, then scale and bias in float32, each rounded, and the tail."""
-    count = prod(p.window.kernel)
-    patches = windows(_images(p, of), p.window, p.outer, p.border)
-    parts = patches.reshape(*patches.shape[:4], count, p.groups, p.channels)
-    w = of["weight"].reshape(p.groups, p.filters, count, -1)[..., : p.channels]
-    sums = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
-    total = sums.reshape(*sums.shape[:4], -1) + of["shift"].reshape(-1)
+    w = of["weight"].reshape(p.groups, p.filters, prod(p.window.kernel), -1)[..., : p.channels]
+    total = _sums(p, _images(p, of), w, p.border) + of["shift"].reshape(-1)
     scale, bias = (of[name].reshape(-1).astype(np.float32) for name in ("scale", "bias"))
     with np.errstate(all="ignore"):
         y = total.astype(np.float32) * scale + bias

@@ -9,11 +9,11 @@ from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.steps import derivative, evaluate
-from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problems import (
     ChannelGrad,
     ChannelNorm,
     Fold,
+    GroupGrad,
     MergedMoments,
     Norm,
     NormGrad,

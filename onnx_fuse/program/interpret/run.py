@@ -30,7 +30,6 @@ from onnx_fuse.program.interpret import (
 from onnx_fuse.program.interpret import contractions as product_answers
 from onnx_fuse.program.interpret.memory import Memory, Operands
 from onnx_fuse.program.interpret.steps import evaluate
-from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problem import AnyProblem, Collective, GemmProblem
 
 Answer = Callable[[Any, Operands], data_movement.Results]
@@ -49,7 +48,6 @@ def _batched(p: move_problems.BatchedCalls, of: Operands) -> data_movement.Resul
 
 ANSWERS: dict[type[AnyProblem], Answer] = {
     GemmProblem: product_answers.gemm,
-    GroupGrad: norms.group_grad,
     loss_problems.CrossEntropy: losses.cross_entropy,
     loss_problems.CrossEntropyChunk: losses.cross_entropy_chunk,
     loss_problems.ExpRows: losses.exp_rows,
@@ -87,6 +85,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     problems.Float8: sums.float8,
     problems.Fold: norms.fold,
     problems.GridSample: images.grid_sample,
+    problems.GroupGrad: norms.group_grad,
     problems.MaxPoolGrad: images.max_pool_grad,
     problems.MergedMoments: norms.merged_moments,
     problems.Norm: norms.norm,
