@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "CheckFailed",
@@ -59,6 +60,18 @@ class DeviceError(OnnxFuseError):
 
 class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """An argument that holds several names or objects as a list; one name is a list of one.
+
+    Raises UsageError for what is neither.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{name} is {value!r:.80}: it takes a list")
+    return list(value)
 
 
 def unknown(noun: str, name: str, names: Iterable[str]) -> str:

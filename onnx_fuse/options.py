@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from numbers import Integral, Real
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from onnx_fuse.errors import UsageError
@@ -74,7 +76,10 @@ def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> R:
-            return function(*args[: len(before)], cls(*args[len(before) :], **options))
+            lead = [*args[: len(before)], *(options.pop(p.name) for p in before[len(args) :])]
+            given = cls(*args[len(before) :], **options)
+            check_types(given)
+            return function(*lead, given)
 
         shown = signature.replace(parameters=[*before, *fields])
         call.__signature__ = shown  # type: ignore[attr-defined]
@@ -84,6 +89,47 @@ def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
         return call
 
     return decorate
+
+
+def check_types(options: Any) -> None:
+    """Raise UsageError where a field of a dataclass of options has another type than it says.
+
+    A number has to lie within the range that is declared for it.
+    """
+    declared = options_of(type(options))
+    for field in fields(options):
+        value, option = getattr(options, field.name), declared.get(field.name)
+        kinds = [kind.partition("[")[0] for kind in _ALTERNATIVES.findall(str(field.type))]
+        if not all(kind in _IS for kind in kinds):
+            continue  # a type of this package's, which what takes it checks
+        if not any(_IS[kind][0](value) for kind in kinds):
+            words = " or ".join(_IS[kind][1] for kind in kinds)
+            shown = " ".join(repr(value).split())
+            raise UsageError(f"{field.name} is {shown:.80}: it takes {words}")
+        if option is None or value is None or isinstance(value, str) or option.least is None:
+            continue
+        if value < float(option.least) or (option.most and value > float(option.most)):
+            most = f", and at most {option.most}" if option.most else ""
+            raise UsageError(f"{field.name} is {value}: it must be at least {option.least}{most}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+_ALTERNATIVES = re.compile(r"[\w.]+(?:\[.*?\](?!\]))?")
+"""The types that an annotation joins by "|"."""
+_IS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda v: isinstance(v, bool) or type(v).__name__ == "bool_", "True or False"),
+    "int": (lambda v: _is_number(v, Integral), "a whole number"),
+    "float": (lambda v: _is_number(v, Real), "a number"),
+    "str": (lambda v: isinstance(v, str), "a text"),
+    "os.PathLike": (lambda v: isinstance(v, os.PathLike), "a path"),
+    "Sequence": (lambda v: isinstance(v, Iterable) and not isinstance(v, str | Mapping), "a list"),
+    "Mapping": (lambda v: isinstance(v, Mapping), "a dictionary"),
+    "None": (lambda v: v is None, "None"),
+}
+"""What each of them takes, and in words."""
 
 
 def described(cls: type, indent: str) -> str:

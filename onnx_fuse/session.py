@@ -17,7 +17,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, in_threads, is_container, stamp
-from onnx_fuse.errors import DeviceError, UsageError, did_you_mean
+from onnx_fuse.errors import DeviceError, UsageError, did_you_mean, listed
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
@@ -234,12 +234,17 @@ class InferenceSession:
                 onnxruntime is not installed).
             DeviceError: A kernel failed.
         """
+        if not isinstance(input_feed, Mapping):
+            raise UsageError(
+                f"the inputs are of type {type(input_feed).__name__}: give arrays by input name"
+            )
+        output_names = listed("output_names", output_names or ())
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
         names = self._output_names
         if output_names:
-            names = list(output_names)
+            names = output_names
             for name in names:
                 if name not in self._output_names:
                     raise _invalid(f"Invalid output name:{name}")
@@ -352,6 +357,14 @@ class InferenceSession:
         inputs, outputs = (", ".join(f"{v.name} {v.shape}" for v in values) for values in ends)
         name = f"'{os.fspath(source)}', " if source else ""
         return f"InferenceSession({name}device='{self.device}', {inputs} -> {outputs})"
+
+    def _repr_html_(self) -> str:
+        """The inputs and outputs as a table, in a notebook."""
+        from onnx_fuse.textwrap import html_table
+
+        ends = (("input", self.get_inputs()), ("output", self.get_outputs()))
+        rows = [[kind, v.name, v.type, v.shape] for kind, values in ends for v in values]
+        return html_table(repr(self), ["", "name", "type", "shape"], rows)
 
     def get_providers(self) -> list[str]:
         """The names of the execution providers in use, as onnxruntime has them."""
@@ -468,7 +481,7 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, i
     """The kind of device, the number of the GPU (1 for "cuda:1"), and onnxruntime's providers."""
     if device is None and providers:
         return of_providers(providers)
-    kind, colon, number = (device or "cpu").partition(":")
+    kind, colon, number = str(device or "cpu").partition(":")
     if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
         raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}, cuda:1")
     if colon:
@@ -489,6 +502,7 @@ def provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
 
 def of_providers(providers: Sequence[Any]) -> tuple[str, int, Sequence[Any]]:
     """As `_device`, by the first of `providers` that is there; warns of each one before it."""
+    providers = listed("providers", providers)
     entries = [provider(entry) for entry in providers]
     missing = {name: why_missing(name) for name, _ in entries if name not in (_CPU, _CUDA)}
     for place, (name, options) in enumerate(entries):

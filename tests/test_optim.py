@@ -186,6 +186,46 @@ def test_schedule(name: str) -> None:
     assert {s: rate(s) for s in points} == pytest.approx(points)
 
 
+AS_IN_TORCH: dict[str, tuple[optim.Schedule, str, dict[str, Any]]] = {
+    "exponential": (optim.exponential(0.5, 0.9), "ExponentialLR", {"gamma": 0.9}),
+    "multistep": (
+        optim.multistep(0.5, [3, 7, 7, 12], gamma=0.3),
+        *("MultiStepLR", {"milestones": [3, 7, 7, 12], "gamma": 0.3}),
+    ),
+    "polynomial": (
+        optim.polynomial(0.5, 20, power=2.0), "PolynomialLR", {"total_iters": 20, "power": 2.0}
+    ),
+    "restarts": (
+        optim.restarts(0.5, 3, growth=2, end=0.1),
+        *("CosineAnnealingWarmRestarts", {"T_0": 3, "T_mult": 2, "eta_min": 0.05}),
+    ),
+    "onecycle": (optim.onecycle(0.5, 24), "OneCycleLR", {"max_lr": 0.5, "total_steps": 24}),
+    "cosine": (optim.cosine(0.5, 24), "CosineAnnealingLR", {"T_max": 24}),
+    "step": (optim.step(0.5, 4, gamma=0.5), "StepLR", {"step_size": 4, "gamma": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_IN_TORCH)
+def test_a_schedule_is_that_of_pytorch(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs, options = AS_IN_TORCH[name]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = getattr(torch.optim.lr_scheduler, theirs)(optimizer, **options)
+    rates = []
+    for _ in range(24):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert [ours(i) for i in range(24)] == pytest.approx(rates, rel=1e-6)
+
+
+def test_restarts_of_one_length_and_a_power_of_one() -> None:
+    periods, straight = optim.restarts(1.0, 4), optim.polynomial(1.0, 10, end=0.2)
+    assert [periods(i) for i in range(8)] == [periods(i % 4) for i in range(8)]
+    assert periods(0) == 1.0
+    assert [straight(i) for i in (0, 5, 10, 12)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -193,6 +233,10 @@ def test_schedule(name: str) -> None:
         {"lr": math.nan},
         {"lr": 1.0, "shape": "saw"},
         {"lr": 1.0, "every": 0},
+        {"lr": "1e-3"},
+        {"lr": 1.0, "warmup": 1.5},
+        {"lr": 1.0, "shape": "restarts"},
+        {"lr": 1.0, "shape": "polynomial"},
         {"lr": 1.0, "shape": "cosine", "steps": 5, "warmup": 5},
     ],
 )

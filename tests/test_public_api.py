@@ -4,9 +4,11 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,103 @@ def test_every_argument_of_a_public_function_is_described() -> None:
         arguments = [a for a in inspect.signature(function).parameters if a not in OBVIOUS]
         missing += [f"{name}({a})" for a in arguments if a not in text]
     assert not missing
+
+
+SCRIPT = '''
+"""What a type checker knows of a user's script."""
+
+import numpy as np
+import onnx
+
+import onnx_fuse as of
+from onnx_fuse import nn
+from onnx_fuse.training.history import History
+
+proto: onnx.ModelProto = of.optimize("m.onnx", level=1, skip=["Conv"], precision="fp16")
+data: bytes = of.optimize(b"")
+fused, report = of.optimize("m.onnx", report=True)
+count: dict[str, int] = report.fusions
+backward: onnx.ModelProto = of.gradient(proto, wrt=["w"], loss="mse")
+session = of.InferenceSession("m.onnx", providers=["CPUExecutionProvider"])
+ys = session.run(None, {"x": np.ones((2, 3), np.float32)})
+check = of.validate("m.onnx", rtol=1e-4, seed=3)
+if not check.ok and check.worst is not None:
+    print(check.worst.max_abs)
+trainer = of.Trainer("m.onnx", loss="cross_entropy", optimizer="adam", clip_norm=1.0)
+loss: float = float(trainer.step((ys[0], np.zeros(2, np.int64))))
+stop = of.callbacks.EarlyStopping(patience=2)
+history: History = trainer.fit({"x": ys[0]}, epochs=2, metrics=["accuracy"], callbacks=[stop])
+x = nn.tensor([[1.0, 2.0]], requires_grad=True)
+for y in (x * 2, 1 - x, -x, x @ x, x[0], x.sum(), nn.functional.relu(x), x**2, x / x):
+    z: nn.Tensor = y
+optimizer: nn.optim.Optimizer = nn.optim.AdamW(nn.Linear(2, 3).parameters(), lr=1e-3)
+'''
+MISTAKES = """
+trainer.fit({}, epoch=2)
+trainer.fit({}, epochs="2")
+bad: int = x * 2
+text: str = of.optimize(b"")
+of.validate("m.onnx", tol=3)
+"""
+
+
+def test_a_type_checker_reads_a_users_script(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + MISTAKES)
+    found, _, _ = api.run(["--strict", "--follow-imports=silent", "--no-color", str(script)])
+    lines = [int(line.split(":")[1]) for line in found.splitlines() if ": error:" in line]
+    first = SCRIPT.count("\n") + 2
+    assert lines == [*range(first, first + 5)], found
+
+
+ARRAYS = {"x": np.ones((4, 3), np.float32), "labels": np.zeros((4, 2), np.float32)}
+LINEAR = """agraph (float[N, 3] x) => (float[N, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}>
+    { y = MatMul(x, w) }"""
+WRONG: dict[str, tuple[Callable[[Any, of.Trainer], Any], str]] = {
+    "epochs": (lambda m, t: t.fit(ARRAYS, epochs="3"), "epochs is '3': it takes a whole number"),
+    "no epochs": (lambda m, t: t.fit(ARRAYS, epochs=0), "epochs is 0: it must be at least 1"),
+    "batch": (lambda m, t: t.fit(ARRAYS, batch_size=2.5), "batch_size is 2.5: it takes a whole"),
+    "bool": (lambda m, t: t.fit(ARRAYS, epochs=True), "epochs is True: it takes a whole number"),
+    "callback": (lambda m, t: t.fit(ARRAYS, callbacks=[5]), "5 is no callback"),
+    "callbacks": (lambda m, t: t.fit(ARRAYS, callbacks=5), "callbacks is 5: it takes a list or"),
+    "weights": (lambda m, t: t.set_weights({"a": 5}), "no array for the weight 'w'"),
+    "lr": (lambda m, t: setattr(t, "lr", "x"), "lr is 'x': it takes a number"),
+    "optimizer": (
+        lambda m, t: of.Trainer(m, loss="mse", optimizer=of.optim.AdamW), "such as AdamW(lr=1e-3)"
+    ),
+    "rtol": (lambda m, t: of.validate(m, rtol="a"), "rtol is 'a': it takes a number or None"),
+    "low": (lambda m, t: of.validate(m, rtol=-1), "rtol is -1: it must be at least 0.0"),
+    "feeds": (lambda m, t: of.validate(m, feeds=ARRAYS), "it takes a list or None"),
+    "no feeds": (lambda m, t: of.validate(m, feeds=[]), "feeds is empty"),
+    "shape": (lambda m, t: of.validate(m, shapes={"x": 5}), "'x' is 5: it takes whole numbers"),
+    "size": (lambda m, t: of.validate(m, dims={"N": "a"}), "'N' is 'a': it takes a whole number"),
+    "wrt": (lambda m, t: of.gradient(m, wrt=5), "wrt is 5: it takes a list"),
+    "loss": (lambda m, t: of.gradient(m, loss=5), "loss is 5: it takes the name of a loss"),
+    "fuse": (lambda m, t: of.optimize(m, fuse="Conw"), "unknown fusion 'Conw' (did you mean 'Con"),
+    "device": (lambda m, t: of.InferenceSession(m, device=5), "unknown device '5'"),
+    "providers": (lambda m, t: of.InferenceSession(m, providers=5), "providers is 5: it takes a"),
+    "run": (lambda m, t: of.InferenceSession(m).run(None, 5), "type int: give arrays by input"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_type_is_refused_in_a_sentence(name: str) -> None:
+    call, words = WRONG[name]
+    model = text_model(LINEAR)
+    with pytest.raises(of.OnnxFuseError, match=re.escape(words)) as caught:
+        call(model, of.Trainer(model, loss="mse"))
+    assert "\n" not in str(caught.value)
+
+
+def test_one_name_is_a_list_of_one() -> None:
+    session = of.InferenceSession(text_model(LINEAR), providers="CPUExecutionProvider")
+    (y,) = session.run("y", {"x": ARRAYS["x"]})
+    assert y.shape == (4, 2)
+    assert "<th>shape</th>" in session._repr_html_()
+    trainer = of.Trainer(text_model(LINEAR), loss="mse")
+    assert "<td>w</td>" in trainer._repr_html_()
+    assert of.gradient(text_model(LINEAR), wrt="x").graph.outputs[-1].name == "x.grad"
 
 
 def is_plain(cls: type) -> bool:

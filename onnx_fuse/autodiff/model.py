@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
-from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
+from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, listed, unknown
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder, add_initializer, rank, reads, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
@@ -140,6 +140,9 @@ def append_gradients(
     Arguments are those of `api.gradient`, and so are errors, except that there may be no gradient.
     """
     model = load(model)
+    wrt = None if wrt is None else listed("wrt", wrt)
+    if loss is not None and not isinstance(loss, str):
+        raise UsageError(f"loss is {loss!r:.80}: it takes the name of a loss or of an output")
     graph = model.graph
     inputs = list(graph.inputs)
     lift_parameters(model, wrt or ())

@@ -43,10 +43,11 @@ OPTIONS = """
     keep_best (--keep-best): Write the weights of the best evaluation.
     optimizer (--optimizer NAME): Update by sgd, adam, adamw, adagrad or lion.
     lr (--lr): Set the learning rate, at its peak.
-    schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine or step.
+    schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, onecycle,
+        step or restarts (of half cosines).
     warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
     lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
-        (step).
+        (step), or begin a half cosine anew (restarts).
     momentum (--momentum): Set the momentum of sgd.
     weight_decay (--weight-decay): Set the weight decay, instead of the optimizer's default.
     ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
@@ -197,8 +198,9 @@ def train(
         arrays, held_out = examples.split(arrays, split, trainer.seed)
     source = sources.source(trainer, arrays, batch_size, split=True)
     steps = options["epochs"] * (source.steps or 0) // trainer.accumulate
-    span = steps if schedule in ("linear", "cosine") else 0
-    trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
+    span = steps if schedule in optim.ENDING else 0
+    factor = 1.0 if schedule == "restarts" else 0.1
+    trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every, gamma=factor))
     if checkpoint is not None:
         fit.start_or_resume(trainer, checkpoint, resume=resume)
     trained = [s.initial.size for s in trainer.spec().states if s.kind == "parameter"]

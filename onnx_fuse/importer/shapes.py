@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import onnx
@@ -374,8 +375,12 @@ def fix_shapes(
                 f"no input has a size named '{named}': the inputs name "
                 f"{', '.join(sorted(symbols)) or 'none'}"
             )
+        if not isinstance(size, Integral):
+            raise UsageError(f"the size '{named}' is {size!r}: it takes a whole number")
         sizes[named] = size
     for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or not all(isinstance(n, Integral) for n in shape):
+            raise UsageError(f"the shape of '{name}' is {shape!r}: it takes whole numbers")
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
         dimensions = list(inputs[name].shape or [None] * len(shape))

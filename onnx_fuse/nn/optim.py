@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -110,18 +110,24 @@ def _updater(rule: rules.Optimizer) -> Callable[..., Any]:
     return operation(update)
 
 
-def _named(rule: type[rules.Optimizer]) -> type[Optimizer]:
-    def make(self: Any, parameters: Module | Iterable[Any], **numbers: Any) -> None:
-        Optimizer.__init__(self, parameters, rules.make(rule.__name__.lower(), **numbers))
+class _Named(Optimizer):
+    """An optimizer whose rule is made of its numbers."""
 
+    kind: ClassVar[str]
+
+    def __init__(self, parameters: Module | Iterable[Any], **numbers: Any) -> None:
+        super().__init__(parameters, rules.make(self.kind, **numbers))
+
+
+def _named(rule: type[rules.Optimizer]) -> type[_Named]:
     text = f"""{(rule.__doc__ or "").strip()}
 
     Args:
         parameters: As of `Optimizer`.
         **numbers: The fields of `onnx_fuse.optim.{rule.__name__}`, such as lr.
     """
-    return type(rule.__name__, (Optimizer,), {"__init__": make, "__doc__": text,
-                                              "__module__": __name__})  # fmt: skip
+    names = {"kind": rule.__name__.lower(), "__doc__": text, "__module__": __name__}
+    return type(rule.__name__, (_Named,), names)
 
 
 SGD = _named(rules.SGD)

@@ -48,7 +48,9 @@ def _unary(name: str, text: str, call: Any = None, integers: str = "") -> Method
     return method
 
 
-def _binary(call: Callable[..., Any], text: str, *, swapped: bool = False) -> Any:
+def _binary(
+    call: Callable[..., Any], text: str, *, swapped: bool = False
+) -> Callable[[Tensor, Any], Tensor]:
     def method(self: Tensor, other: Any) -> Any:
         if not isinstance(other, Tensor) or other._data.dtype is not self._data.dtype:
             if not isinstance(other, _OPERANDS):
@@ -332,8 +334,8 @@ class Tensor:
     __le__ = _binary(operators.emitter("LessOrEqual"), "Less or equal.")
     __gt__ = _binary(operators.emitter("Greater"), "Greater.")
     __ge__ = _binary(operators.emitter("GreaterOrEqual"), "Greater or equal.")
-    __eq__ = _binary(operators.emitter("Equal"), "Equal, for each element.")
-    __ne__ = _binary(operators.not_equal, "Not equal, for each element.")
+    __eq__: Any = _binary(operators.emitter("Equal"), "Equal, for each element.")
+    __ne__: Any = _binary(operators.not_equal, "Not equal, for each element.")
     __hash__ = object.__hash__
     maximum = _binary(operators.emitter("Max"), "The larger of each element and `other`'s.")
     minimum = _binary(operators.emitter("Min"), "The smaller of each element and `other`'s.")

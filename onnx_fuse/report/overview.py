@@ -99,11 +99,12 @@ def ran(model: Path, device: str, verdict: str, result: RunResult) -> Overview:
 def benched(model: Path, device: str, first: str, result: Comparison) -> Overview:
     """Of `bench`; `first` is the name of the model that the fused one is compared with."""
     low, high = result.noise
+    of = "the original" if first == "original" else first
     if low <= 1 <= high:
-        verdict = "the fused model is as fast as the original, within the noise"
+        verdict = f"the fused model is as fast as {of}, within the noise"
     else:
         how = "faster" if high < 1 else "slower"
-        verdict = f"the fused model is {how}: it takes {result.ratio:.3f} of the original's time"
+        verdict = f"the fused model is {how}: it takes {result.ratio:.3f} of the time of {of}"
     on = () if device == "cpu" else ("--device", device)
     return Overview(
         verdict,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse import progress
-from onnx_fuse.errors import ModelError, UsageError, unknown
+from onnx_fuse.errors import ModelError, UsageError, listed, unknown
 from onnx_fuse.importer.shapes import infer_shapes, symbols_apart
 from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.ir.constants import FUSE, base_name, one_line
@@ -120,6 +120,7 @@ def optimize(
     for graphs that this runtime's kernels run, or that train: it also fuses what is in contrib
     operators that onnxruntime's CPU runs faster whole.
     """
+    fuse, skip = listed("fuse", fuse), listed("skip", skip)
     for name in (*fuse, *skip):
         if name not in FUSIONS:
             raise UsageError(unknown("fusion", name, sorted(FUSIONS)))

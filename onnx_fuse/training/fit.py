@@ -32,13 +32,14 @@ __dir__ = __all__.copy
 
 
 @dataclass(frozen=True)
-class _FitArguments(FitOptions):
-    trainer: Learner
+class FitArguments(FitOptions):
+    """What `fit` takes besides the Trainer."""
+
     data: sources.Data
 
 
-@takes(_FitArguments)
-def fit(options: _FitArguments) -> History:
+@takes(FitArguments)
+def fit(trainer: Learner, options: FitArguments) -> History:
     """Train until `epochs` epochs are done, counted from the beginning of the run.
 
     Args:
@@ -56,7 +57,12 @@ def fit(options: _FitArguments) -> History:
             only once and is needed more often.
         CheckFailed: A loss or gradient is not finite.
     """
-    trainer, epochs, steps_per_epoch = options.trainer, options.epochs, options.steps_per_epoch
+    return train(trainer, options)
+
+
+def train(trainer: Learner, options: FitArguments) -> History:
+    """As `fit`, which has the arguments one by one."""
+    epochs, steps_per_epoch = options.epochs, options.steps_per_epoch
     source = sources.source(
         trainer,
         options.data,
@@ -83,6 +89,9 @@ def fit(options: _FitArguments) -> History:
         if options.folder and is_first(trainer):
             stack.enter_context(checkpoint.locked(options.folder))
         called = _bar() if options.callbacks is None else options.callbacks
+        for callback in called:
+            if not isinstance(callback, Callback):
+                raise UsageError(f"{callback!r:.80} is no callback: give objects of `callbacks`")
         callbacks = [c for c in called if not c.shows or is_first(trainer)]
         for callback in callbacks:
             callback.on_start(run)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from onnx_fuse.arrays import Array
-from onnx_fuse.errors import UsageError, unknown
+from onnx_fuse.errors import UsageError, listed, unknown
 from onnx_fuse.training.losses import Target
 from onnx_fuse.training.step import Spec
 
@@ -251,7 +251,7 @@ def begin(given: Selection, spec: Spec) -> list[Metric]:
         given = ["accuracy"] if any(t.classes for t in spec.targets) else []
     if isinstance(given, Mapping):
         given = [Mean(function, name) for name, function in given.items()]
-    chosen = [_metric(each) for each in given]
+    chosen = [_metric(each) for each in listed("metrics", given)]
     names = [each.name for each in chosen]
     for name in names:
         if names.count(name) > 1 or name in ("step", "epoch", "loss", "validation_loss"):

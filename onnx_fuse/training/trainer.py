@@ -33,6 +33,7 @@ from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.session import load
+from onnx_fuse.textwrap import html_table
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, sources
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.distillation import distilled
@@ -60,6 +61,9 @@ __dir__ = __all__.copy
 class _TrainerArguments(TrainingOptions):
     model: Any
     args: Any = None
+
+
+_WEIGHTS = ("parameter", "statistic", "average")
 
 
 class Trainer:
@@ -164,6 +168,12 @@ class Trainer:
             f"Trainer({type(self.optimizer).__name__}, {sum(sizes):,} weights in {len(sizes)} "
             f"tensors, {self.calls} steps, device='{self._options.device}')"
         )
+
+    def _repr_html_(self) -> str:
+        """The weights that train as a table, in a notebook."""
+        weights = [s for s in self._specs["update"].states if s.kind == "parameter"]
+        rows = [[s.name, s.initial.dtype, [*s.initial.shape]] for s in weights]
+        return html_table(repr(self), ["weight", "type", "shape"], rows)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raises UsageError: neither copy nor pickle can take what runs the steps."""
@@ -351,18 +361,18 @@ class Trainer:
             self._device.resume_updates()
             raise CheckFailed(fault)
 
-    def fit(self, data: sources.Data, **options: Any) -> History:
+    @takes(fit.FitArguments)
+    def fit(self, options: fit.FitArguments) -> History:
         """Train over a data set: epochs, evaluations, callbacks and checkpoints.
 
         Args:
             data: Arrays by name, a data set with columns, or batches, as `training.fit.fit` says.
-            **options: epochs, batch_size, validation, evaluate_every, metrics, callbacks,
-                steps_per_epoch, shuffle, folder and every, of `training.fit.fit`.
+            {options}
 
         Returns:
             The losses, rates, gradient norms, speeds and evaluations of the run.
         """
-        return fit.fit(self, data, **options)
+        return fit.train(self, options)
 
     def predict(self, feeds: sources.Batch, *, ema: bool = False) -> dict[str, Array]:
         """The model's outputs for a batch, by name, in inference mode and without labels.
@@ -437,9 +447,12 @@ class Trainer:
     def set_weights(self, states: Mapping[str, Array]) -> None:
         """Replace the weights and running statistics by those in `states`, which `state` gave."""
         self._finish_steps()
-        for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic", "average"):
-                self._device.write(s.name, states[s.name])
+        held = [s for s in self._specs["update"].states if s.kind in _WEIGHTS]
+        for s in held:
+            if not isinstance(states, Mapping) or s.name not in states:
+                raise DataError(f"no array for the weight '{s.name}': give what `state` gave")
+        for s in held:
+            self._device.write(s.name, states[s.name])
 
     def weights(self, *, ema: bool = False) -> dict[str, Array]:
         """Trained weights and running statistics, under the model's own names and shapes.

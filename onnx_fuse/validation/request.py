@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import CheckOptions
@@ -34,6 +34,8 @@ class Request(CheckOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.feeds is not None and not len(self.feeds):
+            raise UsageError("feeds is empty: it takes a list of arrays by input name, or None")
         if self.providers:
             kind, gpu, rest = of_providers(self.providers)
             object.__setattr__(self, "device", f"{kind}:{gpu}" if gpu else kind)
