@@ -41,11 +41,13 @@ def survivable(model: ir.Model) -> ir.Model:
         empty = outer.Equal(outer.Size(node.inputs[0]), outer.constant(0))
         ends = outer.node("If", [empty], outputs=len(used), name=node.name, attributes=branches)
         ends = ends if isinstance(ends, tuple) else (ends,)
-        _replace(graph, node, outer, dict(zip(used, ends, strict=True)))
+        replace_outputs(graph, node, outer, dict(zip(used, ends, strict=True)))
     return model
 
 
-def _replace(graph: ir.Graph, node: ir.Node, op: Builder, results: Mapping[int, ir.Value]) -> None:
+def replace_outputs(
+    graph: ir.Graph, node: ir.Node, op: Builder, results: Mapping[int, ir.Value]
+) -> None:
     """The nodes of `op` in place of a node; `results` are its outputs, by index."""
     for i, value in results.items():
         old = node.outputs[i]
@@ -89,7 +91,7 @@ def _take_a_step(graph: ir.Graph, node: ir.Node) -> None:
     outputs = node.attributes.get_ints("scan_output_axes", [0] * (len(results) - first))
     for i, axis in enumerate(outputs, first):
         results[i] = op.Slice(results[i], [0], steps, [axis])
-    _replace(graph, node, op, {i: value for i, value in enumerate(results)
+    replace_outputs(graph, node, op, {i: value for i, value in enumerate(results)
                                if node.outputs[i].name})  # fmt: skip
 
 

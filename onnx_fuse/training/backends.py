@@ -15,6 +15,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.runtime import budget, calibration, ort
+from onnx_fuse.runtime.cpu_forms import take_faster_forms
 from onnx_fuse.training import adapters, float8
 from onnx_fuse.training.adapters import Adapter
 from onnx_fuse.training.merged import Merging
@@ -75,6 +76,7 @@ class Portable:
 
     def add(self, key: str, model: ir.Model) -> None:
         """Make a session for the graph of a mode."""
+        take_faster_forms(model)
         with ort.faults("training graph"):
             self._sessions[key] = ort.session(model, ort.quiet_options(threads=self._threads))
 

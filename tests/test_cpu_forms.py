@@ -1,0 +1,55 @@
+"""The forms that a CPU's training graph takes: onnxruntime's answers of the graph as it came."""
+
+import numpy as np
+import pytest
+from support import run
+
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.runtime.cpu_forms import take_faster_forms
+
+MASK = "g (float[N,6] x, bool[N,6] kept) => (float[N,6] y) { z = Constant <value = float {%s}> () "
+TRANSPOSE = (
+    "g (float[N,4,%s] x, float[4,5,%s] w) => (float[N,5,%s] y) { y = ConvTranspose <%s> (x, w) }"
+)
+ROWS = {
+    "mask": (MASK % "0" + "y = Where (kept, x, z) }", "If"),
+    "1-D": (TRANSPOSE % ("7", "3", "7", "pads = [1, 1]"), "Col2Im"),
+    "2-D": (TRANSPOSE % ("3,2", "2,3", "3,3", "pads = [1, 1, 0, 0]"), "Col2Im"),
+    "strides": (
+        TRANSPOSE % ("3,2", "3,3", "6,7", "strides = [2, 3], pads = [1, 0, 1, 0], "
+                     "output_padding = [1, 1]"), "Col2Im"),
+    "dilated": (TRANSPOSE % ("2,2", "2,3", "4,4", "dilations = [2, 1], pads = [0, 0, 0, 0]"),
+                "Col2Im"),
+}  # fmt: skip
+KEPT = {
+    "other than 0": (MASK % "1" + "y = Where (kept, x, z) }", "Where"),
+    "0 where true": (MASK % "0" + "y = Where (kept, z, x) }", "Where"),
+    "many places": (TRANSPOSE % ("9,9", "1,1", "9,9", "group = 1"), "ConvTranspose"),
+}
+"""What stays: the form would be wrong, or slower."""
+
+
+def feeds_of(text: str, batch: int, special: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(batch)
+    feeds = {}
+    for value in text_model(text).graph.inputs:
+        sizes = [d if isinstance(d, int) else batch for d in value.shape]
+        drawn = rng.standard_normal(sizes, np.float32)
+        feeds[value.name] = drawn > 0 if value.name == "kept" else drawn
+    if feeds["x"].size:
+        feeds["x"].flat[[0, -1]] = special, -special
+    return feeds
+
+
+@pytest.mark.parametrize("special", [0.0, 3e38, np.inf, np.nan])
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("row", [*ROWS, *KEPT])
+def test_results_are_those_of_the_usual_form(row: str, batch: int, special: float) -> None:
+    text, expected = (ROWS | KEPT)[row]
+    model = text_model(text)
+    take_faster_forms(model)
+    assert expected in [node.op_type for node in model.graph]
+    feeds = feeds_of(text, batch, special)
+    (found,), (wanted,) = run(model, feeds), run(text_model(text), feeds)
+    # sums of up to 36 products in another order
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
