@@ -20,6 +20,8 @@ from types import ModuleType
 import pytest
 from support import Cli
 
+from onnx_fuse import kernels, plugins
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^( *)(<!-- not run: (.+?) -->\n *)?```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 SHOWN = {"text", "json", "toml", "yaml"}
@@ -122,7 +124,11 @@ RUN = [p for p in PAGES if p not in OTHERS]
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=run_marks(p)) for p in RUN])
 def test_a_page_runs(page: str, shell: Shell, checkout: Path) -> None:
-    run_page(page, shell)
+    try:
+        run_page(page, shell)
+    finally:
+        for name in [*kernels.ADDED]:
+            plugins.unregister(name)
 
 
 def test_the_readme_has_both_commands() -> None:
@@ -155,6 +161,25 @@ def test_the_reference_names_every_command_option_and_public_name() -> None:
         module, _, own = name.rpartition(".")
         if module in PUBLIC:
             assert f"::: {name}" in api, f"{own} of {module} has no place in the reference"
+
+
+def test_the_reference_begins_with_what_people_call() -> None:
+    pages = docs_pages()
+    rows = [line for line in pages.api_page().splitlines() if line.startswith("| `of.")]
+    assert rows[0].startswith("| `of.optimize` | ")
+    assert rows[0].split("|")[2].strip() == "Fuse a model."
+    commands = [line for line in pages.cli_page().splitlines() if line.startswith("| [`onnx-fuse")]
+    assert commands[0].startswith("| [`onnx-fuse optimize`](#onnx-fuse-optimize) | Fuse ")
+
+
+def test_the_button_of_a_console_copies_commands_only() -> None:
+    page = docs_pages().on_page_content
+    console = (
+        '<pre><code><span class="gp">$ </span>run a &lt; b \\\n  c\nresult\n</code></pre></div>'
+    )
+    assert 'data-copy="run a &lt; b \\\n  c">' in page(f'<div class="highlight">{console}')
+    python = '<div class="highlight"><pre><code>x = 1\n</code></pre></div>'
+    assert page(python) == python
 
 
 def test_every_page_is_in_the_menu_once() -> None:

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +47,57 @@ def _public(module: str) -> tuple[str, list[str]]:
     return about, [name for name in names if not name.startswith("__")]
 
 
+_CALLED = (
+    "optimize", "InferenceSession", "validate", "Trainer", "gradient", "quantize", "generate",
+    "check_gradients", "load",
+)  # fmt: skip
+"""The names of the package that people call most, which begin the page."""
+
+
+def _in_order(names: list[str], first: tuple[str, ...]) -> list[str]:
+    """The names, those in `first` before all others, in its order."""
+    return [n for n in first if n in names] + [n for n in names if n not in first]
+
+
+def _first(value: Any) -> str:
+    """The first paragraph of a docstring, for a cell of a table."""
+    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    return paragraph.replace("|", "&#124;")
+
+
 def api_page() -> str:
-    """One section for each public module, with every name that its `__all__` lists."""
+    """What people call most, then one section for each public module, with every public name."""
     text = ["# Python API", ""]
     text += ["Only the names below are public; all others may change.", ""]
     found = {name: _public(name) for name in public_modules()}
+    called = {_module(name, found): None for name in _CALLED}
+    found = {name: found[name] for name in _in_order(list(found), ("onnx_fuse", *called))}
+    package = importlib.import_module("onnx_fuse")
     for name, (about, own) in found.items():
         text += [f"## {name}", "", about, ""]
         if name == "onnx_fuse":  # most of its names are those of other modules
-            homes = {n: _home(n, found) for n in own}
-            text += ["| name | described in |", "|---|---|"]
-            text += [f"| `{n}` | {home} |" for n, home in homes.items() if home]
-            text.append("")
-            own = [n for n, home in homes.items() if not home]
-        for n in own:
-            text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
-            text += ["      show_root_full_path: false", "      heading_level: 3", ""]
-            text += _options(f"{name}.{n}")
+            homes = {n: _home(n, found) or f"[{name}][{name}.{n}]" for n in _in_order(own, _CALLED)}
+            text += ["| name | what it does | described in |", "|---|---|---|"]
+            text += [
+                f"| `of.{n}` | {_first(getattr(package, n))} | {home} |"
+                for n, home in homes.items()
+            ]
+            text += ["", "`import onnx_fuse as of` gives these names.", ""]
+            continue
+        text += _described(name, own)
+    text += ["## Operators, kernels and replicas", "", "The package lists these names itself.", ""]
+    text += _described("onnx_fuse", [n for n in found["onnx_fuse"][1] if not _home(n, found)])
     return "\n".join(text)
+
+
+def _described(module: str, names: list[str]) -> list[str]:
+    """Each name's signature and docstring, which mkdocstrings reads, and its options."""
+    text = []
+    for n in names:
+        text += [f"::: {module}.{n}", "    options:", "      show_root_heading: true"]
+        text += ["      show_root_full_path: false", "      heading_level: 3", ""]
+        text += _options(f"{module}.{n}")
+    return text
 
 
 def _options(name: str) -> list[str]:
@@ -97,6 +131,11 @@ def _options(name: str) -> list[str]:
     return [*text, ""]
 
 
+def _module(name: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
+    """The public module, other than the package, that lists a name of the package."""
+    return next(m for m, (_, names) in found.items() if m != "onnx_fuse" and name in names)
+
+
 def _home(name: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
     """A link to the module that lists a name of the package, or has this name; "" for none."""
     for module, (_, names) in found.items():
@@ -115,6 +154,12 @@ def cli_page() -> str:
 
     root: Any = typer.main.get_command(app)
     text = ["# Command line", "", *_paragraphs(root.help), ""]
+    text += ["| command | what it does |", "|---|---|"]
+    text += [
+        f"| [`onnx-fuse {name}`](#onnx-fuse-{name}) | {_paragraphs(command.help)[0].strip()} |"
+        for name, command in root.commands.items()
+    ]
+    text.append("")
     for name, command in root.commands.items():
         context = command.make_context(name, [], resilient_parsing=True)
         usage = " ".join(command.collect_usage_pieces(context))
@@ -156,6 +201,25 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+_CONSOLE = re.compile(r'<div class="highlight">(<pre>.*?</pre>)', re.DOTALL)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Have the button of a console copy its commands, without prompts and output."""
+
+    def with_commands(match: re.Match[str]) -> str:
+        if 'class="gp"' not in match[1]:
+            return match[0]
+        lines, going = list[str](), False
+        for line in unescape(re.sub(r"<[^>]+>", "", match[1])).splitlines():
+            if line.startswith("$ ") or going:
+                lines.append(line.removeprefix("$ "))
+                going = line.endswith("\\")
+        return f'<div class="highlight" data-copy="{escape(chr(10).join(lines))}">{match[1]}'
+
+    return _CONSOLE.sub(with_commands, html)
 
 
 _WORKER = re.compile(r'src="https://[^"]*/iframe-worker/shim"')
