@@ -89,8 +89,9 @@ class Replicas:
     def run(self, output_names: Sequence[str] | None, feeds: Feeds) -> list[Any]:
         """Run one batch, a part of its rows on each device, and return the outputs of all rows.
 
-        The batch is the first axis of the first input whose first axis is open. Inputs and outputs
-        with the same open size there are split and joined; other inputs go to each device whole.
+        The batch is the first axis of the first input whose first axis is dynamic. Inputs and
+        outputs with the same dimension there are split and joined; other inputs go to each device
+        whole.
 
         Args:
             output_names: The outputs wanted; None asks for all.

@@ -58,10 +58,10 @@ class InferenceSession:
             package's own kernels, and "cuda:1" on the second GPU.
         optimize: False runs the graph as it is.
         level: Level of the fusions, 0 to 3, as in `optimize`.
-        precision: What "cuda" computes in. "fp32" has IEEE products, "tf32" rounds the operands of
-            products to 11 bits, "bf16x3" and "bf16x6" make each product of float32 from three or
-            six of bfloat16 (relative errors of 4e-6, and of float32 itself), and "bf16" and "fp16"
-            compute in 16 bits. Inputs and outputs keep their types.
+        precision: What "cuda" computes in. "fp32" multiplies matrices as IEEE says, "tf32" rounds
+            the operands to 11 bits, "bf16x3" and "bf16x6" compute a float32 multiplication as three
+            or six in bfloat16 (relative errors of 4e-6, and of float32 itself), and "bf16" and
+            "fp16" compute in 16 bits. Inputs and outputs keep their types.
         recompile: Compile the graph that is in a compiled file here, as any other model's.
 
     Raises:

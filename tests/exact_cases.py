@@ -297,23 +297,23 @@ attention_of_one_head_with_a_mask_of_more: fed q k v mask
 gate_whose_half_is_read_elsewhere: Silu
   ($X, float[8,16] w) => ($OUT)
   $GLU  $SILU  t = Mul (o, u)  y = Add (t, u)
-  reason: other nodes read the product or one of its halves, too
+  reason: other nodes read the matrix multiplication or one of its halves, too
 gate_whose_product_is_an_output: Silu
   ($X, float[8,16] w) => (float[B,T,8] y, float[B,T,16] z)
   $GLU  $SILU  y = Mul (o, u)
-  reason: other nodes read the product or one of its halves, too
+  reason: other nodes read the matrix multiplication or one of its halves, too
 gate_that_lets_through_one_column: Silu
   ($X, float[8,9] w) => ($OUT)
   z = MatMul (x, w)  n = [8, 1]  q, u = Split <axis = -1> (z, n)  $SILU  y = Mul (o, u)
-  reason: are not the halves of a product
+  reason: are not the halves of a matrix multiplication
 gate_among_three_parts: Silu
   ($X, float[8,24] w) => ($OUT)
   z = MatMul (x, w)  q, u, t = Split <axis = -1, num_outputs = 3> (z)  $SILU  y = Mul (o, t)
-  reason: are not the halves of a product
+  reason: are not the halves of a matrix multiplication
 gate_on_itself:
   ($X, float[8,16] w) => ($OUT)
   $GLU  o = Tanh (q)  y = Mul (o, q)
-  reason: are not the halves of a product
+  reason: are not the halves of a matrix multiplication
 gate_of_other_rows:
   (float[B,6,8] x, float[8,16] w) => (float[B,3,16] y)
   z = MatMul (x, w)  q, u = Split <axis = 1, num_outputs = 2> (z)  o = Sigmoid (q)  y = Mul (o, u)
@@ -321,7 +321,7 @@ gate_of_other_rows:
 gate_and_up_of_one_column: Gemm
   ($X, float[8,8] w, float[8,1] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)
-  reason: its two products differ in width
+  reason: its two matrix multiplications differ in width
 gate_and_up_with_a_computed_weight: GemmTanh; fed x w1
   ($X, float[8,8] w, float[8,8] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)
@@ -329,7 +329,7 @@ gate_and_up_with_a_computed_weight: GemmTanh; fed x w1
 gate_and_up_that_is_read_elsewhere: Gemm
   ($X, float[8,8] w, float[8,8] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  t = Mul (o, u)  y = Add (t, u)
-  reason: other nodes read one of its two products, too
+  reason: other nodes read one of its two matrix multiplications, too
 gate_and_up_with_a_bias_of_each_row: GemmTanh
   (float[B,4,8] x, float[8,8] w, float[4,1] c, float[8,8] w1) => (float[B,4,8] y)
   m = MatMul (x, w)  q = Add (m, c)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)

@@ -86,7 +86,7 @@ rms_between_casts_with_its_scale_in_float32_stays: RMSNormalization Gemm
   (float16[B,T,16] x, float[16] g, float16[16,24] w, float16[24] c) => (float16[B,T,24] y)
   d = Cast <to = 1> (x)  $NUMBERS  sq = Mul (d, d)  $STD  r = Reciprocal (std)  p = Mul (r, d)
   f = Mul (g, p)  n = Cast <to = 10> (f)  $LINEAR  y = Identity (z)
-  reason: a Cast between it and the product rounds
+  reason: a Cast between it and the matrix multiplication rounds
 rms_node: RMSNormGemm; opset 23
   ($X, float[16] g, $LIN)
   n = RMSNormalization <axis = -1> (x, g)  $LINEAR  y = Identity (z)

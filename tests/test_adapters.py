@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "left": (
         graph("t = MatMul (w, x) y = MatMul (x, t)").replace("batch", "4"),
         lambda: Lora(),
-        "which is no product of rows",
+        "which is no matrix multiplication of rows",
     ),
     "rank": (FORMS["MatMul"], lambda: Lora(0), "the rank of LoRA must be at least 1"),
 }

@@ -229,7 +229,7 @@ def test_casts_around_a_softmax_count_where_they_round(name: str, training: bool
 
 # text between the product and v, and why it stays; the dtype of all inputs is float
 STAYS = {
-    "z = Clip (s, lo, hi) p = Softmax (z) y = MatMul (p, v)": "Clip stands between the product",
+    "z = Clip (s, lo, hi) p = Softmax (z) y = MatMul (p, v)": "Clip stands between the matrix",
     "c = Cast <to = 11> (s) d = Softmax (c) p = Cast <to = 1> (d) y = MatMul (p, v)":
         "the weights are cast to another type",
     "m = Add (s, wide4) n = Sub (m, wide4) z = Add (n, wide4) p = Softmax (z) y = MatMul (p, v)":
@@ -242,8 +242,8 @@ STAYS = {
     "p = Softmax (s) pt = Transpose <perm = [1,0,2,3]> (p) y = MatMul (pt, v)":
         "a Transpose of the weights that does more",
     "p = Softmax (s) pt = Transpose <perm = [0,1,3,2]> (p) y = MatMul (pt, v)":
-        "the product with v sums over the queries",
-    "e = Exp (s) p = Softmax (e) y = MatMul (p, v)": "Exp stands between the product",
+        "the matrix multiplication with v sums over the queries",
+    "e = Exp (s) p = Softmax (e) y = MatMul (p, v)": "Exp stands between the matrix",
     "f = Reshape (s, flat) p = Softmax (f) b = Reshape (p, four) y = MatMul (b, v)":
         "a Reshape that may touch queries or keys",
     "n = IsNaN (s) z = Where (n, wide4, s) p = Softmax (z) y = MatMul (p, v)":

@@ -139,7 +139,7 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
         if site["op"] == "Gemm":
             assert site["kernel"] in ("fma", "simt")  # the two with fp32 products
             assert "tile=" in site["config"]
-            assert ["mma", "products asked for are ieee"] in site["refused"]
+            assert ["mma", "matrix multiplications asked for are ieee"] in site["refused"]
     sites = cli.report("optimize", path, *options, "--precision", "bf16x3")["kernels"]
     assert {"mma", "wgmma_split"}.isdisjoint(
         name for s in sites if s["op"] == "Gemm" for name, _ in s["refused"]

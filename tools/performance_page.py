@@ -69,7 +69,7 @@ def fp16_verdict(row: Row) -> list[str]:
         if arm in us:
             lines.append(
                 f"LayerNorm+Linear in fp16 on a {'rested' if 'rested' in arm else 'warm'} chip: "
-                f"{us[arm]:.0f} us, where cuBLAS's product alone takes {cublas:.0f} in bf16"
+                f"{us[arm]:.0f} us, where cuBLAS's Gemm takes {cublas:.0f} in bf16"
             )
     if lines:
         lines.append(f"the two operators in fp16 on onnxruntime, rested chip: {ORT_FP16:.0f} us")
@@ -134,9 +134,7 @@ def ratio_plot(rows: list[Row]) -> str:
             parts.append(text(at(k / 4), y + 14, f"{k / 4:g}", "middle"))
     parts += [line(at(1), 42, at(1), y, "#c00", "5,3"), line(left, y, right, y, "#888")]
     parts.append(
-        text(
-            (left + right) / 2, y + 30, "time / cuBLAS's bare product (shorter is faster)", "middle"
-        )
+        text((left + right) / 2, y + 30, "time / cuBLAS's bare Gemm (shorter is faster)", "middle")
     )
     return svg(830, int(y + 40), parts)
 
@@ -191,7 +189,7 @@ def fused_page(found: Row, hw: Hardware) -> list[str]:
     shown = [key for key in ARMS if any(ratio(r, *key) for r in rows)]
     lines = [
         "## LayerNorm + Linear, Linear + GELU", "",
-        "bf16; each number is a time over that of cuBLAS's bare product (three bare products for "
+        "bf16; each number is a time over that of cuBLAS's bare Gemm (three bare Gemms for "
         "forward + backward) in the same run.", "",
         "![times over cuBLAS's](performance/ratios.svg)", "",
         "| M, K, N | cuBLAS us | " + " | ".join(ARMS[key][0] for key in shown) + " |",
@@ -212,7 +210,7 @@ def fused_page(found: Row, hw: Hardware) -> list[str]:
             us, shape = row["fp32"], ", ".join(map(str, row["shape"]))
             three, six = us["bf16x3"] / us["cublas"], us["bf16x6"] / us["cublas"]
             lines.append(
-                f"- fp32 {shape}: cuBLAS IEEE {us['cublas']:.0f} us; as three bf16 products (error "
+                f"- fp32 {shape}: cuBLAS IEEE {us['cublas']:.0f} us; as three Gemms in bf16 (error "
                 f"4e-6) {three:.2f} of that, as six (as accurate as fp32) {six:.2f}."
             )
     lines += [f"- {line}." for row in rows for line in fp16_verdict(row)]
@@ -292,12 +290,15 @@ def main() -> None:
     hw = next((chip for key, chip in CHIPS.items() if key in any_run["gpu"]), CHIPS["H200"])
     lines = [
         "# Performance", "",
+        "This page has measured times, as tables and plots. These commands measure them on your "
+        "GPU, and write the page anew:", "",
+        "<!-- not run: needs a GPU -->", "```sh",
+        *(f"python tools/bench_{name}.py --json docs/performance/{name}.json" for name in found),
+        "python tools/performance_page.py", "```", "",
         f"Measured on one {any_run['gpu']}, {any_run['date']}, torch {any_run['torch']}"
         f"{', commit `' + any_run['commit'] + '`' if 'commit' in any_run else ''}; medians "
-        "of CUDA-graph replays over operands larger than L2, in turns with the peer. Made by "
-        "`python tools/performance_page.py` from what `tools/bench_fused.py`, "
-        "`tools/bench_bert.py` and `tools/bench_train.py` wrote into `docs/performance/` by "
-        "`--json`.", "",
+        "of CUDA-graph replays over operands larger than L2, in turns with the peer.",
+        "",
     ]  # fmt: skip
     if "fused" in found:
         rows = found["fused"]["rows"]

@@ -22,7 +22,7 @@ _OPTIONAL = {
         INSTALL_CUDA,
     ),
     ("nvmath-python", "nvidia-cublas"): (
-        "cuBLASLt is not tried for matrix products; this package's kernels compute all of them",
+        "cuBLASLt is not tried for matrix multiplications: this package's kernels compute all",
         INSTALL_CUBLASLT,
     ),
     ("nccl4py",): (

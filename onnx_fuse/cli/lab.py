@@ -19,7 +19,7 @@ OPTIONS = """
     shape (--shape M,K,N): Time at these sizes; may be repeated.
     candidate (--candidate FILE.cu): Try this changed copy of a kernel's source, beside the
         kernel that has the file.
-    tune (--tune): Time all configurations, not the likeliest alone.
+    tune (--tune): Time all configurations, not only the likeliest.
     freeze (--freeze): Use the fastest at these sizes from now on.
     records (--records DIR): With --freeze, keep the records in this folder.
     limit (--limit, 1 or more): Check for this many seconds at most.

@@ -153,8 +153,8 @@ def kernels(
     kinds = Counter(f"{s.op} {s.kernel}" for s in sites).most_common(_KINDS)
     shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in program.inputs)
     printer.text(
-        f"{len(sites)} calls, predicted {total * 1e6:.1f} µs; arithmetic and memory traffic alone "
-        f"would take at least {floor * 1e6:.3g} µs (the floor)",
+        f"{len(sites)} calls, predicted {total * 1e6:.1f} µs; without any other cost, arithmetic "
+        f"and memory traffic take at least {floor * 1e6:.3g} µs (the floor)",
         f"most frequent: {', '.join(f'{count} {name}' for name, count in kinds)}",
         f"inputs: {shapes}",
         f"memory: {plan(program)}",

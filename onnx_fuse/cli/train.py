@@ -64,8 +64,8 @@ OPTIONS = """
     lora (--lora GLOB): Adapt these weights. The default is all matrices.
     adapters (--adapters FILE.safetensors|DIR): Write only the adapters to this file, or in
         PEFT's format to a folder.
-    explain (--explain): List the norms and products that the GPU trains as two operators
-        because no fused kernel is faster, with the predicted times.
+    explain (--explain): List the norms and matrix multiplications that the GPU trains as two
+        operators because no fused kernel is faster, with the predicted times.
     gpus (--gpus, 1 or more): Train on this many GPUs of this machine, by a process each; with
         --device cpu by so many processes. --batch-size is that of all together.
     resume (--resume): Continue from the newest checkpoint in the folder, if there is one.

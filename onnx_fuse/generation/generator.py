@@ -260,7 +260,7 @@ class _GenerateArguments(GeneratorOptions):
 
 @takes(_GenerateArguments)
 def generate(options: _GenerateArguments) -> list[Any]:
-    """The tokens that a decoder puts behind a prompt, or behind each of several.
+    """The tokens with which a decoder continues a prompt, or each of several.
 
     Args:
         stream: Called with the number of the prompt and each of its tokens as soon as it is there.

@@ -299,7 +299,7 @@ class PointwiseWeightGrad(HeuristicKernel):
         if problem.groups > 1 or problem.x_strides or max(*window.kernel, *window.strides) > 1:
             return "for filters of one tap over dense images, in one group"
         if any((*window.before, *window.after)):
-            return "pixels beyond the image are no part of a product"
+            return "pixels beyond the image are no part of a matrix multiplication"
         if -(-problem.filters // 64) * -(-problem.channels // 128) < _PRODUCT_TILES:
             return "tiles are few, so that pixels are summed in parts"
         return _unlike(problem) or self.inner.supports(self._gemm(problem), hw)

@@ -104,9 +104,9 @@ class ChannelsLast(HeuristicKernel):
         if problem.planar != self.planar:
             return "x has its channels first" if problem.planar else "x has its channels last"
         if problem.dtype not in ("float16", "bfloat16", "float32"):
-            return f"no tensor core products for {problem.dtype}"
+            return f"no tensor core matrix multiplications for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in self.maths:
-            return f"for 16-bit operands, not float32 by {problem.math} products"
+            return f"for 16-bit operands, not float32 by {problem.math} matrix multiplications"
         if self.axes < 3 and is_deep(problem):
             return "at most two spatial axes"
         if problem.y_strides and not self.gaps:
@@ -319,7 +319,7 @@ class Mma(Planned, Chosen):
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         if problem.depthwise:
-            return "a filter a channel leaves no product to share"
+            return "a filter a channel leaves no matrix multiplication to share"
         if problem.groups > 1 and problem.channels % 8:
             return f"{problem.channels} channels a group (a multiple of 8)"
         return super().supports(problem, hw)
@@ -460,7 +460,7 @@ class Gathered(Chosen):
         if problem.groups > 1:
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
-            return "no epilogue of a product computes the operators after it"
+            return "no epilogue of a matrix multiplication computes the operators after it"
         reason = super().supports(problem, hw) or unboxed(problem)
         return reason or self.many.supports(self.product(problem), hw)
 

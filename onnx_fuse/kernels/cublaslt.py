@@ -69,9 +69,9 @@ class CublasLt(Kernel):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
-            return f"no product {problem.dtype} -> {problem.out}"
+            return f"no matrix multiplication {problem.dtype} -> {problem.out}"
         if (problem.dtype, problem.out) == ("float64", "float32"):
-            return "no product float64 -> float32"
+            return "no matrix multiplication float64 -> float32"
         # its GELU is the tanh form, and its ReLU of NaN is 0 in some of its kernels (13.4, tf32)
         if reason := epilogue_refusal(problem, LIBRARY):
             return reason

@@ -47,7 +47,7 @@ class Cluster(Kernel):
         if reason := half_refusal(problem):
             return reason
         if problem.batch or problem.planes:
-            return "one product at a time"
+            return "one matrix multiplication at a time"
         norm = problem.op == "LayerNormGemm"
         if norm and not problem.folded:
             return "gamma and beta must be folded into the weights"

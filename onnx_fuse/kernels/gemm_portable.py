@@ -257,7 +257,7 @@ class _Portable(Kernel, ABC):
             return f"{len(problem.batch)} batch dims (at most 3)"
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
         if problem.epilogue.row_bias and (rows or normed(problem) or problem.dtype == "float64"):
-            return f"a bias a row in float, and alone: not {rows or problem.dtype}"
+            return f"only a bias for each row, in float: not {rows or problem.dtype}"
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return gate_refusal(problem)
@@ -321,7 +321,7 @@ class Simt(_Portable):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype.startswith("float8"):
-            return f"no products of {problem.dtype} on ordinary cores"
+            return f"no matrix multiplications of {problem.dtype} on ordinary cores"
         fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
         if fancy and problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no such epilogue in {problem.dtype}"
@@ -462,9 +462,9 @@ class Mma(_Portable):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in (*HALVES, "float32"):
-            return f"no tensor core products for {problem.dtype}"
+            return f"no tensor core matrix multiplications for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in ("tf32", "bf16x3"):
-            return f"products asked for are {problem.math}"
+            return f"matrix multiplications asked for are {problem.math}"
         return result_refusal(problem) or self._refusal(problem)
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:

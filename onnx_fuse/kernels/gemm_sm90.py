@@ -160,10 +160,10 @@ class Wgmma(Kernel):
         if problem.epilogue.dw == "turned" and direct(problem):
             return "sums of columns go with TMA stores of 16 bits"
         if problem.ldy and (direct(problem) or problem.batch or operand(problem)):
-            return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
+            return "rows of y with gaps need one matrix multiplication, whole 16 bytes, and no c"
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
-            return "moments are of a single product's 16-bit rows of whole 16 bytes"
+            return "moments of rows need one matrix multiplication of 16-bit rows of 16 bytes"
         if problem.epilogue.save_act and not (problem.epilogue.dact and problem.epilogue.act):
             return "it stores the activation by whose slope it multiplies"
         if problem.epilogue.column_sums:
@@ -176,14 +176,18 @@ class Wgmma(Kernel):
         if problem.epilogue.exp:
             fields = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
             if fields - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
-                return "exponentials are of one product with a bias, stored in rows of 16 bytes"
+                return (
+                    "exponentials need one matrix multiplication with a bias, in rows of 16 bytes"
+                )
             if problem.out != "bfloat16":
                 return f"{problem.out} has no room for exponentials of any score"
         if problem.epilogue.column_moments:
             other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
             present = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
             if present or problem.batch or direct(problem):
-                return "moments of columns come alone, of one product's 16-bit rows of 16 bytes"
+                return (
+                    "moments of columns need one matrix multiplication of 16-bit rows of 16 bytes"
+                )
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):

@@ -59,7 +59,7 @@ class Tf32(Kernel):
         if (problem.dtype, problem.out, problem.math) != ("float32", "float32", "tf32"):
             return f"{problem.dtype} {problem.math} -> {problem.out}: only float32 by tf32"
         if problem.batch or problem.trans_a or not problem.trans_b:
-            return "wgmma takes single products of tf32 whose k is contiguous"
+            return "wgmma takes single matrix multiplications of tf32 whose k is contiguous"
         if problem.rows or problem.planes or problem.epilogue.gate:
             return "no statistics of rows, no planes, no gates"
         if problem.n % 2 or not aligned(problem):

@@ -128,7 +128,7 @@ class TurnedTf32(_Turned):
         if problem.math != "tf32" or problem.dtype != "float32":
             return f"only float32 by tf32, not {problem.dtype} {problem.math}"
         if problem.batch or (problem.trans_b and not problem.trans_a):
-            return "single products of an operand to transpose"
+            return "single matrix multiplications of an operand to transpose"
         return self._refusal(problem, hw)
 
 
@@ -149,7 +149,7 @@ class TurnedFma(_Turned):
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.batch or not problem.trans_b or problem.dtype != "float32":
-            return "single products in float32 of a b to transpose"
+            return "single matrix multiplications in float32 of a b to transpose"
         if problem.n % 4:  # rows of the transpose would end in elements that nobody wrote
             return f"16 bytes of b's rows are read at once: n={problem.n}"
         return self._refusal(problem, hw)

@@ -101,7 +101,9 @@ class Chunks(Planned, HeuristicKernel):
         if problem.affine == 2:
             return "scale and bias are numbers a channel"
         if problem.columns:
-            return f"a product with {problem.columns} columns needs a row in one block"
+            return (
+                f"a matrix multiplication with {problem.columns} columns needs a row in one block"
+            )
         return _uncut(problem) or super().supports(problem, hw)
 
     @staticmethod
@@ -254,7 +256,7 @@ class GradChunks(Planned, HeuristicKernel):
     def supports(self, problem: NormGrad, hw: Hardware) -> str | None:
         """Rows that are too few for a block each to fill the chip, of which dy is there."""
         if problem.k:
-            return "dy is the product of a row with a matrix"
+            return "dy is the matrix multiplication of a row with a matrix"
         if reason := _uncut(problem):
             return reason
         return super().supports(problem, hw) if problem.parts == 1 else f"{problem.parts} parts"

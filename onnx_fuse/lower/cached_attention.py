@@ -271,7 +271,7 @@ def _check_room(node: ir.Node, first: int, rows: int) -> None:
         raise NoRoom(f"{rows} new tokens")
     pasts, presents = node.inputs[first : first + 2], node.outputs[-2:]
     if not all(v is not None and v.is_graph_input() and len(v.uses()) == 1 for v in pasts):
-        raise NoRoom("its past is no input that it alone reads")
+        raise NoRoom("its past is no input that only it reads")
     values = list(presents)
     for value in values:
         for reader in (use.node for use in value.uses()):

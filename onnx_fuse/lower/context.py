@@ -528,7 +528,7 @@ class Context(PassContext, ABC):
         if isinstance(problem, Contraction):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
             if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
-                raise self.fault(node, f"the product is over {problem.k}")
+                raise self.fault(node, f"the matrix multiplication is over {problem.k}")
         if not self.serves(problem):
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())

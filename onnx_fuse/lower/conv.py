@@ -183,7 +183,9 @@ def convolution(
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
         if slope is not None:
-            raise Unserved("a filter of one tap is a product, whose kernels take one slope for all")
+            raise Unserved(
+                "a filter of one tap is a matrix multiplication, whose kernels take one slope"
+            )
         return _product(ctx, node, reads, y, shape)
     ctx.select(node, shape, reads, {"y": y})
 

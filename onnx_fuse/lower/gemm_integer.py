@@ -111,7 +111,7 @@ def _matmul(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> T
         raise Unserved(f"no kernel for {a.dtype} and {b.dtype}")
     za, zb = _zero(ctx, node, iza), _zero(ctx, node, izb)
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"a product over {a.shape[-1]} and {b.shape[-2]}")
+        raise ValueError(f"a matrix multiplication over {a.shape[-1]} and {b.shape[-2]}")
     (m, k), n = a.shape[-2:], b.shape[-1]
     y = ctx.scratch("int32", (*batch, m, n))
     if not y.size:

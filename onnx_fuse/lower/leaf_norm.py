@@ -34,7 +34,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> None:
         raise Unserved("no kernel serves it")
     # the body's product, its passes over W and G, its sums and its product of one row
     if not pays((_first_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
-        raise Unserved("another product is faster by more than the passes cost")
+        raise Unserved("another matrix multiplication is faster by more than the passes cost")
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
     names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
     writes = {

@@ -25,7 +25,7 @@ from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.size import OpenSize, broadcast
 
 A = TypeVar("A", bound=Attention)
-APART = "its products are faster apart"
+APART = "its matrix multiplications are faster apart"
 BROADCAST = "its queries, keys and values have batches or heads that broadcast"
 SCORES = 1 << 30
 """Bytes of scores in memory that speed may cost."""

@@ -59,7 +59,7 @@ def eye(n: int, dtype: DType = "float32", device: str | None = None) -> Tensor:
 
 
 def arange(start: int, end: int | None = None, step: int = 1, device: str | None = None) -> Tensor:
-    """The int64 numbers from `start` to `end` - 1 by `step`, on `device`; up to `start` alone."""
+    """The int64 numbers from `start` to `end` - 1 by `step`; of one argument, from 0 below it."""
     first, last = (0, start) if end is None else (start, end)
     first, last, step = index(first), index(last), index(step)
     return Tensor(np.arange(first, last, step, dtype=np.int64), device=device)

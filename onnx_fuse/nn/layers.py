@@ -63,7 +63,7 @@ class Linear(Module):
         self.bias = _uniform(bound, out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of `x` [..., in_features]."""
+        """x Wᵀ + bias of `x` [..., in_features]."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -207,7 +207,7 @@ class MultiheadAttention(Module):
     Args:
         embed_dim: The size E of a vector.
         num_heads: The number of heads, a divisor of E.
-        bias: Whether the products have biases.
+        bias: Whether the linear layers have biases.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, bias: bool = True) -> None:

@@ -157,7 +157,7 @@ class Module:
             strict: Whether every name must be in both.
 
         Raises:
-            DataError: A name is in one of the two alone, or a shape differs; nothing is changed.
+            DataError: A name is in only one of the two, or a shape differs; nothing is changed.
         """
         named = dict(self._named())
         missing, extra = [n for n in named if n not in state], [n for n in state if n not in named]

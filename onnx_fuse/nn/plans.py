@@ -159,7 +159,7 @@ def plan(
         save: Inner values that `forward` keeps, such as "mean", "rstd" and "z".
         attributes: The operator's attributes.
         device: "cpu", "cuda" or "cuda:N".
-        alpha: What the product is multiplied by, where no norm is before it: z = alpha x w + beta c
+        alpha: The factor of a matrix multiplication without a norm: z = alpha x w + beta c
             of matrices x and w.
         beta: What c is multiplied by there.
 

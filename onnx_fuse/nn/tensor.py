@@ -323,9 +323,9 @@ class Tensor:
     __rmod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.", swapped=True)
     __pow__ = _binary(operators.power, "Each element to the power of `other`.")
     __rpow__ = _binary(operators.power, "Each element to the power of `other`.", swapped=True)
-    __matmul__ = _binary(operators.emitter("MatMul"), "The matrix product with `other`.")
+    __matmul__ = _binary(operators.emitter("MatMul"), "The matrix multiplication with `other`.")
     __rmatmul__ = _binary(
-        operators.emitter("MatMul"), "The matrix product with `other`.", swapped=True
+        operators.emitter("MatMul"), "The matrix multiplication with `other`.", swapped=True
     )
     __and__ = _binary(operators.logical("And", "BitwiseAnd"), "Logical or bitwise and.")
     __or__ = _binary(operators.logical("Or", "BitwiseOr"), "Logical or bitwise or.")

@@ -85,7 +85,7 @@ class Rule:
     training: bool = True
     """Whether the rule also runs on graphs that train."""
     conditions: str = ""
-    """Names of CONDITIONS: without one of them alone, some graph is not rewritten that else is."""
+    """Names of CONDITIONS: where a single one does not hold, some graph is left as it was."""
 
 
 @dataclass

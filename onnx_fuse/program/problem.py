@@ -570,7 +570,7 @@ class Hardware:
         return self.l2_bandwidth or 2 * self.bandwidth
 
     def rate(self, kind: str) -> float:
-        """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
+        """Operations a second of a Gemm in `kind`; those of 8 bits are twice float16's."""
         if kind in ("int8", "uint8", "float8_e4m3fn", "float8_e5m2"):
             return 2 * self.rate("float16")
         return self._rates.get(kind, self._rates["float32"])

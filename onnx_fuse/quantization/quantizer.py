@@ -56,7 +56,7 @@ class Quantized:
     model: Any
     """The model, in the kind that was given; a path gives a ModelProto."""
     layers: list[Layer]
-    """All products of the model, in its order."""
+    """All convolutions and matrix multiplications of the model, in its order."""
     errors: dict[str, float]
     """By output of floats, the norm of its difference from the float model's, of that norm."""
     bytes: tuple[int, int]
@@ -101,8 +101,8 @@ class _QuantizeArguments(QuantizeOptions):
 def quantize(options: _QuantizeArguments) -> Quantized:
     """Write a model with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs.
 
-    Norms, Softmax, products of two computed tensors, and by default the first and the last layers
-    stay float. BatchNormalization is folded into the weights before it.
+    Norms, Softmax, matrix multiplications of two computed tensors, and by default the first and the
+    last layers stay float. BatchNormalization is folded into the weights before it.
 
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model, with weights in float32. It is not

@@ -36,7 +36,7 @@ from onnx_fuse.rewrite.gather_rows import GATHER_ROWS, gather_rows
 LEVELS = {
     0: "one form for every graph: constants are folded, norms and activations are recognized",
     1: "level 0, and exact fusions",
-    2: "level 1, merged products and gated units, and tidied layouts (the default)",
+    2: "level 1, merged matrix multiplications and gated units, and tidied layouts (the default)",
     3: "level 2, and rewrites that round differently",
 }
 FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2, GROWING_CACHE: 1}

@@ -65,7 +65,8 @@ _VIEWS = (*_LAYOUT, "Slice", "Gather", "Concat", "Split", "Expand", "Identity", 
 _SCALED = ("MatMul", "Gemm", "LayerNormGemm", "RMSNormGemm", "Conv")
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 _KINDS = {
-    "Gemm": "a product", "MatMul": "a product", "Conv": "a convolution", "Norm": "a norm",
+    "Gemm": "a matrix multiplication", "MatMul": "a matrix multiplication",
+    "Conv": "a convolution", "Norm": "a norm",
     "Sdpa": "attention", "Attention": "attention", "Softmax": "a softmax", "Pool": "pooling",
     "Reduce": "a reduction",
 }  # fmt: skip
@@ -176,31 +177,37 @@ def _is_product_without_norm(node: ir.Node) -> bool:
 
 def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     if "Gemm" in off:
-        return "the fusion Gemm, which fuses norms with products, is off (--level, --skip)"
+        return "the fusion of norms with matrix multiplications, Gemm, is off (--level, --skip)"
     axis = attribute(node, "axis", -1)
     if axis not in (-1, (rank(node.inputs[0]) or 0) - 1):
         return f"it normalizes from axis {axis} on, but a fused norm only the last axis"
     if node.domain not in ("", FUSE):
-        return "no product that reads it can fuse it, so it stays an operator of its domain"
+        return "no matrix multiplication that reads it can fuse it: it stays as it was"
     readers = _readers(node.outputs[0])
     if not readers:
-        return "its result is an output of the model, and no product reads it"
+        return "its result is an output of the model, and no matrix multiplication reads it"
     products = [n for n in readers if _is_product_without_norm(n)]
     if not products:
         with_norm = [n for n in readers if _is_product(n) and _fused_parts(n).norm]
-        more = " (one of them is a product with another norm)" if with_norm else ""
+        more = " (one of them is a matrix multiplication with another norm)" if with_norm else ""
         read_by = f"{_kinds(readers)}{more}"
-        return f"a norm fuses only with a product with a weight, but it is read by {read_by}"
+        return (
+            f"a norm fuses only with a matrix multiplication by a weight; it is read by {read_by}"
+        )
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
-        return "its product multiplies by a computed tensor, not by a weight"
+        return "its matrix multiplication multiplies by a computed tensor, not by a weight"
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if "Cast" in views:
-        return "a Cast between it and the product rounds its result"
+        return "a Cast between it and the matrix multiplication rounds its result"
     reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
     if any(constant_ints(n.inputs[1]) is None for n in reshapes):
-        return "a Reshape between it and the product has sizes that are known only at run time"
+        return (
+            "a Reshape between it and the matrix multiplication has sizes that are known only at "
+            "run time"
+        )
     if views:
-        return f"the operators between it and the product ({', '.join(views)}) mix its rows"
+        between = ", ".join(views)
+        return f"operators between it and the matrix multiplication mix its rows: {between}"
     return f"it does not fuse with {_names(products)}, and other nodes read it, too"
 
 
@@ -238,7 +245,7 @@ def _attention(node: ir.Node, off: Collection[str], training: bool) -> str:
 def _softmax(node: ir.Node, off: Collection[str], training: bool) -> str:
     readers = [n for n in _readers(node.outputs[0]) if n.op_type in ("MatMul", "Einsum")]
     if not readers:
-        return "it is not attention: no product of its result with values follows"
+        return "it is not attention: no matrix multiplication of its result with values follows"
     if "Sdpa" in off:
         return "the fusion Sdpa is off (--level, --skip)"
     source = _source(node.inputs[0])
@@ -256,20 +263,21 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     x = node.inputs[0]
     source = _source(x)
     if source is None:
-        return "it reads an input of the model or a weight, not a product"
+        return "it reads an input of the model or a weight, not a matrix multiplication"
     if node.op_type not in OPERATORS and activation_of(node) is None:
-        return "it is not one of the activations that fuse with a product or convolution"
-    if not _is_product(source):
-        return f"it follows {_names([source])}, not a product or convolution"
-    if _is_gated_half(node, source):
-        gate = (
-            "the gate of a gated unit: a GPU computes it and the product of the halves in one pass"
+        return (
+            "it is not one of the activations that fuse with a matrix multiplication or convolution"
         )
+    if not _is_product(source):
+        return f"it follows {_names([source])}, not a matrix multiplication or convolution"
+    if _is_gated_half(node, source):
+        gate = "the gate of a gated unit: a GPU multiplies the halves in the same pass"
+        both = "after the matrix multiplication of both halves"
         if training:
-            return f"{gate} after the product that computes both, because its gradient reads both"
+            return f"{gate}, {both}, because its gradient reads both"
         if GATED in off:
-            return f"{gate}; --level 2 fuses them into the product ({GATED})"
-        return f"{gate} after the product that computes both, because other nodes read it, too"
+            return f"{gate}; --level 2 fuses them into the matrix multiplication ({GATED})"
+        return f"{gate}, {both}, because other nodes read it, too"
     direct = x.producer() if x is not None else None
     if x is not None and (len(consumers(x)) > 1 or x.is_graph_output()):
         return f"its input, from {_names([source])}, has other readers"
@@ -291,10 +299,14 @@ def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
     readers = _readers(node.outputs[0])
     if any(_fused_parts(n).norm for n in readers):
-        return "the norm after it was fused into a product, and other nodes read the sum, too"
+        return "the norm after it is part of a matrix multiplication, and other nodes read the sum"
     after = f"its readers are {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
-    where = "; a GPU computes it in the epilogue of the product before it" if plain else ""
+    where = (
+        "; a GPU computes it in the epilogue of the matrix multiplication before it"
+        if plain
+        else ""
+    )
     return f"a sum of two tensors fuses only with a norm or a convolution; {after}{where}"
 
 
@@ -304,7 +316,7 @@ def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
     if (LAYER_SCALE if node.outputs[0].dtype in WIDE else LAYER_SCALE_16) in off:
         asked = "another --level" if node.outputs[0].dtype in WIDE else "--level 3"
         return f"layer scale: {asked} folds it into the weight, which rounds differently"
-    return "layer scale that is not folded: the product before it has other readers"
+    return "layer scale that is not folded: the matrix multiplication before it has other readers"
 
 
 def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: small products that train beside frozen weights.
+"""Low-rank adapters: pairs of small matrices that train beside frozen weights.
 
 This is LoRA (Hu et al., 2021, arXiv:2106.09685). A product x·W becomes x·W + (x·A · alpha/rank)·B
 with A [K, rank] and B [rank, N]. B begins as zeros, so the model begins as it was. A and B are
@@ -52,18 +52,18 @@ _METADATA = "onnx_fuse.adapters"
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters for the weights of products. Raises UsageError for impossible values."""
+    """Low-rank adapters for weights of linear layers. Raises UsageError for impossible values."""
 
     rank: int = 8
-    """The inner size of the low-rank product."""
+    """The inner size of the two matrices."""
     alpha: float = 16.0
-    """The product is scaled by alpha / rank."""
+    """The adapter is scaled by alpha / rank."""
     weights: tuple[str, ...] = ("*",)
     """Globs over the names of weights, or of their PyTorch modules where the exporter left them
     ("*.query"); of those only matrices that MatMul and Gemm read count."""
     merged: bool | None = None
-    """Whether a step adds the low-rank products to the weights, once, rather than to the results of
-    their products. None: on a GPU what is predicted to take less time, and on a CPU not. Both
+    """Whether a step adds the adapters to the weights, once, rather than to the results of the
+    linear layers. None: on a GPU what is predicted to take less time, and on a CPU not. Both
     compute the same, and round differently."""
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The low-rank product beside one weight."""
+    """The low-rank adapter of one weight."""
 
     weight: str
     """The name of the weight W in the model."""
@@ -173,7 +173,7 @@ def _products(weight: ir.Value) -> list[tuple[ir.Node, bool]]:
             else:
                 raise ModelError(
                     f"'{weight.name}' is read by the {node.op_type} node '{node.name}', which is "
-                    "no product of rows and this weight"
+                    "no matrix multiplication of rows and this weight"
                 )
     if len({turned for _, turned in products}) != 1:
         raise ModelError(f"'{weight.name}' is read as it is and transposed, or by no node")

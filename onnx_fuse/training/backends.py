@@ -220,7 +220,8 @@ class CombinedGradients:
         fused = (
             f"{costs.whole * 1e6:.1f} fused" if costs.whole < inf else "no kernel has them fused"
         )
-        line = f"{norm} and product of {size}: {costs.apart * 1e6:.1f} µs as two operators, {fused}"
+        apart = f"{costs.apart * 1e6:.1f} µs as two operators"
+        line = f"{norm} and matrix multiplication of {size}: {apart}, {fused}"
         self.in_parts += [line] if line not in self.in_parts else []
         return False
 
@@ -336,5 +337,5 @@ def check_device(precision: str, device: str) -> None:
     if device == "cpu" and precision not in ("fp32", "fp16"):
         raise UsageError(
             f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "
-            "matrix product; use precision 'fp32'"
+            "matrix multiplication; use precision 'fp32'"
         )

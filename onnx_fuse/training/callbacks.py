@@ -149,7 +149,7 @@ class _Monitor(Callback):
 class EarlyStopping(_Monitor):
     """Ends the run once `patience` evaluations in a row are no better than the best before them.
 
-    It looks at the history alone, so a resumed run ends where the whole one would have.
+    It looks only at the history, so a resumed run ends where the whole one would have.
     """
 
     patience: int = 3

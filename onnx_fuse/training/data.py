@@ -273,7 +273,7 @@ def _check_shape(
 def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Array:
     """The order of the examples in an epoch, as indices (int64, [examples]).
 
-    With `shuffle` it is drawn from `seed` and `epoch`. It depends on the arguments alone, so that a
+    With `shuffle` it is drawn from `seed` and `epoch`. It depends only on the arguments, so that a
     resumed run agrees.
     """
     if not shuffle:

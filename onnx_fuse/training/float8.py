@@ -100,7 +100,7 @@ def in_float8(
         model.graph.remove(node, safe=True)
     if not successors:
         raise UsageError(
-            f"precision 'fp8': no product with a weight has sizes that are multiples of "
+            "precision 'fp8': no weight of a matrix multiplication has sizes that are multiples of "
             f"{float8.MULTIPLE}: use precision 'bf16'"
         )
     return successors

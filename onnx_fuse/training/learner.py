@@ -21,7 +21,7 @@ class Learner(Protocol):
     """The part of `Trainer` that a run over a data set uses; `Trainer` describes each method."""
 
     world: World | None
-    """The ranks that train together, or None for one process alone."""
+    """The ranks that train together, or None for a single process."""
     seed: int
     """The seed of the order of data."""
     extra: dict[str, Any]

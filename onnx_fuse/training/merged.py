@@ -39,7 +39,7 @@ def _fewer_operations(rows: int | None, k: int, n: int, rank: int) -> bool:
 
 @dataclass(frozen=True)
 class Merging:
-    """Low-rank products that are added to weights, and how their gradients are made."""
+    """Low-rank adapters that are added to weights, and how their gradients are made."""
 
     adapters: Mapping[str, Adapter]
     """By the names of the weights in the model as it was given."""

@@ -41,7 +41,7 @@ class StepOptions:
             fp16 or, on a Hopper GPU, fp8; on the CPU fp32 or fp16. | With "bf16" and "fp16",
             forward and backward are in 16 bits, and weights, sums and the update are in float32.
             "fp16" scales the loss, and skips updates whose gradients overflow. "fp8" is "bf16" with
-            the products of weights in float8, where their sizes, rows included, are multiples of
+            multiplications by weights in float8, if their sizes, rows included, are multiples of
             16: operands in e4m3, gradients in e5m2, scaled by the largest magnitudes of the last 16
             steps.
         loss_scale: The first scale of the loss in "fp16".

@@ -126,7 +126,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
-        merging: The low-rank products that are added to weights.
+        merging: The low-rank adapters that are added to weights.
         {options}
 
     The errors are those of `training.trainer.Trainer`.

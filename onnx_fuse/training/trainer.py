@@ -119,7 +119,7 @@ class Trainer:
         self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=options.tie)
         self.notes += notes
         self.adapters: list[Adapter] = []
-        """The low-rank products that train beside weights."""
+        """The low-rank adapters that train beside weights."""
         self._trainable = trainable
         plain = self._source
         self._merging: Merging | None = None
@@ -138,7 +138,7 @@ class Trainer:
         """`hardware` is the GPU that the steps are only compiled for, or None."""
         self._whole = backends.CombinedGradients(options) if options.device == "cuda" else None
         self.in_parts: list[str] = self._whole.in_parts if self._whole else []
-        """Norms and products that the GPU trains as two operators, with the predicted times."""
+        """Norms and matrix multiplications trained as two operators, with predicted times."""
         self.seed, self.accumulate = options.seed, options.accumulate
         self._batch_unchecked: bool = options.free_batch
         self.calls = 0

@@ -140,7 +140,7 @@ def check_gradients(arguments: _GradientArguments) -> GradientCheck:
     runs in `precision` on `device`, and the same backward with all function bodies written out in
     float64. Along random directions, the latter must give the slope that the unfused graph has in
     float64. A direction changes many tensors at once; where the slopes differ, its tensors are
-    taken apart until the wrong ones are alone.
+    split until only the wrong ones are left.
 
     Args:
         model: A path, bytes, ModelProto or onnx_ir.Model.

@@ -125,11 +125,17 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
     nodes = (product, *dict.fromkeys((first.node, second.node)), gate.node, node)
     width, size = dim(joined, -1), rank(joined)
     if size is None or {first.axis, second.axis} != {size - 1}:
-        return _refused(rw, nodes, "it is split along another axis than the product's columns")
+        return _refused(
+            rw, nodes, "it is split along another axis than the matrix multiplication's columns"
+        )
     if width is None or width % 2 or {first.start, second.start} != {0, width // 2}:
-        return _refused(rw, nodes, "what it is split in are not the halves of a product")
+        return _refused(
+            rw, nodes, "what it is split in are not the halves of a matrix multiplication"
+        )
     if any(dim(piece, -1) != width // 2 for piece in (gate.z, let)):
-        return _refused(rw, nodes, "what it is split in are not the halves of a product")
+        return _refused(
+            rw, nodes, "what it is split in are not the halves of a matrix multiplication"
+        )
     readers = {
         joined: {first.node, second.node},
         gate.z: {gate.node},
@@ -137,7 +143,9 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
         gate.node.outputs[0]: {node},
     }
     if any(set(consumers(v)) != nodes or v.is_graph_output() for v, nodes in readers.items()):
-        return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
+        return _refused(
+            rw, nodes, "other nodes read the matrix multiplication or one of its halves, too"
+        )
     place = "GateFirst" if first.start == 0 else "GateLast"
     return _Unit((plain,), norm_attributes(product), place, gate, nodes)
 
@@ -176,9 +184,9 @@ def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> 
         return None
     widths = {dim(first.w, 1), dim(second.w, 0 if second.turned else 1)}
     if len(widths) > 1 or None in widths:
-        return _refused(rw, nodes, "its two products differ in width")
+        return _refused(rw, nodes, "its two matrix multiplications differ in width")
     if sole_consumer(gate.node.outputs[0]) is not node or sole_consumer(let) is not node:
-        return _refused(rw, nodes, "other nodes read one of its two products, too")
+        return _refused(rw, nodes, "other nodes read one of its two matrix multiplications, too")
     for w, c in ((first.w, first.c), (second.w, second.c)):
         row_of = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         if not row_of or (c is not None and rank(c) == 1 and dim(c, 0) not in widths):
@@ -186,7 +194,7 @@ def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> 
         if packed_many(w) or (c is not None and packed_many(c)):
             return _refused(rw, nodes, "its weights are parts of a merged one")
     if first.w is second.w:
-        return _refused(rw, nodes, "both products are with the same weight")
+        return _refused(rw, nodes, "both matrix multiplications are with the same weight")
     return _Unit((first, second), norm_attributes(gate.node), "GateFirst", gate, nodes)
 
 

@@ -198,10 +198,12 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
     """The product before a Pad that the norm cannot cross, where that pays; an activation stays."""
     fill, reason = padded.fill_of(site.w, site.c)
     if site.c is not None and (rank(site.c) or 0) > (rank(norm.x) or 0):
-        reason = "the product's bias has more axes than the norm"
+        reason = "the matrix multiplication's bias has more axes than the norm"
     reason = reason or padded.refusal(norm.node, site.x, site.views)
     if rw.training:
-        reason = "the product of the added rows depends on a parameter that is trained"
+        reason = (
+            "the matrix multiplication of the added rows depends on a parameter that is trained"
+        )
     if reason:
         reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
         rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)

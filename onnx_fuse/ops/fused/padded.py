@@ -31,7 +31,7 @@ def fill_of(w: ir.Value, c: ir.Value | None) -> tuple[Fill, str]:
     if c is None:
         return None, ""
     if bias is None or any(d != 1 for d in bias.shape[:-1]):
-        return None, "the product's bias is not known, or not one number a column"
+        return None, "the matrix multiplication's bias is not known, or not one number a column"
     row = bias.reshape(-1) + np.zeros((), bias.dtype)  # 0 + -0.0 is 0
     return (row if row.any() else None), ""
 
@@ -50,7 +50,7 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
         return "others read the norm, or what is between, so that it would not save a pass"
     if not all(_product_columns(n, x) for n in products):
-        return "others than products read the padded rows"
+        return "others than matrix multiplications read the padded rows"
     axes = _axes(x, views)
     ratio = 1.0
     for view in views:
@@ -73,11 +73,11 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     )
     if columns >= width * (1 + ratio):
         return (
-            f"the product could come first, with its bias as the added rows, but moving {columns} "
-            f"columns in the place of {width} costs more than the norm's pass"
+            "the matrix multiplication could come first, with its bias as the added rows, but "
+            f"moving {columns} columns in the place of {width} costs more than the norm's pass"
         )
     if any(n.domain for n in products):
-        return "another product of the padded rows cannot come first"
+        return "another matrix multiplication of the padded rows cannot come first"
     return ""
 
 

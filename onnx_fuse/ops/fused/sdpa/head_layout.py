@@ -138,7 +138,7 @@ def _unlike(product: ir.Value, level: ir.Value, q: ir.Value, size: int) -> str:
     if level_rank == size:
         if size <= 3 or (size == 4 and same_size(product, 1, level, 1)):
             return ""
-        return "the scores' leading axes change between the product and a mask"
+        return "the scores' leading axes change between the matrix multiplication and a mask"
     if level_rank > size:
         if size not in (3, 4) or (size == 4 and not same_size(product, -3, level, -3)):
             return "the heads are not the same axis where a mask is added"

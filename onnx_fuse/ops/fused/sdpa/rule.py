@@ -114,7 +114,7 @@ def _why_not_fused(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Valu
     if kinds[0] not in STEPS:
         return f"{len(scores.steps)} masks and conditions follow each other; two are the most"
     if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
-        return "its product of queries and keys is in float32, that with the values in 16 bits"
+        return "queries and keys are multiplied in float32, weights and values in 16 bits"
     if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
         return "the weights have another type than the scores"
     if scores.wide != ending.narrowed:
@@ -125,15 +125,15 @@ def _why_not_fused(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Valu
         return "a Tanh in double precision, whose factor an attribute cannot hold"
     left, right = scores.product.inputs[0], scores.product.inputs[1]
     if scores.viewed and not _same_heads(product, ending.weights):
-        return "the scores' leading axes change between the two products"
+        return "the scores' leading axes change between the two matrix multiplications"
     if {rank(left), rank(right), rank(product)} != {rank(ending.values)}:
-        return "the operands of the two products differ in rank, or it is not known"
+        return "the operands of the two matrix multiplications differ in rank, or it is not known"
     # an Unsqueeze of the weights makes a result of more axes
     if {rank(ending.weights), rank(ending.product.outputs[0])} - {None, rank(ending.values)}:
         return "the weights differ in rank from what they multiply"
     size = rank(product)
     if size is None or size < 2:
-        return "the products are of vectors"
+        return "the matrix multiplications are of vectors"
     taken = [strip_scales(side)[1] for side in (left, right) if side is not None]
     if any(not SCALES[0] <= abs(factor) <= SCALES[1] for factor in taken):
         return "queries or keys are scaled by a very large or small constant"
@@ -250,7 +250,7 @@ def _ending(p: ir.Value) -> ProductTail | str:
         elif node.op_type == "MatMul":
             return _product(node, p, guarded, narrowed, turned)
         else:
-            return f"the weights go into {node.op_type}, not into a product with v"
+            return f"the weights go into {node.op_type}, not into a matrix multiplication with v"
 
 
 def _product(
@@ -259,7 +259,7 @@ def _product(
     left, right = node.inputs[0], node.inputs[1]
     values = left if turned else right
     if (right if turned else left) is not p or values is None or values is p:
-        return "the product with v sums over the queries"
+        return "the matrix multiplication with v sums over the queries"
     if turned:
         p = required(required(p.producer()).inputs[0])
     return ProductTail(node, p, values, guarded, narrowed, turned)
@@ -295,7 +295,7 @@ def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> str:
             continue
         seen.add(node)
         if node.op_type in ("MatMul", "Einsum", "Gemm") and first is not None:
-            return f"the scores come from {first.op_type}, not from a product, scale and masks"
+            return f"the scores come from {first.op_type}, not from a MatMul, scale and masks"
         todo += [(v.producer(), left - 1) for v in node.inputs if is_float(v) and v is not None]
     return ""
 

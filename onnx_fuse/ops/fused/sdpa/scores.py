@@ -106,7 +106,7 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
             return "a Tanh after a mask, or a second Tanh"
         traced.softcap = 1.0
         return traced
-    return f"{node.op_type} stands between the product and the softmax"
+    return f"{node.op_type} stands between the matrix multiplication and the softmax"
 
 
 def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
@@ -255,7 +255,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
         if held is None:
             return "a Where replaces scores by what is no constant number"
         if traced.wide:
-            return f"Where in {_name(out)} follows a product in another type"
+            return f"Where in {_name(out)} follows a matrix multiplication in another type"
         if rank(out) is None or rank(out) != rank(scores):
             return "the condition of Where adds axes to the scores"
         holds, step = i == 0, MaskStep(condition, out, fill=held.reshape(()))
