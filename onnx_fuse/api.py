@@ -94,9 +94,8 @@ def optimize(
         model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
             torch.nn.Module. It is not changed.
         args: The arguments of a module's forward, which it is exported with in inference mode.
-        level: 0 brings the graph to one form, 1 adds exact fusions, 2 merges matrix
-            multiplications and tidies layouts too, 3 adds rewrites that round differently
-            (`rewrite.LEVELS`).
+        level: 0 brings the graph to one form, 1 adds exact fusions, 2 merges MatMuls and tidies
+            layouts too, 3 adds rewrites that round differently (`rewrite.LEVELS`).
         fuse: Names of fusions to turn on whatever the level (`rewrite.FUSIONS`).
         skip: Names of fusions to turn off.
         precision: "fp16" or "bf16" for a model in 16 bits, whose inputs and outputs keep their

@@ -90,8 +90,7 @@ class Replicas:
         """Run one batch, a part of its rows on each device, and return the outputs of all rows.
 
         The batch is the first axis of the first input whose first axis is dynamic. Inputs and
-        outputs with the same dimension there are split and joined; other inputs go to each device
-        whole.
+        outputs of the same dimension are split and joined; each device gets all of other inputs.
 
         Args:
             output_names: The outputs wanted; None asks for all.

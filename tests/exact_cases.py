@@ -297,11 +297,11 @@ attention_of_one_head_with_a_mask_of_more: fed q k v mask
 gate_whose_half_is_read_elsewhere: Silu
   ($X, float[8,16] w) => ($OUT)
   $GLU  $SILU  t = Mul (o, u)  y = Add (t, u)
-  reason: other nodes read the matrix multiplication or one of its halves, too
+  reason: other nodes read the result before or after the split
 gate_whose_product_is_an_output: Silu
   ($X, float[8,16] w) => (float[B,T,8] y, float[B,T,16] z)
   $GLU  $SILU  y = Mul (o, u)
-  reason: other nodes read the matrix multiplication or one of its halves, too
+  reason: other nodes read the result before or after the split
 gate_that_lets_through_one_column: Silu
   ($X, float[8,9] w) => ($OUT)
   z = MatMul (x, w)  n = [8, 1]  q, u = Split <axis = -1> (z, n)  $SILU  y = Mul (o, u)

@@ -53,7 +53,7 @@ BUDGETS = {
     "training": 7005, "validation": 4466,
     "generation": 1667,
     "quantization": 1231,
-    "tests": 51569, "tools": 10487,
+    "tests": 51594, "tools": 10552,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

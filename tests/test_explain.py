@@ -30,7 +30,7 @@ norm_is_the_output:
 norm_before_a_convolution:
   (float[2,5,8] x, $_LN, float[4,8,3] w) => (float[2,4,3] y)
   { n = LayerNormalization (x, g, b) t = Transpose <perm = [0,2,1]> (n) y = Conv (t, w) }
-  -> LayerNormalization: a norm fuses only with a product with a weight, but it is read by a
+  -> LayerNormalization: a norm fuses only with a MatMul or Gemm by a weight, but it is read by a
   convolution; Transpose: no fusion includes a Transpose between a norm and a convolution
 norm_before_a_computed_matrix:
   (float[2,3,8] x, float[2,8,3] v, $_LN) => (float[2,3,3] y)
@@ -40,7 +40,7 @@ norm_cast_before_a_gated_product:
   (float[3,8] x, float[8] g, float16[8,4] v, float16[8,4] w) => (float16[3,4] y)
   { n = RMSNormalization (x, g) c = Cast <to = 10> (n) a = MatMul (c, v) s = Sigmoid (a)
   u = Mul (a, s) b = MatMul (c, w) y = Mul (u, b) }
-  -> RMSNormalization: a Cast between it and the product rounds its result
+  -> RMSNormalization: a Cast between it and the matrix multiplication rounds its result
 batch_norm_of_an_input:
   ($_IMAGE, float[4] v) => (float[2,4,5,5] y) { y = BatchNormalization (x, g, b, b, var) }
   -> BatchNormalization: it reads an input of the model

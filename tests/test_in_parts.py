@@ -69,8 +69,8 @@ def test_explain_prints_it(
     ("rows", "precision", "said"),
     [
         (8192, "bf16x3", ""),
-        (64, "bf16x3", "LayerNorm and matrix multiplication of 64 x 768 x 768: "),
-        (8192, "fp32", "LayerNorm and matrix multiplication of 8192 x 768 x 768: "),
+        (64, "bf16x3", "LayerNorm and Gemm of 64 x 768 x 768: "),
+        (8192, "fp32", "LayerNorm and Gemm of 8192 x 768 x 768: "),
         (8192, "bf16", ""),
     ],
 )

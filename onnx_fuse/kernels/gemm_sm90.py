@@ -176,18 +176,14 @@ class Wgmma(Kernel):
         if problem.epilogue.exp:
             fields = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
             if fields - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
-                return (
-                    "exponentials need one matrix multiplication with a bias, in rows of 16 bytes"
-                )
+                return "exponentials need one Gemm with a bias, in rows of 16 bytes"
             if problem.out != "bfloat16":
                 return f"{problem.out} has no room for exponentials of any score"
         if problem.epilogue.column_moments:
             other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
             present = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
             if present or problem.batch or direct(problem):
-                return (
-                    "moments of columns need one matrix multiplication of 16-bit rows of 16 bytes"
-                )
+                return "moments of columns need one Gemm of 16-bit rows of 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):

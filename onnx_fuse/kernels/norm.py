@@ -101,9 +101,7 @@ class Chunks(Planned, HeuristicKernel):
         if problem.affine == 2:
             return "scale and bias are numbers a channel"
         if problem.columns:
-            return (
-                f"a matrix multiplication with {problem.columns} columns needs a row in one block"
-            )
+            return f"a Gemm with {problem.columns} columns needs a row in one block"
         return _uncut(problem) or super().supports(problem, hw)
 
     @staticmethod

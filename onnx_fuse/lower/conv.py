@@ -183,9 +183,7 @@ def convolution(
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
         if slope is not None:
-            raise Unserved(
-                "a filter of one tap is a matrix multiplication, whose kernels take one slope"
-            )
+            raise Unserved("a filter of one tap is a Gemm, whose kernels take one slope for all")
         return _product(ctx, node, reads, y, shape)
     ctx.select(node, shape, reads, {"y": y})
 

@@ -57,9 +57,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> None:
     at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
     x, w = ctx.view(node, 0), ctx.view(node, at)
     if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
-        raise Unserved(
-            f"no gated matrix multiplication of {x.dtype} {len(x.shape)}-D x and {list(w.shape)}"
-        )
+        raise Unserved(f"no gated Gemm of {x.dtype} in {len(x.shape)} axes and {list(w.shape)}")
     if 0 in (*x.shape, *w.shape):
         raise Unserved("nothing to multiply")
     row = bias_row(ctx, node, at + 1, w.shape[1])

@@ -19,9 +19,8 @@ class QuantizeOptions:
     TEXTS: ClassVar = """
         to (--to TYPE): The type: int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the
             layers that cost most accuracy left float until --max-error holds. | "int8" and "fp8"
-            quantize inputs and weights (by channel) of convolutions and matrix multiplications with
-            onnxruntime's quantizer; "int4-weights" stores matrices in blocks of 32, and needs no
-            data.
+            quantize inputs and weights (by channel) of Conv, Gemm and MatMul with onnxruntime's
+            quantizer; "int4-weights" stores matrices in blocks of 32, and needs no data.
         calibrate (--calibrate DATA.npz): Find the ranges of activations on these inputs, arrays by
             the inputs' names. The default is random inputs. | Rows of typical data.
         method (--method NAME): How ranges are found: minmax, entropy or percentile.

@@ -65,8 +65,7 @@ _VIEWS = (*_LAYOUT, "Slice", "Gather", "Concat", "Split", "Expand", "Identity", 
 _SCALED = ("MatMul", "Gemm", "LayerNormGemm", "RMSNormGemm", "Conv")
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 _KINDS = {
-    "Gemm": "a matrix multiplication", "MatMul": "a matrix multiplication",
-    "Conv": "a convolution", "Norm": "a norm",
+    "Gemm": "a Gemm", "MatMul": "a MatMul", "Conv": "a convolution", "Norm": "a norm",
     "Sdpa": "attention", "Attention": "attention", "Softmax": "a softmax", "Pool": "pooling",
     "Reduce": "a reduction",
 }  # fmt: skip
@@ -191,9 +190,7 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         with_norm = [n for n in readers if _is_product(n) and _fused_parts(n).norm]
         more = " (one of them is a matrix multiplication with another norm)" if with_norm else ""
         read_by = f"{_kinds(readers)}{more}"
-        return (
-            f"a norm fuses only with a matrix multiplication by a weight; it is read by {read_by}"
-        )
+        return f"a norm fuses only with a MatMul or Gemm by a weight, but it is read by {read_by}"
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
         return "its matrix multiplication multiplies by a computed tensor, not by a weight"
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
@@ -201,13 +198,9 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "a Cast between it and the matrix multiplication rounds its result"
     reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
     if any(constant_ints(n.inputs[1]) is None for n in reshapes):
-        return (
-            "a Reshape between it and the matrix multiplication has sizes that are known only at "
-            "run time"
-        )
+        return "a Reshape between it and the MatMul has sizes that are known only at run time"
     if views:
-        between = ", ".join(views)
-        return f"operators between it and the matrix multiplication mix its rows: {between}"
+        return f"the operators between it and the MatMul ({', '.join(views)}) mix its rows"
     return f"it does not fuse with {_names(products)}, and other nodes read it, too"
 
 
@@ -265,9 +258,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     if source is None:
         return "it reads an input of the model or a weight, not a matrix multiplication"
     if node.op_type not in OPERATORS and activation_of(node) is None:
-        return (
-            "it is not one of the activations that fuse with a matrix multiplication or convolution"
-        )
+        return "it is not one of the activations that fuse"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a matrix multiplication or convolution"
     if _is_gated_half(node, source):
@@ -302,11 +293,7 @@ def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "the norm after it is part of a matrix multiplication, and other nodes read the sum"
     after = f"its readers are {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
-    where = (
-        "; a GPU computes it in the epilogue of the matrix multiplication before it"
-        if plain
-        else ""
-    )
+    where = "; a GPU computes it in the epilogue of the MatMul before it" if plain else ""
     return f"a sum of two tensors fuses only with a norm or a convolution; {after}{where}"
 
 

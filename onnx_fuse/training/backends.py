@@ -220,8 +220,7 @@ class CombinedGradients:
         fused = (
             f"{costs.whole * 1e6:.1f} fused" if costs.whole < inf else "no kernel has them fused"
         )
-        apart = f"{costs.apart * 1e6:.1f} µs as two operators"
-        line = f"{norm} and matrix multiplication of {size}: {apart}, {fused}"
+        line = f"{norm} and Gemm of {size}: {costs.apart * 1e6:.1f} µs as two operators, {fused}"
         self.in_parts += [line] if line not in self.in_parts else []
         return False
 

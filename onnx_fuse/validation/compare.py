@@ -51,9 +51,7 @@ them; integers and booleans must be equal."""
 
 
 COMPUTED = {
-    "tf32": Tolerance(
-        2e-2, 2e-3, "tf32: each operand of a matrix multiplication is rounded to 2^-11"
-    ),
+    "tf32": Tolerance(2e-2, 2e-3, "tf32: each operand of a MatMul is rounded to 2^-11"),
     "fp16": TOLERANCES[DataType.FLOAT16],
     "bf16": TOLERANCES[DataType.BFLOAT16],
 }

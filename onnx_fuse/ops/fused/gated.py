@@ -125,17 +125,11 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
     nodes = (product, *dict.fromkeys((first.node, second.node)), gate.node, node)
     width, size = dim(joined, -1), rank(joined)
     if size is None or {first.axis, second.axis} != {size - 1}:
-        return _refused(
-            rw, nodes, "it is split along another axis than the matrix multiplication's columns"
-        )
+        return _refused(rw, nodes, "it is split along another axis than the columns")
     if width is None or width % 2 or {first.start, second.start} != {0, width // 2}:
-        return _refused(
-            rw, nodes, "what it is split in are not the halves of a matrix multiplication"
-        )
+        return _refused(rw, nodes, "its parts are not the halves of a matrix multiplication")
     if any(dim(piece, -1) != width // 2 for piece in (gate.z, let)):
-        return _refused(
-            rw, nodes, "what it is split in are not the halves of a matrix multiplication"
-        )
+        return _refused(rw, nodes, "its parts are not the halves of a matrix multiplication")
     readers = {
         joined: {first.node, second.node},
         gate.z: {gate.node},
@@ -143,9 +137,7 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
         gate.node.outputs[0]: {node},
     }
     if any(set(consumers(v)) != nodes or v.is_graph_output() for v, nodes in readers.items()):
-        return _refused(
-            rw, nodes, "other nodes read the matrix multiplication or one of its halves, too"
-        )
+        return _refused(rw, nodes, "other nodes read the result before or after the split")
     place = "GateFirst" if first.start == 0 else "GateLast"
     return _Unit((plain,), norm_attributes(product), place, gate, nodes)
 

@@ -201,9 +201,7 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
         reason = "the matrix multiplication's bias has more axes than the norm"
     reason = reason or padded.refusal(norm.node, site.x, site.views)
     if rw.training:
-        reason = (
-            "the matrix multiplication of the added rows depends on a parameter that is trained"
-        )
+        reason = "the result for the added rows depends on a parameter that is trained"
     if reason:
         reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
         rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)

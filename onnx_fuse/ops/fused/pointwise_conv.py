@@ -112,9 +112,7 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
         reason = f"the Transpose would move {width} numbers a pixel, not {conv.channels}"
         return rw.refuse(NAME, [norm.node, node], f"{reason}, which costs more than the norm")
     if NAME not in rw.for_kernels:
-        reason = (
-            "onnxruntime's CPU is slower at the matrix multiplication (--fuse ConvAsGemm makes it)"
-        )
+        reason = "onnxruntime's CPU takes longer for the Gemm (--fuse ConvAsGemm makes it)"
         return rw.refuse(NAME, [norm.node, node], reason)
     op = Builder()
     y, last = _product(rw, op, conv, rows), conv
