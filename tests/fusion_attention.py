@@ -191,7 +191,7 @@ halves_with_scores_in_float32_stay: fed q k v  # as GPT-J's in 16 bits
   (float16[B,4,S,8] q, float16[B,4,T,8] k, float16[B,4,T,8] v) => (float16[B,4,S,8] y)
   qw = Cast <to = 1> (q)  kw = Cast <to = 1> (k)  kt = Transpose <perm = [0,1,3,2]> (kw)
   s = MatMul (qw, kt)  p = Softmax (s)  h = Cast <to = 10> (p)  y = MatMul (h, v)
-  reason: is in float32, that with the values in 16 bits
+  reason: in float32, weights and values in 16 bits
 attention_learned_temperature: Sdpa; fed q k v
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
