@@ -76,7 +76,8 @@ def _add_command(command: Callable[..., None], examples: Sequence[str]) -> None:
         command(**options)
 
     lines = (f"\b\n{_folded(example)}" for example in examples)
-    app.command(epilog="\n\n".join(("Examples:", *lines)))(run)
+    about = (command.__doc__ or "").partition("\n\n")[0]  # as it is: a help is cut off otherwise
+    app.command(short_help=about, epilog="\n\n".join(("Examples:", *lines)))(run)
 
 
 def _folded(example: str) -> str:
