@@ -53,8 +53,8 @@ def section(program: Program) -> Section:
     rows.append(["temporaries, if nothing shared memory", f"{arena_plan.naive:,}"])
     parts.append(Table("all memory", ["", "bytes"], rows))
     note = (
-        "Each rectangle is a temporary: its width is its life, its height its size. The line is "
-        "what is alive at each call."
+        "Each rectangle is a temporary. It spans the calls from its first use to its last, and its "
+        "bytes. The line shows the bytes in use at each call."
     )
     return Section("Memory", parts, note)
 

@@ -131,7 +131,7 @@ def validate(arguments: _ValidateArguments) -> Check:
         against: The original. Without it, `model` is the original, and its fusion (as `optimize`
             makes it) is checked against it.
         feeds: One mapping from input names to arrays for each run. Without it, inputs are
-            generated that fit the graph, a wholly masked row among them (docs/checking.md).
+            generated for the graph, one with a row that is masked entirely (docs/checking.md).
         {options}
 
     Returns:
