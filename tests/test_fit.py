@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -493,6 +494,58 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     }
     for i, loss in enumerate(history.losses):
         assert found["train/loss", i + 1] == pytest.approx(loss)
+
+
+class _Recorder:
+    """What wandb and mlflow are to the callbacks, and what is sent to them."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, float], int]] = []
+        self.ended: Any = None
+
+    def init(self, **options: Any) -> Any:
+        self.options = options
+        return self
+
+    start_run = init
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.sent.append((numbers, step))
+
+    log_metrics = log
+
+    def finish(self, exit_code: int) -> None:
+        self.ended = exit_code == 0
+
+    def end_run(self, status: str) -> None:
+        self.ended = status == "FINISHED"
+
+    def set_experiment(self, name: str) -> None:
+        self.experiment = name
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_gets_each_step_and_evaluation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = _Recorder()
+    monkeypatch.setitem(sys.modules, name, recorder)
+    log = callbacks.Wandb(project="p") if name == "wandb" else callbacks.MLflow("p", run_name="r")
+    history = trainer().fit(arrays(), batch_size=BATCH, validation=arrays(1), callbacks=[log])
+    steps = [numbers["train/loss"] for numbers, _ in recorder.sent if "train/loss" in numbers]
+    assert steps == history.losses
+    assert recorder.sent[-1] == (
+        {"validation/loss": history.metrics[-1]["validation_loss"],
+         "validation/accuracy": history.metrics[-1]["accuracy"]}, len(history.losses),
+    )  # fmt: skip
+    assert recorder.ended is True
+    bad = [arrays(), {"x": arrays()["x"]}]
+    with pytest.raises(DataError):
+        trainer().fit(bad, callbacks=[log])
+    assert recorder.ended is False
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=f"{name} is not installed: pip install {name}"):
+        trainer().fit(arrays(), callbacks=[log])
 
 
 def test_progress_prints_epochs(capsys: pytest.CaptureFixture[str]) -> None:

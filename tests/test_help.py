@@ -1,6 +1,9 @@
 """What `--help` says: full sentences, and examples that the parser accepts."""
 
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -29,6 +32,20 @@ def test_every_option_and_command_has_a_sentence(name: str) -> None:
         if len(text.split()) < 4 or not text[0].isupper() or not text.rstrip().endswith(".")
     }
     assert not bad
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    found = []
+    for line in ("onnx-fuse opt", "onnx-fuse optimize --prec"):
+        words = {"_ONNX_FUSE_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        words |= {"COMP_CWORD": str(line.count(" "))}
+        command = [sys.executable, "-m", "onnx_fuse"]
+        found.append(
+            subprocess.run(
+                command, env=os.environ | words, capture_output=True, text=True, check=False
+            ).stdout.strip()
+        )
+    assert found == ["optimize", "--precision"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

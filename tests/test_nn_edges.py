@@ -507,3 +507,14 @@ def test_sessions_of_attribute_values_are_bounded(monkeypatch: pytest.MonkeyPatc
         assert len(few) <= 8
     kept = few.get(("Softmax", "", 1, dispatch.frozen({"axis": 0})))
     assert kept is not None  # what is used all the time stays
+
+
+@pytest.mark.parametrize("target", [np.array([0, 2]), [0, 2], nn.tensor([0, 2])], ids=type)
+def test_functions_take_arrays_and_lists(target: Any) -> None:
+    scores = np.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]], np.float32)
+    expected = nn.functional.cross_entropy(nn.tensor(scores), nn.tensor([0, 2]))
+    assert float(nn.functional.cross_entropy(scores, target=target)) == float(expected)
+    with pytest.raises(UsageError, match="target is of type str: it takes a Tensor"):
+        nn.functional.cross_entropy(nn.tensor(scores), "0 2")
+    with pytest.raises(UsageError, match="x is of type NoneType: it takes a Tensor"):
+        nn.functional.relu(None)

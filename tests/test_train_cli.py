@@ -15,6 +15,8 @@ from onnx_fuse import cli
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.options import options_of
+from onnx_fuse.training import images
+from onnx_fuse.training.data import load_examples
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions
 
@@ -368,3 +370,46 @@ def test_data_is_a_table_too(small: Path, capsys: pytest.CaptureFixture[str]) ->
     (small / "data.jsonl").write_text('{"x": [1, 2, 3], "labels": 0}\n{"x": [1, 2, 3]}')
     assert command(small, *line) == 1
     assert "data.jsonl: example 2: it has other names than the first" in capsys.readouterr().err
+
+
+IMAGES = {
+    "first": """agraph (float[N, 3, 4, 6] x) => (float[N, 2] y) <float[3, 2] w = {0, 0, 0, 0, 0, 0}>
+        { p = GlobalAveragePool(x) f = Flatten(p) y = MatMul(f, w) }""",
+    "last": """agraph (float[N, 4, 6, 1] x) => (float[N, 2] y) <float[1, 2] w = {0, 0}>
+        { t = Transpose <perm = [0, 3, 1, 2]> (x) p = GlobalAveragePool(t)
+          f = Flatten(p) y = MatMul(f, w) }""",
+}
+
+
+@pytest.mark.parametrize("layout", IMAGES)
+def test_folders_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    """Dark and bright pictures, of sizes of their own: what is read is theirs, and learned."""
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "test"):
+        for name, level in (("bright", 220), ("dark", 30)):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(6):
+                pixels = np.full((8 + i, 12, 3), level + i, np.uint8)
+                image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    channels = 3 if layout == "first" else 1
+    model = text_model(IMAGES[layout])
+    save(model, tmp_path / "m.onnx")
+    arrays = images.for_inputs(
+        load_examples(tmp_path / "train"), model.graph.inputs, [0.5], [0.25] * channels
+    )
+    np.testing.assert_allclose(arrays["x"][:1], (220 / 255 - 0.5) / 0.25, rtol=1e-6)
+    assert arrays["x"].shape == (12, *(int(d) for d in model.graph.inputs[0].shape[1:]))
+    assert arrays["labels"].tolist() == [0] * 6 + [1] * 6
+    options = ["--loss", "cross_entropy", "--epochs", "20", "--lr", "0.05", "--image-mean", "0.5"]
+    line = ["train", "m.onnx", "--data", str(tmp_path / "train"), *options]
+    line += ["--val", str(tmp_path / "test")]
+    assert command(tmp_path, *line, "--json", "run.json") == 0
+    assert "classes: 0 bright, 1 dark" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run.json").read_text())["metrics"][-1]["accuracy"] == 1
+    (tmp_path / "train" / "dark" / "x.png").write_text("no image")
+    assert command(tmp_path, *line) == 1
+    assert "x.png: no image that Pillow reads" in capsys.readouterr().err
+    assert command(tmp_path, *line, "--image-std", "0") == 2
+    (tmp_path / "train" / "grey").mkdir()
+    assert command(tmp_path, *line) == 1
+    assert "the folder of the class 'grey' holds no image" in capsys.readouterr().err

@@ -39,7 +39,6 @@ from onnx_fuse.textwrap import wrap
 
 app = typer.Typer(
     name="onnx-fuse",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # plain text: no name of an option is cut off in a narrow terminal
     pretty_exceptions_enable=False,

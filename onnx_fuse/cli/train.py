@@ -12,7 +12,13 @@ import typer
 
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import parse_dims, parse_shapes, split_names, values_of, with_options
-from onnx_fuse.cli.train_options import Config, begin_ranks, parse_groups, parse_terms
+from onnx_fuse.cli.train_options import (
+    Config,
+    begin_ranks,
+    parse_groups,
+    parse_numbers,
+    parse_terms,
+)
 from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions
@@ -31,7 +37,10 @@ EXAMPLES = (
 OPTIONS = """
     data (--data, --inputs FILE.npz): Train on these arrays, which have the names of the inputs,
         and labels. A folder of .npy files is mapped instead of read; a .csv or .jsonl file has
-        such columns (x.0, x.1, ... for several numbers).
+        such columns (x.0, x.1, ... for several numbers); a folder of folders has the images of
+        each class in one of them.
+    image_mean (--image-mean R,G,B): Subtract this from the pixels of images, which are from 0 to 1.
+    image_std (--image-std R,G,B): Divide them by this.
     destination (-o, --output OUT): Write to this file. The default is MODEL with the ending
         .tuned.onnx.
     val (--val FILE.npz): Evaluate on these arrays after each epoch.
@@ -71,6 +80,8 @@ OPTIONS = """
     resume (--resume): Continue from the newest checkpoint in the folder, if there is one.
     csv (--csv FILE.csv): Write a row for each step and evaluation.
     tensorboard (--tensorboard DIR): Write logs for TensorBoard; this needs tensorboardX.
+    wandb (--wandb PROJECT): Log to this project of Weights & Biases; this needs wandb.
+    mlflow (--mlflow NAME): Log to this experiment of MLflow; this needs mlflow-skinny or mlflow.
     curve (--curve FILE.html): Write the page of --html to this file, when the run is over.
     """
 
@@ -82,6 +93,8 @@ def train(
     model: Path,
     data: Path,
     destination: Path | None = None,
+    image_mean: str = "0",
+    image_std: str = "1",
     config: Config = None,
     val: Path | None = None,
     split: float | None = None,
@@ -113,6 +126,8 @@ def train(
     resume: bool = False,
     csv: Path | None = None,
     tensorboard: Path | None = None,
+    wandb: str | None = None,
+    mlflow: str | None = None,
     curve: Path | None = None,
     trace: Path | None = None,
     reports: show.Reports,
@@ -154,7 +169,7 @@ def train(
     from onnx_fuse.files import written
     from onnx_fuse.report import overview, timing, training
     from onnx_fuse.report import trace as traces
-    from onnx_fuse.training import callbacks, fit, optim, sources
+    from onnx_fuse.training import callbacks, fit, images, optim, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training import data as examples
     from onnx_fuse.training.adapters import by_module
@@ -188,6 +203,14 @@ def train(
     for pair in trainer.in_parts if explain else ():
         printer.text(f"in parts: {pair}")
     inputs = trainer.spec().feeds
+    normal = [parse_numbers("--image-mean", image_mean), parse_numbers("--image-std", image_std)]
+    if held_out is not None:
+        images.same_classes(arrays, held_out)
+        held_out = images.for_inputs(held_out, inputs, *normal)
+    if images.IMAGES in arrays:
+        shown = ", ".join(f"{i} {name}" for i, name in enumerate(arrays[images.IMAGES].classes))
+        printer.text(f"classes: {shown}")
+    arrays = images.for_inputs(arrays, inputs, *normal)
     if left_out := examples.left_out(arrays.keys() - {"label"}, inputs):
         printer.text(f"note: {data.name}: {left_out}")
     arrays |= sources.as_feeds(arrays, inputs)
@@ -231,6 +254,10 @@ def train(
         watching.append(callbacks.CsvLog(csv))
     if tensorboard:
         watching.append(callbacks.TensorBoard(tensorboard))
+    if wandb:
+        watching.append(callbacks.Wandb(project=wandb))
+    if mlflow:
+        watching.append(callbacks.MLflow(mlflow))
     fitting = values_of(FitOptions, options)
     history = fit.fit(trainer, source, **fitting, validation=held_out, ema=ema, callbacks=watching)
     _show_metrics(printer, history)

@@ -116,6 +116,14 @@ def parse_groups(texts: list[str] | None) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def parse_numbers(option: str, text: str) -> list[float]:
+    """The numbers between commas. Raises UsageError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option} {text}: expected numbers, as in 0.485,0.456,0.406") from None
+
+
 def parse_terms(texts: list[str] | None) -> list[Term]:
     """The losses that `mse,output=z,weight=0.5,labels=t` describes. Raises UsageError."""
     from onnx_fuse.training.losses import Term

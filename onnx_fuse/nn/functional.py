@@ -5,7 +5,9 @@ Each is a few ONNX nodes that run, and are differentiated, as one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -498,3 +500,37 @@ def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
     within(index, num_classes)
     return op_call("OneHot", [index, np.array(num_classes), [0, 1]])
+
+
+def _of_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which makes Tensors of arrays and lists where it takes a Tensor."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {p.name: p.annotation for p in parameters if str(p.annotation).startswith("Tensor")}
+    if not kinds:
+        return function
+    names = [p.name for p in parameters]
+
+    def tensor_of(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) or name not in kinds:
+            return value
+        if value is None and "None" in kinds[name]:
+            return None
+        if not isinstance(value, np.ndarray | np.generic | list | tuple | int | float):
+            raise UsageError(f"{name} is of type {type(value).__name__}: it takes a Tensor")
+        return Tensor(value)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        for arg in args:
+            if arg.__class__ is not Tensor:
+                break
+        else:
+            if not named:
+                return function(*args)  # the usual call
+        named = {name: tensor_of(name, value) for name, value in named.items()}
+        return function(*map(tensor_of, names, args), *args[len(names) :], **named)
+
+    return call
+
+
+globals().update({name: _of_tensors(globals()[name]) for name in __all__})

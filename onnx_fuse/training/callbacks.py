@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,9 +28,11 @@ __all__ = [
     "CsvLog",
     "EarlyStopping",
     "Fit",
+    "MLflow",
     "Progress",
     "ReduceLROnPlateau",
     "TensorBoard",
+    "Wandb",
     "Watch",
 ]
 __dir__ = __all__.copy
@@ -315,25 +318,14 @@ class CsvLog(Callback):
             self._file.close()
 
 
-class TensorBoard(Callback):
-    """Writes train/loss, train/lr, validation/… into `folder` for TensorBoard, by tensorboardX."""
+class _Tracker(Callback):
+    """Sends train/loss, train/lr, validation/… to a tracker of experiments."""
 
     shows = True
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = folder
-        self._writer: Any = None
-
-    def on_start(self, fit: Fit) -> None:
-        """Open the folder. Raises UsageError where tensorboardX is not installed."""
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise UsageError(
-                "logs for TensorBoard need tensorboardX: pip install tensorboardX"
-            ) from error
-        # what another process wrote after the checkpoint from which this one goes on is hidden
-        self._writer = SummaryWriter(os.fspath(self.folder), purge_step=len(fit.history.losses) + 1)
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers of a step, by their names."""
+        raise NotImplementedError
 
     def on_step(self, fit: Fit) -> None:
         """Add the last step of `fit`."""
@@ -346,14 +338,93 @@ class TensorBoard(Callback):
         self._add("validation", {k.removeprefix("validation_"): v for k, v in record.items()})
 
     def _add(self, kind: str, numbers: Mapping[str, float]) -> None:
+        named = {f"{kind}/{k}": v for k, v in numbers.items() if k not in ("step", "epoch")}
+        self.log(named, int(numbers["step"]))
+
+
+def _tracker(module: str, package: str) -> Any:
+    """The module of a tracker. Raises UsageError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{module} is not installed: pip install {package}") from error
+
+
+class TensorBoard(_Tracker):
+    """Writes train/loss, train/lr, validation/… into `folder` for TensorBoard, by tensorboardX."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def on_start(self, fit: Fit) -> None:
+        """Open the folder. Raises UsageError where tensorboardX is not installed."""
+        writer = _tracker("tensorboardX", "tensorboardX").SummaryWriter
+        # what another process wrote after the checkpoint from which this one goes on is hidden
+        self._writer = writer(os.fspath(self.folder), purge_step=len(fit.history.losses) + 1)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Write the `numbers` of a `step`."""
         for name, value in numbers.items():
-            if name not in ("step", "epoch"):
-                self._writer.add_scalar(f"{kind}/{name}", value, int(numbers["step"]))
+            self._writer.add_scalar(name, value, step)
 
     def on_end(self, fit: Fit) -> None:
         """Write what is left of the logs, and close their file."""
         if self._writer is not None:
             self._writer.close()
+
+
+class Wandb(_Tracker):
+    """Sends train/loss, train/lr, validation/… to a run of Weights & Biases.
+
+    `options` are those of `wandb.init`, such as project, name or mode="offline".
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self._run: Any = None
+
+    def on_start(self, fit: Fit) -> None:
+        """Begin the run. Raises UsageError where wandb is not installed."""
+        self._run = _tracker("wandb", "wandb").init(**self.options)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the `numbers` of a `step`."""
+        self._run.log(dict(numbers), step=step)
+
+    def on_end(self, fit: Fit) -> None:
+        """End the run, as failed where an exception ends it."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if fit.finished else 1)
+
+
+class MLflow(_Tracker):
+    """Sends train/loss, train/lr, validation/… to a run of MLflow, in `experiment`.
+
+    `options` are those of `mlflow.start_run`, such as run_name. The server is MLflow's own setting
+    (MLFLOW_TRACKING_URI).
+    """
+
+    def __init__(self, experiment: str | None = None, **options: Any) -> None:
+        self.experiment, self.options = experiment, options
+        self._mlflow: Any = None
+
+    def on_start(self, fit: Fit) -> None:
+        """Begin the run. Raises UsageError where MLflow is not installed."""
+        mlflow = _tracker("mlflow", "mlflow-skinny")
+        if self.experiment is not None:
+            mlflow.set_experiment(self.experiment)
+        mlflow.start_run(**self.options)
+        self._mlflow = mlflow
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the `numbers` of a `step`."""
+        self._mlflow.log_metrics(dict(numbers), step=step)
+
+    def on_end(self, fit: Fit) -> None:
+        """End the run, as failed where an exception ends it."""
+        if self._mlflow is not None:
+            self._mlflow.end_run("FINISHED" if fit.finished else "FAILED")
 
 
 class Progress(Callback):

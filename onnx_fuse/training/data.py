@@ -19,6 +19,7 @@ from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.training.images import Images, read_folder
 
 __all__ = [
     "Fitting",
@@ -67,10 +68,14 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
 def load_examples(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file of examples: a table (.csv, or .jsonl, an object a line), or what `load` reads.
 
+    A folder of folders holds images, those of each class in its own.
+
     The columns of a table are lists by name; columns x.0, x.1, ... are one, of lists of numbers.
     Raises DataError for what is no such file.
     """
     path = Path(path)
+    if path.is_dir() and not any(path.glob("*.npy")) and any(p.is_dir() for p in path.iterdir()):
+        return read_folder(path)
     if path.suffix not in (".csv", ".jsonl"):
         return load(path)
     rows: list[dict[str, Any]] = []
@@ -126,8 +131,13 @@ def split(arrays: Mapping[str, Array], share: float, seed: int) -> tuple[dict[st
         raise UsageError(f"a split by {share} leaves one part of {examples} examples empty")
     drawn = order(examples, seed, 0)
     parts = np.sort(drawn[held_out:]), np.sort(drawn[:held_out])
-    named = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
-    return tuple({name: array[rows] for name, array in named.items()} for rows in parts)
+    kinds = np.ndarray, Images
+    named = {name: array for name, array in arrays.items() if isinstance(array, kinds)}
+
+    def taken(array: Any, rows: Array) -> Any:
+        return array.taken(rows) if isinstance(array, Images) else array[rows]
+
+    return tuple({name: taken(array, rows) for name, array in named.items()} for rows in parts)
 
 
 def why_not_arrays(error: BaseException) -> str:

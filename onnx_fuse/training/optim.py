@@ -180,7 +180,8 @@ def restarts(
 ) -> Schedule:
     """A rate that falls along half a cosine to end · lr, and begins again after `every` updates.
 
-    It grows over `warmup` updates first. Each period is `growth` times as long as the one before, as PyTorch's T_mult.
+    It grows over `warmup` updates first. Each period is `growth` times as long as the one before
+    it, as PyTorch's T_mult.
     """
     return Schedule(lr, "restarts", warmup=warmup, end=end, every=every, gamma=growth)
 

@@ -18,6 +18,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import data as arrays_of
+from onnx_fuse.training.images import Images
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
 
@@ -305,8 +306,8 @@ def _flattened(batch: Iterable[Any]) -> Iterator[Any]:
 
 
 def _array(name: str, data: Any, dtype: ir.DataType | None) -> Array:
-    if isinstance(data, np.ndarray):
-        return data
+    if isinstance(data, np.ndarray | Images):
+        return data  # type: ignore[return-value]
     if hasattr(data, "detach"):
         return np.asarray(data.detach().cpu().numpy())
     if not isinstance(data, list | tuple | int | float):
