@@ -20,6 +20,8 @@ import pytest
 
 from onnx_fuse import cli
 from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ops.formula import written_out
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
 
@@ -227,6 +229,11 @@ def drawn(
         shape = [d if isinstance(d, int) else given[d] for d in dims]
         feeds[str(value.name)] = rng.standard_normal(shape).astype(value.dtype.numpy())
     return feeds
+
+
+def formula_model(text: str) -> onnx_ir.Model:
+    """The model of an ONNX text whose lines may be formulas (`onnx_fuse.ops.formula`)."""
+    return text_model(written_out(text))
 
 
 def parsed(graph: str, opset: int = 21) -> onnx.ModelProto:

@@ -14,11 +14,10 @@ import numpy as np
 import onnx_ir
 import pytest
 from decoders import slotted
-from support import answers, assert_near, stock
+from support import answers, assert_near, formula_model, stock
 
 from onnx_fuse import bench, rewrite
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
@@ -107,12 +106,10 @@ class Decoder(Layer):
         body = ""
         if self.told == "mask":
             inputs.append("int64[B,T] attention_mask")
-            body = (
-                "axis = Constant <value_ints = [1]> ()  one = Constant <value_int = 1> ()"
-                " n = ReduceSum (attention_mask, axis)  m = Sub (n, axis)  l = Cast <to = 6> (m)"
-                " shape = Shape (attention_mask)  t = Gather (shape, one)"
-                " total = Cast <to = 6> (t) "
-            )
+            body = """
+                l = Cast <to = 6> (ReduceSum (attention_mask, [1]) - [1])
+                total = Cast <to = 6> (Gather (Shape (attention_mask), Constant <value_int = 1> ()))
+            """
         else:
             inputs += ["int32[B] l", f"int32{'[1]' if self.told == 'vector' else ''} total"]
         rotary = "do_rotary = 1" in self.attributes
@@ -129,16 +126,15 @@ class Decoder(Layer):
         listed = f"{{{', '.join(map(str, numbers))}}}"
         tables = [f"float[40,8] {x}_table = {listed}" for x in operands[7:9] if rotary]
         to = 10 if kind == "float16" else 1
-        body += "".join(f" {x} = Cast <to = {to}> ({x}_table)" for x in operands[7:9] if rotary)
-        text = (
-            f'<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
-            f" decoder ({', '.join(inputs)}) => ({kind}[B,S,64] y, {stored}[B,2,{size},16]"
-            f" present_k, {stored}[B,2,{size},16] present_v)"
-            f" {'<' + ', '.join(tables) + '>' if tables else ''} {{ {body}"
-            " y, present_k, present_v = com.microsoft.GroupQueryAttention"
-            f" <num_heads = 4, kv_num_heads = 2 {more}> ({', '.join(operands)}) }}"
-        )
-        return text_model(text)
+        body += "".join(f"{x} = Cast <to = {to}> ({x}_table)\n" for x in operands[7:9] if rotary)
+        return formula_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+            decoder ({", ".join(inputs)}) => ({kind}[B,S,64] y,
+                {stored}[B,2,{size},16] present_k, {stored}[B,2,{size},16] present_v)
+            {"<" + ", ".join(tables) + ">" if tables else ""} {{
+            {body}
+            y, present_k, present_v = com.microsoft.GroupQueryAttention
+                <num_heads = 4, kv_num_heads = 2 {more}> ({", ".join(operands)})
+        }}""")
 
     @property
     def SAMPLE(self) -> tuple[int, int, int]:
@@ -303,12 +299,11 @@ def program_of(model: onnx_ir.Model) -> tuple[Specializer, Feeds]:
 
 
 def rotated(x: str, rows: str, cos: str, sin: str) -> str:
-    """Nodes that make {x}r of the rows of q or k."""
-    return (
-        f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({rows})  {x}n = Neg ({x}z)"
-        f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({rows}, {cos})"
-        f" {x}d = Mul ({x}turn, {sin})  {x}r = Add ({x}c, {x}d)"
-    )
+    """Lines that make {x}r of the rows of q or k."""
+    return f"""
+        {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({rows})
+        {x}r = {rows} * {cos} + Concat <axis = -1> (Neg ({x}z), {x}a) * {sin}
+    """
 
 
 @dataclass(frozen=True)
@@ -333,63 +328,52 @@ class Exported(Layer):
         inputs = [f"{kind}[B,S,64] q", *(f"{kind}[B,S,{16 * heads}] {x}" for x in "kv")]
         inputs += [f"{kind}[B,{heads},P,16] {x}" for x in ("past_k", "past_v")]
         inputs += [f"{kind}[B,1,S,T] mask"] if self.masked else []
-        body = "f = Constant <value_float = 0.25> ()  scale = CastLike (f, q)"
-        body += " tiny = Constant <value_float = 1e-3> ()"
-        for name, number in (("two", 2), ("four", 4), ("sixteen", 16), ("last", -1)):
-            body += f" {name} = Constant <value_ints = [{number}]> ()"
+        body = ""
         for x, count in (("q", 4), ("k", heads), ("v", heads)):
-            body += f" {x}s = Constant <value_ints = [0, 0, {count}, 16]> ()"
+            body += f"{x}3 = Reshape ({x}, [0, 0, {count}, 16])\n"
             rows = f"{x}3"
-            body += f" {rows} = Reshape ({x}, {x}s)"
             if self.normed and x in "qk":
                 rows = f"{x}_normed"
                 scale = [round(1.5 - 0.1 * i, 1) for i in range(16)]
-                body += (
-                    f" {x}_numbers = Constant <value_floats = {scale}> ()"
-                    f" {x}_scale = Cast <to = {10 if kind == 'float16' else 1}> ({x}_numbers)"
-                    f" {x}_wide = Cast <to = 1> ({x}3)  {x}_square = Mul ({x}_wide, {x}_wide)"
-                    f" {x}_mean = ReduceMean <keepdims = 1> ({x}_square, last)"
-                    f" {x}_sum = Add ({x}_mean, tiny)  {x}_root = Sqrt ({x}_sum)"
-                    f" {x}_ratio = Div ({x}_wide, {x}_root)  {x}_like = CastLike ({x}_ratio, {x}3)"
-                    f" {rows} = Mul ({x}_scale, {x}_like)"
-                )
-            body += f" {x}4 = Transpose <perm = [0, 2, 1, 3]> ({rows})"
+                to = 10 if kind == "float16" else 1
+                body += f"""
+                    {x}_scale = Cast <to = {to}> (Constant <value_floats = {scale}> ())
+                    {x}_wide = Cast <to = 1> ({x}3)
+                    {x}_mean = ReduceMean <keepdims = 1> ({x}_wide * {x}_wide, [-1])
+                    {rows} = {x}_scale * CastLike ({x}_wide / Sqrt ({x}_mean + 1e-3), {x}3)
+                """
+            body += f"{x}4 = Transpose <perm = [0, 2, 1, 3]> ({rows})\n"
         new = {"k": "k4", "v": "v4"}
         if self.tables:
             names = ["cos", "sin", *(("cos2", "sin2") if self.tables == "apart" else ())]
             rows = "1" if self.tables == "one" else "B"
             inputs += [f"{kind}[{rows},S,16] {x}" for x in names]
-            body += " axis = Constant <value_ints = [1]> ()"
-            body += "".join(f" {x}4 = Unsqueeze ({x}, axis)" for x in names)
+            body += "".join(f"{x}4 = Unsqueeze ({x}, [1])\n" for x in names)
             for x, (cos, sin) in zip("qk", (names[:2], names[-2:]), strict=True):
                 body += rotated(x, f"{x}4", f"{cos}4", f"{sin}4")
             new["k"] = "kr"
-        keys = {}
         for x in "kv":
-            body += f" present_{x} = Concat <axis = -2> (past_{x}, {new[x]})"
-            keys[x] = f"present_{x}"
-            if self.repeats:
-                body += (
-                    f" {x}b = Shape <end = 1> ({x}4)  {x}p = Shape <start = 2, end = 3> (past_{x})"
-                    f" {x}l = Shape <start = 2, end = 3> ({x}4)  {x}u = Add ({x}p, {x}l)"
-                    f" {x}w = Concat <axis = 0> ({x}b, two, two, {x}u, sixteen)"
-                    f" {x}h = Concat <axis = 0> ({x}b, four, {x}u, sixteen)"
-                    f" {x}5 = Unsqueeze (present_{x}, two)  {x}6 = Expand ({x}5, {x}w)"
-                    f" {x}7 = Reshape ({x}6, {x}h)"
-                )
-                keys[x] = f"{x}7"
-        text = (
-            f'<ir_version: 10, opset_import: ["" : 21]> exported ({", ".join(inputs)})'
-            f" => ({kind}[B,S,64] y, {kind}[B,{heads},R,16] present_k,"
-            f" {kind}[B,{heads},R,16] present_v) {{ {body}"
-            f" kt = Transpose <perm = [0, 1, 3, 2]> ({keys['k']})"
-            f" s = MatMul ({'qr' if self.tables else 'q4'}, kt)  z = Mul (s, scale)"
-            f" m = {'Add (z, mask)' if self.masked else 'Identity (z)'}"
-            f" p = Softmax <axis = -1> (m)  o = MatMul (p, {keys['v']})"
-            " o3 = Transpose <perm = [0, 2, 1, 3]> (o)"
-            " os = Constant <value_ints = [0, 0, 64]> ()  y = Reshape (o3, os) }"
-        )
-        return text_model(text)
+            body += f"present_{x} = Concat <axis = -2> (past_{x}, {new[x]})\n"
+            body += (
+                f"{x}7 = Identity (present_{x})\n"
+                if not self.repeats
+                else f"""
+                {x}b = Shape <end = 1> ({x}4)
+                {x}l = Shape <start = 2, end = 3> (past_{x}) + Shape <start = 2, end = 3> ({x}4)
+                {x}w = Concat <axis = 0> ({x}b, [2], [2], {x}l, [16])
+                {x}6 = Expand (Unsqueeze (present_{x}, [2]), {x}w)
+                {x}7 = Reshape ({x}6, Concat <axis = 0> ({x}b, [4], {x}l, [16]))
+            """
+            )
+        return formula_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+            exported ({", ".join(inputs)}) => ({kind}[B,S,64] y,
+                {kind}[B,{heads},R,16] present_k, {kind}[B,{heads},R,16] present_v) {{
+            {body}
+            kt = Transpose <perm = [0, 1, 3, 2]> (k7)
+            z = 0.25 * MatMul ({"qr" if self.tables else "q4"}, kt)
+            p = Softmax <axis = -1> ({"z + mask" if self.masked else "z"})
+            y = Reshape (Transpose <perm = [0, 2, 1, 3]> (MatMul (p, v7)), [0, 0, 64])
+        }}""")
 
     def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
         """Sequences that are padded at the left, the first by none."""
@@ -455,65 +439,51 @@ class Fixed(Layer):
         starts = self.form in ("linear", "circular")
         inputs += [f"int64[{'B,S' if each else 'B' if starts else 'S'}] at"]
         inputs += [f"{kind}[1,1,S,16] {x}" for x in ("cos", "sin")] if self.rotated else []
-        body = "split = Constant <value_ints = [0, 0, 2, 16]> ()"
+        body = ""
         for x in "kv":
-            body += f" {x}3 = Reshape ({x}, split)  {x}4 = Transpose <perm = [0, 2, 1, 3]> ({x}3)"
+            body += f"{x}4 = Transpose <perm = [0, 2, 1, 3]> (Reshape ({x}, [0, 0, 2, 16]))\n"
         new = {"q": "q", "k": "k4", "v": "v4"}
         for x, y in (("q", "q"), ("k", "k4")) if self.rotated else ():
             body += rotated(x, y, "cos", "sin")
             new[x] = f"{x}r"
-        body += "".join(
-            f" {x}_axes = Constant <value_ints = {axes}> ()"
-            for x, axes in (("column", [1]), ("copy", [0, 1, 3]), ("scatter", [1, 3]))
-        )
         for x in "kv":
             n, past, present = new[x], f"past_{x}", f"present_{x}"
             if self.form == "put":
-                body += (
-                    f" {x}i = Unsqueeze (at, column_axes)"
-                    f" {x}p = Transpose <perm = [2, 0, 1, 3]> ({past})"
-                    f" {x}u = Transpose <perm = [2, 0, 1, 3]> ({n})"
-                    f" {x}s = ScatterND ({x}p, {x}i, {x}u)"
-                    f" {present} = Transpose <perm = [1, 2, 0, 3]> ({x}s)"
-                )
+                body += f"""
+                    {x}p = Transpose <perm = [2, 0, 1, 3]> ({past})
+                    {x}u = Transpose <perm = [2, 0, 1, 3]> ({n})
+                    {x}s = ScatterND ({x}p, Unsqueeze (at, [1]), {x}u)
+                    {present} = Transpose <perm = [1, 2, 0, 3]> ({x}s)
+                """
             elif self.form in ("coordinates", "swapped"):
                 heads = "1, 0" if self.form == "swapped" else "0, 1"
-                body += (
-                    f" {x}first = Shape <end = 1> ({past})  {x}count = Squeeze ({x}first)"
-                    f" {x}zero = Constant <value_int = 0> ()  {x}one = Constant <value_int = 1> ()"
-                    f" {x}range = Range ({x}zero, {x}count, {x}one)"
-                    f" {x}view = Constant <value_ints = [-1, 1, 1]> ()"
-                    f" {x}batch = Reshape ({x}range, {x}view)"
-                    f" {x}heads = Constant <value = int64[2,1] {{{heads}}}> ()"
-                    f" {x}both = Shape <end = 2> ({past})  {x}rows = Shape (at)"
-                    f" {x}lead = Concat <axis = 0> ({x}both, {x}rows)"
-                    f" {x}size = Constant <value_ints = [16]> ()"
-                    f" {x}whole = Concat <axis = 0> ({x}lead, {x}size)"
-                    f" {x}last = Constant <value_ints = [-1]> ()"
-                )
-                for i, part in enumerate((f"{x}batch", f"{x}heads", "at")):
-                    body += f" {x}w{i} = Expand ({part}, {x}lead)"
-                    body += f" {x}i{i} = Unsqueeze ({x}w{i}, {x}last)"
-                body += (
-                    f" {x}i = Concat <axis = -1> ({x}i0, {x}i1, {x}i2)"
-                    f" {x}u = Reshape ({n}, {x}whole)  {present} = ScatterND ({past}, {x}i, {x}u)"
-                )
+                body += f"""
+                    {x}zero = Constant <value_int = 0> ()
+                    {x}one = Constant <value_int = 1> ()
+                    {x}range = Range ({x}zero, Squeeze (Shape <end = 1> ({past})), {x}one)
+                    {x}batch = Reshape ({x}range, [-1, 1, 1])
+                    {x}heads = Constant <value = int64[2,1] {{{heads}}}> ()
+                    {x}lead = Concat <axis = 0> (Shape <end = 2> ({past}), Shape (at))
+                    {x}i0 = Unsqueeze (Expand ({x}batch, {x}lead), [-1])
+                    {x}i1 = Unsqueeze (Expand ({x}heads, {x}lead), [-1])
+                    {x}i2 = Unsqueeze (Expand (at, {x}lead), [-1])
+                    {x}u = Reshape ({n}, Concat <axis = 0> ({x}lead, [16]))
+                    {present} = ScatterND ({past}, Concat <axis = -1> ({x}i0, {x}i1, {x}i2), {x}u)
+                """
             elif starts:
-                mode = f'<mode = "{self.form}">'
-                body += f" {present} = TensorScatter {mode} ({past}, {n}, at)"
+                body += f'{present} = TensorScatter <mode = "{self.form}"> ({past}, {n}, at)\n'
             else:
-                body += (
-                    f" {x}i = Unsqueeze (at, {self.form}_axes)  {x}w = Shape ({n})"
-                    f" {x}e = Expand ({x}i, {x}w)"
-                    f" {present} = ScatterElements <axis = 2> ({past}, {x}e, {n})"
-                )
-        text = (
-            f'<ir_version: 11, opset_import: ["" : 24]> fixed ({", ".join(inputs)})'
-            f" => ({kind}[B,4,S,16] y, {kind}[B,2,P,16] present_k, {kind}[B,2,P,16] present_v)"
-            f" {{ {body} y = Attention <scale = 0.25, is_causal = {int(self.told == 'causal')}>"
-            f" ({new['q']}, present_k, present_v, {'m' if masked else ', , , m'}) }}"
-        )
-        return text_model(text)
+                index = f"Unsqueeze (at, {[1, 3] if each else [0, 1, 3]})"
+                rows = f"{past}, Expand ({index}, Shape ({n})), {n}"
+                body += f"{present} = ScatterElements <axis = 2> ({rows})\n"
+        causal, mask = int(self.told == "causal"), "m" if masked else ", , , m"
+        return formula_model(f"""<ir_version: 11, opset_import: ["" : 24]>
+            fixed ({", ".join(inputs)}) => ({kind}[B,4,S,16] y,
+                {kind}[B,2,P,16] present_k, {kind}[B,2,P,16] present_v) {{
+            {body}
+            y = Attention <scale = 0.25, is_causal = {causal}>
+                ({new["q"]}, present_k, present_v, {mask})
+        }}""")
 
     def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
         """Each sequence has tokens of its own number before, or all as many."""
@@ -584,13 +554,12 @@ class Buffered(Layer):
         bias = "bias" if self.bias else ""
         places = ["", "", "past_k", "past_v", "before", "", "", bias]
         places = places if alone else [bias, "", "", "past_k", "past_v", "before"]
-        text = (
-            '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
-            f" buffered ({', '.join(inputs)}) => ({kind}[B,S,64] y, {kind}[B,4,P,16] present_k,"
-            f" {kind}[B,4,P,16] present_v) {{ y, present_k, present_v = com.microsoft."
-            f"{self.operator} <num_heads = 4 {self.attributes}> (q, k, v, {', '.join(places)}) }}"
-        )
-        return text_model(text)
+        return formula_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+            buffered ({", ".join(inputs)}) => ({kind}[B,S,64] y,
+                {kind}[B,4,P,16] present_k, {kind}[B,4,P,16] present_v) {{
+            y, present_k, present_v = com.microsoft.{self.operator}
+                <num_heads = 4 {self.attributes}> (q, k, v, {", ".join(places)})
+        }}""")
 
     def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
         """What stands behind the tokens of before is not a number."""

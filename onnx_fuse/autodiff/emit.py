@@ -15,7 +15,7 @@ from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
 from onnx_fuse.ir.build import detach, required, subgraphs
 from onnx_fuse.ir.constants import one_line
-from onnx_fuse.ir.copying import Copier
+from onnx_fuse.ir.copying import Copier, replace_node
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.recurrent import GATES
@@ -174,15 +174,15 @@ def _key(node: ir.Node) -> Any:
     return node.domain, node.op_type, inputs, tuple(attributes), len(node.outputs)
 
 
-def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
+def expand(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     """Replace `node` by the nodes of its function body, which are returned; None without a body.
 
     Raises contrib.Unwritable where a contrib node has none.
     """
     if contrib.lookup(node) is not None:
-        return _write_out_contrib(graph, op, node)
+        return _write_out_contrib(op, node)
     if node.op_type in GATES and not node.domain:
-        return _as_scans(graph, op, node)
+        return _as_scans(op, node)
     function = _body(node, op.opset)
     if function is None:
         return None
@@ -197,32 +197,21 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     for copy in copies:
         op.adopt(copy)
     results = copier.read(function.outputs[: len(node.outputs)], "its outputs")
-    return _replace(graph, node, copies, results)
+    replace_node(node, copies, results)
+    return copies
 
 
-def _replace(
-    graph: ir.Graph, node: ir.Node, nodes: list[ir.Node], results: Sequence[ir.Value | None]
-) -> list[ir.Node]:
-    """Put `nodes` in the place of one; an omitted output gives no name to its value."""
-    pairs = [(o, n) for o, n in zip(node.outputs, results, strict=False) if n is not None]
-    pairs = [(old, new) for old, new in pairs if old.name != ""]
-    for old, new in pairs:
-        new.type, new.shape = new.type or old.type, old.shape or new.shape
-    olds, news = [o for o, _ in pairs], [n for _, n in pairs]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, olds, news)
-    return nodes
-
-
-def _write_out_contrib(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
+def _write_out_contrib(op: Emitter, node: ir.Node) -> list[ir.Node]:
     op.stem = node.name or node.op_type
     new_nodes, results = contrib.write(node)
     for inner in new_nodes:
         inner.metadata_props.update(node.metadata_props)
         op.adopt(inner)
-    return _replace(graph, node, new_nodes, results)
+    replace_node(node, new_nodes, results)
+    return new_nodes
 
 
-def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
+def _as_scans(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     """Replace a recurrent node by Scans of its steps; None where its activations are not plain."""
     count = 2 if text(node, "direction", "forward") == "bidirectional" else 1
     acts = activations(node, count)
@@ -254,7 +243,8 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
                 steps = None if source is None or source.shape is None else source.shape[0]
                 value.shape = ir.Shape([steps, *end.shape])
         op.adopt(inner)
-    return _replace(graph, node, written.op.nodes, written.results)
+    replace_node(node, written.op.nodes, written.results)
+    return written.op.nodes
 
 
 def _body(node: ir.Node, opset: int) -> ir.Function | None:

@@ -160,7 +160,7 @@ def _mark(
         apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
         apart = apart or _needs_parts(node, definition, exposed)
         try:
-            body_nodes = expand(graph, op, node) if apart and not captures(node) else None
+            body_nodes = expand(op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
             stops[node] = str(error)
             continue

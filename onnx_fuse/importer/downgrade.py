@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.upgrade import BECAME_INPUTS, UPGRADES, counted_part
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.shape_ops import Writer
 
 Rule = Callable[[ir.Node], bool]
@@ -82,17 +83,11 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
     """Replace an operator that `opset` lacks by those that it is made of, where they are known."""
-    write, op, graph = WRITTEN_OUT.get(node.op_type), Writer(), node.graph
+    write, op = WRITTEN_OUT.get(node.op_type), Writer()
     results = write(node, op) if write is not None else None
-    if results is None or graph is None:
+    if results is None or node.graph is None:
         return False
-    for old, new in zip(node.outputs, results, strict=False):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        new.metadata_props.update(old.metadata_props)
-    graph.insert_before(node, op.nodes)
-    new_outputs = results[: len(node.outputs)]
-    ir.convenience.replace_all_uses_with(node.outputs, new_outputs, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    replace_node(node, op.nodes, results)
     for inner in op.nodes:
         _respell(inner, version, opset)
     return True

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank, required
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ir.windows import around, passes_padding
 from onnx_fuse.ops.shape_ops import Writer
 
@@ -47,22 +48,16 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
 
 
 def _apply(rule: Rule, node: ir.Node) -> None:
-    op, graph = Writer(), required(node.graph)
+    op = Writer()
     results = rule(node, op)
     for new_node in op.nodes:
         new_node.metadata_props.update(node.metadata_props)
-    graph.insert_before(node, op.nodes)
     if results is None:
+        required(node.graph).insert_before(node, op.nodes)
         return
-    for old, new in zip(node.outputs, results, strict=True):
-        new.name, old.name = old.name, None
-        new.type, new.shape = old.type or new.type, old.shape if old.shape else new.shape
-        new.doc_string = old.doc_string
-        new.metadata_props.update(old.metadata_props)
     last = op.nodes[-1]
     last.name, last.doc_string = node.name, node.doc_string
-    ir.convenience.replace_all_uses_with(node.outputs, list(results), replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    replace_node(node, op.nodes, results)
 
 
 def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:

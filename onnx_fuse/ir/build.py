@@ -125,20 +125,6 @@ def required(part: T | None) -> T:
     return part
 
 
-def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> None:
-    """Put a builder's nodes where a node stands, and `y` in the place of its first output.
-
-    The node's other outputs must have no use. The builder is empty afterwards.
-    """
-    old = node.outputs[0]
-    y.type = y.type or old.type
-    y.shape = old.shape if y.shape is None else y.shape
-    graph.insert_before(node, op.nodes)
-    op.nodes = []
-    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-
-
 def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value:
     """A new initializer of `graph` with these numbers; no other value may have its name."""
     tensor = ir.tensor(content, name=name)

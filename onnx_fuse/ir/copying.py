@@ -1,15 +1,15 @@
-"""Copies of nodes on other values."""
+"""Copies of nodes on other values, and nodes in the place of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import subgraphs
+from onnx_fuse.ir.build import required, subgraphs
 
 _Kind = TypeVar("_Kind", bound="Copier")
 
@@ -122,3 +122,23 @@ class Copier:
         constants = [v for v in ends if v.const_value is not None]
         inputs = ends[: len(graph.inputs)]
         return ir.Graph(inputs, outputs, nodes=nodes, initializers=constants, name=graph.name)
+
+
+def replace_node(
+    node: ir.Node, nodes: Sequence[ir.Node], results: Sequence[ir.Value | None], named: bool = True
+) -> None:
+    """Put `nodes` where a node stands, and their `results` in the places of its outputs.
+
+    A result takes an output's type, a known shape and, where `named`, its name and what describes
+    it. None is the result of an output without use.
+    """
+    graph = required(node.graph)
+    graph.insert_before(node, nodes)
+    for old, new in [(o, n) for o, n in zip(node.outputs, results, strict=False) if n is not None]:
+        new.type, new.shape = old.type or new.type, new.shape if old.shape is None else old.shape
+        if named:
+            name, old.name = old.name, None
+            new.name, new.doc_string = name or new.name, old.doc_string
+            new.metadata_props.update(old.metadata_props)
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import all_nodes
-from onnx_fuse.ir.copying import Copier
+from onnx_fuse.ir.copying import Copier, replace_node
 from onnx_fuse.ir.names import Names
 
 MAX_DEPTH = 100
@@ -163,8 +163,6 @@ class _Inliner:
     ) -> None:
         """Put `nodes` in place of a call; the values that they make take its outputs' names."""
         fresh = {v for node in nodes for v in node.outputs}
-        graph = call.graph
-        assert graph is not None
         results: list[ir.Value] = []
         for old, result in zip(call.outputs, returned, strict=False):
             if result is None and (old.uses() or old.is_graph_output()):
@@ -174,13 +172,8 @@ class _Inliner:
                 nodes.append(identity)
                 result = identity.outputs[0]
             fresh.discard(result)
-            result.name, result.type, result.shape = old.name or result.name, old.type, old.shape
-            result.doc_string = old.doc_string
-            result.metadata_props.update(old.metadata_props)
             results.append(result)
-        graph.insert_before(call, nodes)
-        ir.convenience.replace_all_uses_with(call.outputs, results, replace_graph_outputs=True)
-        graph.remove(call, safe=True)
+        replace_node(call, nodes, results)
 
     def expand(
         self,

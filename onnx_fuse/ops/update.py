@@ -11,6 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import FUSE, PREVIEW
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 from onnx_fuse.ops.shape_ops import Writer
 
@@ -198,15 +199,11 @@ def expand_standard_updates(model: ir.Model) -> int:
         names = _STANDARD[node.op_type][0].split()
         r, t, *tensors = [v for v in node.inputs if v is not None]
         count, op = len(tensors) // len(names), Writer()
+        results: list[ir.Value | None] = [None] * len(node.outputs)
         for i in range(count):
             values = dict(zip(names, tensors[i::count], strict=True))
-            results = _updates(op, node, r=r, t=t, **values)
-            for old, new in zip(node.outputs[i::count], results, strict=True):
-                name, new.type, new.shape = old.name, old.type, old.shape
-                ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-                old.name, new.name = None, name
-        model.graph.insert_before(node, op.nodes)
-        model.graph.remove(node, safe=True)
+            results[i::count] = _updates(op, node, r=r, t=t, **values)
+        replace_node(node, op.nodes, results)
     if all(n.domain != PREVIEW for n in model.graph):
         model.graph.opset_imports.pop(PREVIEW, None)
     return len(updates)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, all_nodes, const_array, rank, required
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.functions import inline_branches
 from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant, is_float
@@ -83,7 +84,7 @@ def _simplify(node: ir.Node) -> bool:
     if node.op_type == "Range":
         return _take_scalars(node, node.graph)
     op = Builder()
-    x, y = node.inputs[0], node.outputs[0]
+    x = node.inputs[0]
     match node.op_type:
         case "CastLike" if (like := node.inputs[1]) is not None and like.dtype is not None:
             rest = {k: a for k, a in node.attributes.items() if not a.is_ref()}
@@ -96,12 +97,9 @@ def _simplify(node: ir.Node) -> bool:
             simpler = op.Concat(*parts, axis=axis) if len(parts) > 1 else op.Identity(*parts)
         case _:
             return False
-    simpler.name, simpler.type, simpler.shape = y.name, y.type, y.shape
     op.nodes[-1].name = node.name
     op.nodes[-1].metadata_props.update(node.metadata_props)
-    node.graph.insert_before(node, op.nodes)
-    ir.convenience.replace_all_uses_with(y, simpler, replace_graph_outputs=True)
-    node.graph.remove(node, safe=True)
+    replace_node(node, op.nodes, [simpler])
     return True
 
 

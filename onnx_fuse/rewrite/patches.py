@@ -11,7 +11,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, given, rank, replace_node
+from onnx_fuse.ir.build import Builder, dim, given, rank
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
 MOST_CHANNELS = 4
@@ -60,5 +61,5 @@ def _as_product(graph: ir.Graph, node: ir.Node) -> bool:
     if bias is not None:
         product = op.Add(product, bias)
     y = op.Reshape(op.Transpose(product, perm=[0, 2, 1]), [0, filters, *counts])
-    replace_node(graph, node, op, y)
+    replace_node(node, op.nodes, [y], named=False)
     return True

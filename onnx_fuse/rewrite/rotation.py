@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank, replace_node, required
+from onnx_fuse.ir.build import Builder, dim, rank, required
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.rules import cut_of, producer
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
@@ -92,7 +93,7 @@ def _split(graph: ir.Graph, total: ir.Node) -> bool:
     y = op.Concat(
         op.Sub(op.Mul(x1, c1), op.Mul(x2, s1)), op.Add(op.Mul(x2, c2), op.Mul(x1, s2)), axis=-1
     )
-    replace_node(graph, total, op, y)
+    replace_node(total, op.nodes, [y], named=False)
     return True
 
 

@@ -12,7 +12,7 @@ import math
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
-from onnx_fuse.runtime.recurrences import replace_outputs
+from onnx_fuse.ir.copying import replace_node
 
 _FEW_PLACES = 32  # of an image, for which one product over the batch beats ConvTranspose
 
@@ -21,12 +21,12 @@ def take_faster_forms(model: ir.Model) -> None:
     """Replace what onnxruntime's CPU has a faster form for, in place."""
     for node in list(model.graph):
         if node.op_type == "Where" and not node.domain:
-            _mask_by_product(model.graph, node)
+            _mask_by_product(node)
         elif node.op_type == "ConvTranspose" and not node.domain:
-            _transpose_by_product(model.graph, node)
+            _transpose_by_product(node)
 
 
-def _mask_by_product(graph: ir.Graph, node: ir.Node) -> None:
+def _mask_by_product(node: ir.Node) -> None:
     """Where (kept, x, 0) as x times `kept` where every x is finite: 3.9 ms for 10.8 (8 x 64 x 56²).
 
     The sum of x tells, since an infinity or a NaN stays one in it; so Where stays the other branch.
@@ -50,10 +50,10 @@ def _mask_by_product(graph: ir.Graph, node: ir.Node) -> None:
         "else_branch": ir.Graph([], [chosen], nodes=choice.nodes, name="any"),
     }
     y = outer.node("If", [finite], attributes=ways, name=node.name)
-    replace_outputs(graph, node, outer, {0: y})
+    replace_node(node, outer.nodes, [y])
 
 
-def _transpose_by_product(graph: ir.Graph, node: ir.Node) -> None:
+def _transpose_by_product(node: ir.Node) -> None:
     """ConvTranspose of few places as Col2Im of a product of rows [N P, M] and weights [M, C K].
 
     onnxruntime multiplies image by image, which takes 13 ms where this takes 7.5 (8 images of
@@ -78,4 +78,4 @@ def _transpose_by_product(graph: ir.Graph, node: ir.Node) -> None:
     columns = op.Transpose(op.Reshape(products, [-1, count, width]), perm=[0, 2, 1])
     window = {key: how.get_ints(key) for key in ("strides", "pads", "dilations") if key in how}
     y = op.Col2Im(columns, op.constant(image), op.constant(kernel), **window)
-    replace_outputs(graph, node, op, {0: y})
+    replace_node(node, op.nodes, [y])

@@ -7,11 +7,10 @@ on zeros with at least one of each, and its results are cut. A Scan takes a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, all_nodes, dim, given
+from onnx_fuse.ir.copying import replace_node
 
 
 def survivable(model: ir.Model) -> ir.Model:
@@ -20,11 +19,10 @@ def survivable(model: ir.Model) -> ir.Model:
         return model
     model = model.clone()
     for node in list(all_nodes(model.graph)):
-        graph = node.graph
-        if graph is None or not _may_be_empty(node):
+        if node.graph is None or not _may_be_empty(node):
             continue
         if node.op_type == "Scan":
-            _take_a_step(graph, node)
+            _take_a_step(node)
             continue
         outer, plain, labels = Builder(), Builder(), [v.name or "" for v in node.outputs]
         used = [i for i, name in enumerate(labels) if name]
@@ -40,21 +38,9 @@ def survivable(model: ir.Model) -> ir.Model:
                 value.name = f"{labels[i]}.{key}"
         empty = outer.Equal(outer.Size(node.inputs[0]), outer.constant(0))
         ends = outer.node("If", [empty], outputs=len(used), name=node.name, attributes=branches)
-        ends = ends if isinstance(ends, tuple) else (ends,)
-        replace_outputs(graph, node, outer, dict(zip(used, ends, strict=True)))
+        by_place = dict(zip(used, ends if isinstance(ends, tuple) else (ends,), strict=True))
+        replace_node(node, outer.nodes, [by_place.get(i) for i in range(len(node.outputs))])
     return model
-
-
-def replace_outputs(
-    graph: ir.Graph, node: ir.Node, op: Builder, results: Mapping[int, ir.Value]
-) -> None:
-    """The nodes of `op` in place of a node; `results` are its outputs, by index."""
-    for i, value in results.items():
-        old = node.outputs[i]
-        value.name, value.type, value.shape, old.name = old.name, old.type, old.shape, None
-        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-    graph.insert_before(node, op.nodes)
-    graph.remove(node, safe=True)
 
 
 def _may_be_empty(node: ir.Node) -> bool:
@@ -71,7 +57,7 @@ def _scanned(node: ir.Node) -> tuple[int, list[int]]:
     return len(node.inputs) - count, list(node.attributes.get_ints("scan_input_axes", [0] * count))
 
 
-def _take_a_step(graph: ir.Graph, node: ir.Node) -> None:
+def _take_a_step(node: ir.Node) -> None:
     """A Scan in place of another: without a step it takes one on zeros, and its results are cut."""
     op, (first, axes) = Builder(), _scanned(node)
     steps = op.Gather(op.Shape(node.inputs[first]), [axes[0]])
@@ -91,8 +77,8 @@ def _take_a_step(graph: ir.Graph, node: ir.Node) -> None:
     outputs = node.attributes.get_ints("scan_output_axes", [0] * (len(results) - first))
     for i, axis in enumerate(outputs, first):
         results[i] = op.Slice(results[i], [0], steps, [axis])
-    replace_outputs(graph, node, op, {i: value for i, value in enumerate(results)
-                               if node.outputs[i].name})  # fmt: skip
+    named = zip(results, node.outputs, strict=True)
+    replace_node(node, op.nodes, [value if old.name else None for value, old in named])
 
 
 def _of_zeros(node: ir.Node, used: list[int]) -> ir.Graph:

@@ -135,7 +135,7 @@ def attach(model: ir.Model, lora: Lora, seed: int) -> tuple[ir.Model, list[Adapt
     named = [v for v in names_of if v in chosen]
     op = autodiff.Emitter(model)
     for node in {n for v in named for n, _ in v.uses() if n.domain == FUSE}:
-        expand(graph, op, node)
+        expand(op, node)
     adapters, reasons = [], []
     for value in named:
         if not is_float(value) or value.shape is None or len(value.shape) != 2:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnx_fuse import autodiff
-from onnx_fuse.ir.build import const_array, replace_node, required
+from onnx_fuse.ir.build import const_array, required
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.copying import replace_node
 
 
 def draw_masks(graph: ir.Graph, op: autodiff.Emitter, rng: Callable[[], ir.Value] | None) -> None:
@@ -24,10 +25,10 @@ def draw_masks(graph: ir.Graph, op: autodiff.Emitter, rng: Callable[[], ir.Value
         (old, *_), y = node.outputs, required(x)
         if rng is not None:
             ratio = op.constant(0.5) if ratio is None else ratio
-            inputs = [op.Shape(x), ratio, rng()]
-            scale = op.node("DropoutScale", inputs, domain=FUSE, stream=index)
+            scale = op.node("DropoutScale", [op.Shape(x), ratio, rng()], domain=FUSE, stream=index)
             scale.dtype, scale.shape = ir.DataType.FLOAT, old.shape
             y = op.Mul(x, op.CastLike(scale, x))
         if old.is_graph_output():
             y = op.Identity(y)
-        replace_node(graph, node, op, y)
+        replace_node(node, op.nodes, [y], named=False)
+        op.nodes = []

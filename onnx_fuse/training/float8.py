@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim, rank
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.fused import float8, gated
 from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
 from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
@@ -78,26 +79,21 @@ def in_float8(
         flat = x if rank(x) == 2 else typed(op.Reshape(x, [-1, dim(w, 0)]), x)
         flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
         start = np.zeros(float8.HISTORY, np.float32)
-        hx, hw, hdz = (
-            add_state(f"{stem}.{which}_history", "history", start) for which in ("x", "w", "dz")
-        )
+        past = tuple(add_state(f"{stem}.{of}_history", "history", start) for of in ("x", "w", "dz"))
         fused = node.attributes.items() if node.domain else ()
         attributes = {k: v.value for k, v in fused if k not in norm_attributes(node)}
         operands = flat, w, op.constant(0.0, x.dtype) if c is None else c
-        product, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **attributes)
-        successors |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
+        product, *after = float8.linear(op, parts.activation, operands, past, **attributes)
+        successors |= dict(zip(past, [*after, None], strict=True))
         if flat is not x:
             sizes = [op.Shape(x, start=0, end=-1), op.constant([dim(w, 1)])]
             product = typed(op.Reshape(product, op.Concat(*sizes, axis=0)), y, y.shape)
         typed(product, y, y.shape)
         if y.is_graph_output():
             product = typed(op.Identity(product), y, y.shape)
-        model.graph.insert_before(node, op.nodes)
         for reached in (active, fed):
             reached.update(v for n in op.nodes for v in n.outputs)
-        ir.convenience.replace_all_uses_with(y, product, replace_graph_outputs=True)
-        product.name, y.name = y.name, None
-        model.graph.remove(node, safe=True)
+        replace_node(node, op.nodes, [product])
     if not successors:
         raise UsageError(
             "precision 'fp8': no weight of a matrix multiplication has sizes that are multiples of "

@@ -16,8 +16,9 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
-from onnx_fuse.ir.build import bind_defaults, replace_node, required, sources
+from onnx_fuse.ir.build import bind_defaults, required, sources
 from onnx_fuse.ir.constants import FUSE, Model
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
@@ -331,7 +332,8 @@ class _Step:
         y, *news = synchronised(node, self.op, self.reduction, counts, len(self.next))
         if node.outputs[0].is_graph_output():
             y = self.op.Identity(y)
-        replace_node(self.graph, node, self.op, y)
+        replace_node(node, self.op.nodes, [y], named=False)
+        self.op.nodes = []
         self.next.update(zip(running, news, strict=True))
 
     def dropouts(self) -> None:

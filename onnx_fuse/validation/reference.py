@@ -16,8 +16,9 @@ from onnx_fuse.autodiff.emit import Emitter, expand
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, remove_unused_nodes, replace_node
+from onnx_fuse.ir.build import all_nodes, remove_unused_nodes
 from onnx_fuse.ir.constants import one_line
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops.quantize import dequantized
 from onnx_fuse.ops.recurrent import GATES
@@ -119,16 +120,14 @@ def to_double(model: ir.Model) -> ir.Model:
     model = inline(model)
     infer_shapes(model)
     op = Emitter(model)
-    for node in list(all_nodes(model.graph)):
-        if node.domain or not isinstance(node.graph, ir.Graph):
-            continue
+    for node in [n for n in all_nodes(model.graph) if not n.domain]:
         statistics = node.op_type == "LayerNormalization" and len(node.outputs) > 1
         if node.op_type in _WRITTEN_OUT or statistics:  # which are of float32
-            expand(node.graph, op, node)
+            expand(op, node)
         elif node.op_type == "DequantizeLinear":
             writer = Writer()
             y = dequantized(writer, node)
             for new_node in writer.nodes:
                 op.adopt(new_node)
-            replace_node(node.graph, node, writer, y)
+            replace_node(node, writer.nodes, [y], named=False)
     return widened(model, _NARROW, DataType.DOUBLE)

@@ -16,6 +16,7 @@ from onnx_fuse.importer.contrib.table import (
     wants,
     write,
 )
+from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ir.names import Names
 
 
@@ -44,16 +45,9 @@ def expand(
             inner.name = names.fresh(f"{stem}/{inner.op_type}")
             for value in inner.outputs:
                 value.name = names.fresh(f"{stem}.{inner.op_type}.{i}")
-        node.graph.insert_before(node, nodes)
-        for old, new in zip(node.outputs, results, strict=True):
-            if new is None:
-                continue
-            new.type, new.shape, name = old.type or new.type, old.shape, old.name
-            old.name, new.name = f"{name}.replaced", name
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
         if nodes:
             nodes[-1].name, nodes[-1].doc_string = node.name, node.doc_string
-        node.graph.remove(node, safe=True)
+        replace_node(node, nodes, results)
     if not any(n.domain == MICROSOFT for n in ir.traversal.RecursiveGraphIterator(model.graph)):
         model.graph.opset_imports.pop(MICROSOFT, None)
     return reasons

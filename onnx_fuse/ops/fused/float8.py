@@ -129,7 +129,7 @@ def linear(
     op: Writer,
     act: str,
     operands: tuple[ir.Value, ir.Value, ir.Value],
-    histories: tuple[ir.Value, ir.Value, ir.Value],
+    histories: tuple[ir.Value, ...],
     **attributes: Any,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Emit y = act(x · w + c) in float8; returns y and the next histories of x and of w."""
