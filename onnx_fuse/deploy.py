@@ -394,7 +394,7 @@ def _closed(graph: ir.Model, shapes: Shapes, free: Free) -> Closed:
         rank = list(declared) if declared is not None else None
         shape = list(shapes.get(name, rank or []))
         if rank is None and name not in shapes:
-            raise UsageError(f"the shape of input '{name}' is open: --input-shapes {name}:...")
+            raise UsageError(f"the shape of input '{name}' is dynamic: --input-shapes {name}:...")
         if rank is not None and len(shape) != len(rank):
             raise UsageError(f"input '{name}' has {len(rank)} dimensions, not {len(shape)}")
         shape = [largest.get((name, axis), size) for axis, size in enumerate(shape)]
@@ -402,7 +402,7 @@ def _closed(graph: ir.Model, shapes: Shapes, free: Free) -> Closed:
             if not isinstance(size, int) or size < 0:
                 symbol = getattr(dim, "value", None)
                 raise UsageError(
-                    f"input '{name}': the size of axis {axis} is open: give it by --input-shapes"
+                    f"input '{name}': the size of axis {axis} is dynamic: give it by --input-shapes"
                     + (f" or by --dim {symbol}=8" if symbol else "")
                 )
             if isinstance(dim, int) and dim != size:

@@ -137,7 +137,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[Path]:
                 place = target if draft_file.name == path.name else target.parent / draft_file.name
                 if place != target and place.exists() and not target.exists():
                     raise ModelError(
-                        f"{place}: there is such a file already, and {path} is not: move it away, "
+                        f"{place}: the file exists already, but not {path} is not: move it away, "
                         "or write to another path"
                     )
                 os.replace(draft_file, place)

@@ -106,7 +106,7 @@ class Replicas:
         other = [name for name in chosen if ends.get(name) != symbol]
         if symbol is None or other:
             raise UsageError(
-                "a batch is split over devices by an open first axis of the inputs, which "
+                "a batch is split over devices by a dynamic first axis of the inputs, which "
                 + (f"output '{other[0]}' lacks" if symbol is not None else "none of them has")
             )
         split = [name for name, size in first.items() if size == symbol and name in feeds]

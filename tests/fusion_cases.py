@@ -141,7 +141,7 @@ convolution_of_single_taps_behind_a_norm_turned:
 convolution_of_single_taps_behind_a_norm_read_twice:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
   $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Mul (z, u)
-  reason: others read the norm or its Transpose
+  reason: other nodes read the norm or its Transpose
 conv_prelu: ConvPRelu; gone PRelu
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w, c)  y = PRelu (z, a)

@@ -239,7 +239,7 @@ def test_a_model_over_the_protobuf_limit_gets_a_data_file(
 def test_a_data_file_of_another_model_is_left_alone(cli: Cli, tmp_path: Path) -> None:
     path, other = encoder(tmp_path), tmp_path / "out.onnx.data"
     other.write_bytes(b"weights of another model")
-    assert "there is such a file already" in cli.fails(
+    assert "the file exists already" in cli.fails(
         1, "optimize", path, "-o", tmp_path / "out.onnx", "--save-as-external-data"
     )
     assert other.read_bytes() == b"weights of another model"

@@ -48,7 +48,7 @@ def test_the_command_compiles_every_shape_asked_for(cli: Cli, tmp_path: Path) ->
     [
         (["--target", "cuda"], "name the one that will run the file, as in --target h200"),
         (["--target", "h2"], "--target h2: choose cuda or one of h200"),
-        (["--target", "h200"], "axis 0 is open: give it by --input-shapes or by --dim batch=8"),
+        (["--target", "h200"], "axis 0 is dynamic: give it by --input-shapes or by --dim batch=8"),
         (["--target", "h200", "--dim", "batch=x"], "--dim batch=x: expected SYMBOL=8"),
         (["--target", "h200", "--dim", "batch=1..9999:1"], "asks for 9,999 programs"),
         (["--target", "h200", "--dim", "none=1"], "no input has a size named 'none'"),

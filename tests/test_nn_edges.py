@@ -422,7 +422,7 @@ def test_every_name_has_a_row() -> None:
 
 @pytest.mark.parametrize("data", [None, {}, "a", [None], np.datetime64(1, "D"), np.longdouble(1)])
 def test_a_tensor_is_made_of_numbers(data: Any) -> None:
-    with pytest.raises(UsageError, match="made of numbers, not of "):
+    with pytest.raises(UsageError, match="holds numbers, not "):
         nn.tensor(data)
 
 

@@ -103,7 +103,7 @@ def scatter_elements(ctx: Context, node: ir.Node) -> None:
     rank = len(x.shape)
     axis = ctx.attr(node, "axis", 0) % rank
     if any(index.shape[k] != x.shape[k] for k in range(rank) if k != axis):
-        raise Unserved("indices do not span the other axes")
+        raise Unserved("the indices do not cover the other axes")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
         return

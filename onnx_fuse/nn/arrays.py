@@ -123,7 +123,7 @@ def as_array(data: Any) -> Array:
     array = np.asarray(data)
     if array.dtype.kind in "OSUMm" or array.dtype.char in "gG":
         kind = f"{type(data).__name__} of {array.dtype.name}"
-        raise UsageError(f"a Tensor is made of numbers, not of {kind}")
+        raise UsageError(f"a Tensor holds numbers, not {kind}")
     short = array.dtype == np.float64 and not _numpy(data)
     return array.astype("float32" if short else array.dtype.newbyteorder("="), copy=False)
 

@@ -412,7 +412,7 @@ class Tensor:
     def _extreme(self, kind: str, dim: Dims, keepdim: bool) -> Any:
         axes = axes_of(dim, self.ndim)
         if any(self._data.shape[a] == 0 for a in axes or range(self.ndim)):
-            raise UsageError("no element is the largest or smallest of none: the axis is empty")
+            raise UsageError("the axis is empty: it has no largest or smallest element")
         return operators.extreme(self, kind=kind, axes=axes, keepdim=keepdim)
 
     def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -461,7 +461,7 @@ class Tensor:
         x = self.reshape(-1) if dim is None or not self.ndim else self
         axis = axis_of(dim or 0, self.ndim if dim is not None else 1)
         if x._data.shape[axis] == 0:
-            raise UsageError("no element is the largest or smallest of none: the axis is empty")
+            raise UsageError("the axis is empty: it has no largest or smallest element")
         return operators.place(x, kind=kind, axis=axis, keepdim=keepdim and x is self)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:

@@ -122,7 +122,7 @@ class Programs:
                     raise UsageError(f"an argument is of class {type(x).__name__}")
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not tensors:
-            raise UsageError("none of the arguments is a tensor, so that no graph can be made")
+            raise UsageError("none of the arguments is a tensor, so there is nothing to export")
         kind = (
             spec,
             tuple([each.training for each in self._modules]),
@@ -306,7 +306,7 @@ class Program:
         with torch.cuda.device(where):
             turn = graph.turn([t.detach().contiguous() for t in inputs])
         if turn is None:
-            raise UsageError("its kernels would wait for sizes that the GPU computes")
+            raise UsageError("its kernels need sizes that the GPU computes")
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """What forward returns for the tensors of its arguments."""

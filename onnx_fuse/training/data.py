@@ -275,7 +275,7 @@ def _check_shape(
             if first_size != size:
                 raise DataError(
                     f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {first_size} in "
-                    f"'{where}', and training believes that sizes of one name are equal: rename "
+                    f"'{where}', and training assumes that sizes of one name are equal: rename "
                     "one in the file"
                 )
 

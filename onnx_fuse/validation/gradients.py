@@ -479,7 +479,7 @@ class _Comparison:
             if all(slope.ok for slope in beside.values()):
                 compared = beside
                 check.notes.append(
-                    "the slopes are compared beside the weights, which are at a kink"
+                    "the loss has a kink at the weights: the slopes are compared near them"
                 )
         if not every and not all(slope.ok for slope in compared.values()):
             compared = slopes.sampled(names)

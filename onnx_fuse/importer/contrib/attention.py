@@ -230,7 +230,7 @@ def multi_head_attention(
         if q_size is None and total is not None and sizes[2] is not None:
             q_size = (total - sizes[2]) // 2
         if q_size is None or total is None:
-            raise Unwritable("how its bias is split among query, key and value is not known")
+            raise Unwritable("the split of its bias among query, key and value is not known")
         cut = [q_size, q_size, total - 2 * q_size]
         sizes = [s if s is not None else c for s, c in zip(sizes, cut, strict=True)]
         parts = list(op.Split(bias, [*cut], outputs=3, axis=0))

@@ -181,7 +181,7 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
             rw.refuse("LayerNormGemm", [node, site.nodes[0]], f"it normalizes from axis {axis} on")
         return site
     if norm.x.dtype != site.w.dtype or any(a.dtype != site.w.dtype for a in norm.affine):
-        rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight differ in dtype")
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight have different dtypes")
         return site
     sizes = [dim(site.w, i) or 0 for i in range(2)]
     if rw.training and prod(sizes) >= _LARGE and any(size % 8 for size in sizes):

@@ -140,7 +140,7 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     nodes = [node]
     unit = _holds(ones, 1) and _holds(zeros, 0)
     if back is None or back.op_type != "Reshape" or not restores(back, x):
-        return rw.refuse("GroupNorm", nodes, "what reads it is no Reshape to its input's shape")
+        return rw.refuse("GroupNorm", nodes, "its reader is not a Reshape to its input's shape")
     if not unit:
         return rw.refuse("GroupNorm", nodes, "its scale and bias are a group's, not a channel's")
     n = back.outputs[0]

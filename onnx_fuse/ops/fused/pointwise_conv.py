@@ -105,7 +105,7 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     if list(perm) != _perm_to_channels_first(rank(conv.x) or 0) or norm is None:
         return False
     if sole_consumer(conv.x) is not node or sole_consumer(rows) is not turn:
-        return rw.refuse(NAME, [norm.node, node], "others read the norm or its Transpose")
+        return rw.refuse(NAME, [norm.node, node], "other nodes read the norm or its Transpose")
     behind = _next(conv)
     width = behind[1].filters if behind is not None else conv.filters
     if width > _NARROW * conv.channels:
