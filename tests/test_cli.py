@@ -25,6 +25,7 @@ from support import ENCODER, Cli, assert_same
 from onnx_fuse import bench, config, rewrite, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, ModelError
+from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.program.problem import CHIPS
@@ -568,6 +569,15 @@ def test_usage_errors_are_exit_2(cli: Cli, arguments: tuple[object, ...]) -> Non
     err = cli.fails(2, *arguments)
     assert "Traceback" not in err
     assert err
+
+
+def test_what_breaks_the_graph_is_named(cli: Cli, tmp_path: Path) -> None:
+    text = "agraph (float[B, S] x, float[B, T] m) => (float[B, S] y) { y = Add(x, m) }"
+    save(text_model(text), tmp_path / "m.onnx")
+    err = cli.fails(1, "validate", tmp_path / "m.onnx", "--dim", "S=3", "T=5")
+    assert "with x [2, 3], m [2, 5]" in err
+    err = cli.fails(2, "validate", "--op", "LayerNormGem")
+    assert "no operator 'LayerNormGem' with a body (did you mean 'LayerNormGemm'?)" in err
 
 
 def test_version(cli: Cli) -> None:

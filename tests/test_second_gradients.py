@@ -95,3 +95,19 @@ def test_second_gradients_of_convolutions_know_no_sizes(stride: int, relu: str) 
     for dynamic in (model, onnx_fuse.optimize(model)):
         got = second(dynamic, names, feeds)
         assert_near(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_of_a_gradient_of_inputs_that_share_a_size() -> None:
+    """Their names are asked for once, by the first gradient."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+      f (int64[B,S] ids, float[B,S,2] x) => (float[B,S,2] y) <float[3,2] w = {1,2,3,4,5,6}> {
+        e = Gather (w, ids) p = Mul (e, x) y = Tanh (p) }""")
+    ids = np.array([[0, 2], [1, 1]])
+    feeds: dict[str, Any] = {"ids": ids, "w.grad.grad": np.ones((3, 2), "f")}
+    feeds |= {name: np.ones((2, 2, 2), "f") for name in ("x", "y.grad", "y.grad_1")}
+    twice = onnx_fuse.gradient(onnx_fuse.gradient(model, ["w"]), ["w"])
+    session = stock(twice, optimized=True)
+    found = answers(session, {v.name: feeds[v.name] for v in session.get_inputs()})
+    assert set(found) > {"y", "w.grad"}
+    with pytest.raises(Exception, match="must be equal"):
+        answers(session, {v.name: feeds[v.name] for v in session.get_inputs()} | {"ids": ids[:1]})

@@ -250,16 +250,18 @@ def _ask_equal_sizes(model: ir.Model, groups: Mapping[ir.Value, frozenset[ir.Val
             if not isinstance(d, int) and d.value:
                 places.setdefault((d.value, groups[x]), []).append((x, axis))
     op, asks, passed = Emitter(model), Builder(), dict[ir.Value, ir.Value]()
+    asked = {node.name for node in model.graph}  # of a gradient, whose forward asks
     for (symbol, _), named in places.items():
         x, axis = min(named, key=lambda place: len(place[0].shape or ()))
         for other, i in named:
-            if (other, i) != (x, axis):
+            name = (
+                f"axis {axis} of '{x.name}' and axis {i} of '{other.name}' must be equal: "
+                f"both are named '{symbol}'"
+            )
+            if (other, i) != (x, axis) and name not in asked:
                 size, part = asks.Shape(other, start=i, end=i + 1), passed.get(x, x)
                 passed[x] = asks.Split(part, size, axis=axis)
-                asks.nodes[-1].name = (
-                    f"axis {axis} of '{x.name}' and axis {i} of '{other.name}' must be equal: "
-                    f"both are named '{symbol}'"
-                )
+                asks.nodes[-1].name = name
     for x, part in passed.items():
         readers = [use for use in x.uses() if use.node not in asks.nodes]
         # onnxruntime dies of an InstanceNormalization of an empty tensor that is no input

@@ -117,6 +117,7 @@ def generate(
     tried: list[InputSizes] = []
     empty: list[tuple[Feeds, list[Any]]] = []  # what the graph ran and found nothing in
     first_error: Exception | None = None
+    refused: Feeds = {}
     for choice in choices(model):
         way = tuple(choice.branches.values())
         old = all(choice.sizes[s] in seen.get(s, ()) for s in choice.sizes)
@@ -140,7 +141,8 @@ def generate(
             except Exception as error:
                 if isinstance(error, ModelError):
                     raise
-                first_error = first_error or error
+                if first_error is None:
+                    first_error, refused = error, feed
                 continue
             if all(map(holds_numbers, outputs)):
                 accepted.append((feed, outputs))
@@ -161,9 +163,11 @@ def generate(
         assert first_error is not None
         reason = ort.plain(first_error)
         sizes = "; ".join(dict.fromkeys(map(str, tried[:_SHOWN])))
+        shown = [f"{name} {[*array.shape]}" for name, array in refused.items()]
         raise ModelError(
-            f"onnxruntime runs the original on none of the generated inputs ({reason}; tried "
-            f"{sizes}): give inputs (--inputs FILE.npz) or sizes (--dim SYMBOL=N, --input-shapes)"
+            f"onnxruntime runs the original on none of the generated inputs ({reason}, with "
+            f"{', '.join(shown[:_SHOWN])}; tried {sizes}): give inputs (--inputs "
+            "FILE.npz) or sizes (--dim SYMBOL=N, --input-shapes)"
         )
     if notes is not None and not single:
         one = [symbol for symbol, values in seen.items() if len(values) < 2]

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, did_you_mean
 from onnx_fuse.importer.save import inline, save
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
+from onnx_fuse.ops import OPS
 from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.runtime import ort
 
@@ -37,7 +38,10 @@ def operator_files(
     domain = domain or FUSE
     body = body_of(op_type, domain)
     if body is None:
-        raise UsageError(f"there is no operator '{name}' with a body: give it as domain::Name")
+        meant = did_you_mean(op_type, (op for of, op in OPS if of == domain))
+        raise UsageError(
+            f"there is no operator '{name}' with a body{meant}: give it as domain::Name"
+        )
     function = body((), CANONICAL_OPSET, "")
     names = [str(v.name) for v in function.inputs]
     if unknown := [n for n in shapes if n not in names]:
