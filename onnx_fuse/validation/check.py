@@ -178,9 +178,7 @@ def check_outputs(
     progress.report("running the original")
     if MENDED in model.meta:
         source = original = model
-        check.notes.append(
-            f"{model.meta[MENDED]}: the check repairs this in the original before it runs it"
-        )
+        check.notes.append(f"{model.meta[MENDED]}: the check repairs this in the original")
     with ort.faults("the original"):
         oracle = ort.session(unread(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
@@ -312,9 +310,7 @@ def _with_unequal_sizes(
     try:
         results = in_child(answers, silent=True)
     except Crash as error:
-        notes.append(
-            f"the original crashes if dimensions of one name have different sizes ({error})"
-        )
+        notes.append(f"the original crashes if sizes of one name differ ({error})")
         return []
     pairs = zip(cuts, results, strict=True)
     return [(cut, ys) for cut, ys in pairs if ys is not None and all(map(holds_numbers, ys))]

@@ -109,9 +109,7 @@ def _pool_rank(op: Body) -> int:
 def _average(op: Body, x: list[ir.Value]) -> ir.Value:
     names = "auto_pad ceil_mode count_include_pad kernel_shape pads strides"
     if op.attr("ceil_mode", 0) and op.attr("count_include_pad", 0):
-        raise Unwritable(
-            "windows that reach beyond the padding are divided by the size of the whole kernel"
-        )
+        raise Unwritable("windows beyond the padding are divided by the size of the kernel")
 
     def pool(v: ir.Value) -> ir.Value:
         y, factor = op.like("AveragePool", [v], names), counted_part(op.call, v, op)
