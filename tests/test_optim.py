@@ -236,6 +236,7 @@ def test_restarts_of_one_length_and_a_power_of_one() -> None:
         {"lr": "1e-3"},
         {"lr": 1.0, "warmup": 1.5},
         {"lr": 1.0, "shape": "restarts"},
+        {"lr": 1.0, "shape": "multistep"},
         {"lr": 1.0, "shape": "polynomial"},
         {"lr": 1.0, "shape": "cosine", "steps": 5, "warmup": 5},
     ],

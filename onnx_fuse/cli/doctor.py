@@ -38,6 +38,12 @@ _OPTIONAL = {
         "onnx-fuse generate takes no prompts of text; --ids works",
         INSTALL_TEXT,
     ),
+    ("pillow",): (
+        "onnx-fuse train --data reads no folders of images; files of arrays and tables work",
+        'pip install ".[images]"',
+    ),
+    ("wandb",): ("onnx-fuse train --wandb does not work", 'pip install ".[wandb]"'),
+    ("mlflow-skinny",): ("onnx-fuse train --mlflow does not work", 'pip install ".[mlflow]"'),
     ("pyyaml",): ("onnx-fuse train --config reads only TOML files", INSTALL_YAML),
 }
 """What does not work without some packages, and the command that installs them."""

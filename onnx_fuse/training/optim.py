@@ -80,6 +80,8 @@ class Schedule:
             raise UsageError("a schedule's warmup must be at least 0, and its every at least 1")
         if self.shape == "restarts" and self.gamma < 1:
             raise UsageError(f"the periods of restarts cannot shrink: gamma is {self.gamma}")
+        if self.shape == "multistep" and not self.milestones:
+            raise UsageError("a multistep schedule needs milestones: optim.multistep takes them")
         if self.shape in ENDING and self.steps <= self.warmup:
             raise UsageError(
                 f"a {self.shape} schedule of {self.steps} steps ends within its {self.warmup} "
