@@ -412,4 +412,4 @@ def test_folders_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str], l
     assert command(tmp_path, *line, "--image-std", "0") == 2
     (tmp_path / "train" / "grey").mkdir()
     assert command(tmp_path, *line) == 1
-    assert "the folder of the class 'grey' holds no image" in capsys.readouterr().err
+    assert "it holds no .npy file, and its folder 'grey' no image" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
         for path in classes
     ]
     if empty := [path.name for path, files in zip(classes, found, strict=True) if not files]:
-        raise DataError(f"{folder}: the folder of the class '{empty[0]}' holds no image")
+        raise DataError(f"{folder}: it holds no .npy file, and its folder '{empty[0]}' no image")
     labels = np.repeat(np.arange(len(classes)), [len(files) for files in found])
     names = [path.name for path in classes]
     return {IMAGES: Images([f for files in found for f in files], names), "labels": labels}
