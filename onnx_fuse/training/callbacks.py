@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -318,14 +319,14 @@ class CsvLog(Callback):
             self._file.close()
 
 
-class _Tracker(Callback):
+class _Tracker(Callback, ABC):
     """Sends train/loss, train/lr, validation/… to a tracker of experiments."""
 
     shows = True
 
+    @abstractmethod
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Send the numbers of a step, by their names."""
-        raise NotImplementedError
 
     def on_step(self, fit: Fit) -> None:
         """Add the last step of `fit`."""
