@@ -395,7 +395,7 @@ def test_the_target_is_the_largest_that_fits_the_gpu(tmp_path: Path) -> None:
 
 
 REFUSED = table(globals())(r"""
-an open size: {}, UsageError, "axis 0 is open.*--dim N=8"
+a dynamic size: {}, UsageError, "axis 0 is dynamic.*--dim N=8"
   $TANH
 an unknown input: {"z": (1,)}, UsageError, "no input 'z'"
   $TANH

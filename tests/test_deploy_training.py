@@ -133,7 +133,7 @@ def test_the_command_compiles_training(
     assert manifest["graph"] == deploy.graph_digest(graph)
     for given, message in (
         ((*arguments, "--target", "a100"), "--train compiles for one GPU"),
-        (arguments[:-2], "axis 0 is open"),
+        (arguments[:-2], "axis 0 is dynamic"),
     ):
         done = cli(*given, "-o", folder)
         assert done.code == 2

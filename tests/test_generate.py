@@ -291,7 +291,7 @@ REFUSED = {
     ),
     "one id alone": (
         lambda: of.generate(growing(), 5),  # type: ignore[arg-type]
-        "prompt 0 is not a sequence of integers",
+        "ids is 5: it takes a list",
     ),
     "one id among prompts": (
         lambda: of.generate(growing(), [[1, 2], 3]), "prompt 1 is not a sequence of integers",

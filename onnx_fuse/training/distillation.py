@@ -38,10 +38,8 @@ def distilled(
     one it is the mean of the squared differences. `level` is that of the teacher's fusions. Raises
     UsageError where outputs or numbers do not fit.
     """
-    if temperature is not None and not (isinstance(temperature, Real) and 0 < temperature < inf):
+    if temperature is not None and not 0 < temperature < inf:
         raise UsageError(f"the temperature is {temperature!r}: it must be above 0, or None")
-    if weights is not None and not isinstance(weights, Mapping):
-        raise UsageError(f"distill is {weights!r}: give {{output: weight}}")
     part = load(teacher)
     rewrite.optimize(part, level=level)
     graph, op = part.graph, Emitter(part)
