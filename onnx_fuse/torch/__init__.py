@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 if find_spec("torch") is None:
-    raise ModuleNotFoundError(
-        'onnx_fuse.torch needs PyTorch: pip install "onnx-fuse[torch]"', name="torch"
-    )
+    raise ModuleNotFoundError("onnx_fuse.torch needs PyTorch: pip install torch", name="torch")
 
 from onnx_fuse.torch.functional import (
     attention,
