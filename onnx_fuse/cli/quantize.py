@@ -76,18 +76,16 @@ def quantize(
     float_ms, ms = (f"{s * 1e3:.2f} ms" for s in result.seconds)
     rows = [["weights", before, after], ["onnxruntime, one batch", float_ms, ms]]
     rows += [[f"error of {name}", "0", f"{error:.3g}"] for name, error in result.errors.items()]
+    figures = {"weights": f"{before} to {after}", "one batch": f"{float_ms} to {ms}"}
     if result.metric is not None:
         label, *values = result.metric
         rows.append([label, *(f"{value:.4g}" for value in values)])
+        figures[label] = " to ".join(rows[-1][1:])
     printer.table("", ["", "float", options.to], rows)
     printer.text(*result.notes)
 
     many = sum(layer.to != "float" for layer in result.layers)
     verdict = f"{many} of {len(result.layers)} layers in {options.to}, error {result.error:.3g}"
-    figures = {"weights": f"{before} to {after}", "one batch": f"{float_ms} to {ms}"}
-    if result.metric is not None:
-        label, *values = result.metric
-        figures[label] = "{:.4g} to {:.4g}".format(*values)
     kept = not failed or keep
     reports.write(
         printer,

@@ -157,7 +157,7 @@ def _lost(difference: Array, gram: Array) -> float:
 def _best_scale(block: Array) -> Array:
     """The scales of a block [rows, N], each of some by which its squared error is least."""
     largest = np.abs(block).max(0)
-    best, least = largest, np.full(largest.shape, np.inf)
+    best, least = _scale(largest, 7), np.full(largest.shape, np.inf)
     for shrink in _SHRINKS:
         scale = _scale(largest * shrink, 7)
         error = np.square(np.clip(np.rint(block / scale), -8, 7) * scale - block).sum(0)

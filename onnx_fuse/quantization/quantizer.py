@@ -23,9 +23,9 @@ from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import Rewriter
 from onnx_fuse.options import takes
 from onnx_fuse.quantization import calibration, place, rounding
-from onnx_fuse.quantization.accuracy import Accuracy
 from onnx_fuse.quantization.layers import PRODUCTS, Layer, layers
 from onnx_fuse.quantization.options import QuantizeOptions
+from onnx_fuse.quantization.task_metric import TaskMetric
 from onnx_fuse.rewrite.batch_norm import fold_batch_norm
 from onnx_fuse.rewrite.canonicalize import canonicalize
 from onnx_fuse.runtime import ort
@@ -160,7 +160,7 @@ class _Work:
         self.inputs: dict[str, rounding.Inputs] = {}
         self.shifts: dict[str, Array] = {}
         """By layer, what is taken from its bias where it is quantized."""
-        self.accuracy: Accuracy | None = None
+        self.task: TaskMetric | None = None
         naming = Names.of(self.float.graph)
         for node in self.float.graph:
             node.name = node.name or naming.fresh(f"{node.op_type}_{node.outputs[0].name}")
@@ -257,7 +257,7 @@ class _Work:
         """Measure the float model by a metric, on rows with labels."""
         if data is None:
             raise UsageError("a metric needs data: give rows with labels (--data or --calibrate)")
-        self.accuracy = Accuracy(metric, self.float, data, self._outputs)
+        self.task = TaskMetric(metric, self.float, data, self._outputs)
 
     def _ranges(self, model: ir.Model, method: str) -> Any:
         operators = (*PRODUCTS, *place.PASSING)
@@ -329,9 +329,9 @@ class _Work:
 
     def _loss(self, names: Sequence[str]) -> float:
         """What the limit bounds, where these layers are quantized."""
-        if self.accuracy is None:
+        if self.task is None:
             return self._error(names)
-        return self.accuracy.worse(self.accuracy.of(self.placed(names)))
+        return self.task.worse(self.task.of(self.placed(names)))
 
     def result(self, given: Model, limit: float | None) -> Quantized:
         """The quantized model, with the error of each layer in it."""
@@ -342,9 +342,9 @@ class _Work:
         described = [replace(layer, error=errors.get(layer.name)) for layer in self.layers]
         distances, metric = self.errors(model), None
         loss = max(distances.values(), default=0.0)
-        if self.accuracy is not None:
-            metric = self.accuracy.name, self.accuracy.before, self.accuracy.of(model)
-            loss = self.accuracy.worse(metric[2])
+        if self.task is not None:
+            metric = self.task.name, self.task.before, self.task.of(model)
+            loss = self.task.worse(metric[2])
         return Quantized(
             api.in_kind(given, model),
             described,

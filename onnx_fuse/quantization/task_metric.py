@@ -19,7 +19,7 @@ from onnx_fuse.training.step import Spec
 from onnx_fuse.validation.inputs import Feeds
 
 
-class Accuracy:
+class TaskMetric:
     """A metric of several models of the same inputs and outputs, on the same rows."""
 
     def __init__(
