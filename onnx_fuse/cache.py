@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onnx_fuse import config, rewrite
+from onnx_fuse import config
 from onnx_fuse.container import GRAPH, Container, digest_of_file, stamp, write
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import opened_private, private_folder, written_private
@@ -28,6 +28,7 @@ from onnx_fuse.importer.shapes import symbols_apart
 from onnx_fuse.ir.constants import FUSE, MAP_TYPE
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.patterns import body_rule
+from onnx_fuse.ops.rules import ADDED
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.program_cache import Origin, code_digest, prune
 from onnx_fuse.runtime.recurrences import survivable
@@ -131,9 +132,11 @@ class Entry:
 
 def _inlined(model: ir.Model) -> ir.Model:
     """The graph without fused operators, tidied: onnxruntime makes the same of it."""
+    from onnx_fuse.rewrite import tidy_inlined  # what is kept is read without its rules
+
     flat = inline(model, lambda node: False)
     with symbols_apart(flat):
-        rewrite.tidy_inlined(flat)
+        tidy_inlined(flat)
     return survivable(flat)
 
 
@@ -142,7 +145,7 @@ def _keepable(model: ir.Model) -> bool:
 
     onnx-ir has no types of maps, and a rule of a user's own may do anything.
     """
-    if any(not rule.apply.__qualname__.startswith(body_rule.__name__) for rule in rewrite.ADDED):
+    if any(not rule.apply.__qualname__.startswith(body_rule.__name__) for rule in ADDED):
         return False
     return not any(MAP_TYPE in v.meta for v in (*model.graph.inputs, *model.graph.outputs))
 
@@ -150,4 +153,4 @@ def _keepable(model: ir.Model) -> bool:
 def _registered() -> list[tuple[object, ...]]:
     """The operators of plugins with their bodies, and the levels of the rules made of these."""
     bodies = [(*key, op.body) for key, op in OPS.items() if key[0] not in ("", FUSE)]
-    return [*sorted(bodies), *sorted((rule.name, rule.level) for rule in rewrite.ADDED)]
+    return [*sorted(bodies), *sorted((rule.name, rule.level) for rule in ADDED)]

@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
 from onnx_fuse import progress
@@ -30,8 +30,18 @@ def in_child(work: Callable[[], T], name: str = "", *, silent: bool = False) -> 
     child writes nothing to standard error, such as a failed assertion. Where nothing can be
     forked, the work is done here. Raises Crash where the child dies.
     """
+    with in_background(work, name, silent=silent) as answer:
+        return answer()
+
+
+@contextlib.contextmanager
+def in_background(
+    work: Callable[[], T], name: str = "", *, silent: bool = False
+) -> Iterator[Callable[[], T]]:
+    """`in_child`, whose answer the block is given when it asks; with the block the child ends."""
     if not hasattr(os, "fork"):
-        return work()
+        yield work
+        return
     reader, writer = os.pipe()
     try:
         with warnings.catch_warnings():
@@ -41,7 +51,8 @@ def in_child(work: Callable[[], T], name: str = "", *, silent: bool = False) -> 
     except OSError:  # no memory to account for a second process of this size
         os.close(reader)
         os.close(writer)
-        return work()
+        yield work
+        return
     if child == 0:
         os.close(reader)
         if silent:
@@ -49,22 +60,28 @@ def in_child(work: Callable[[], T], name: str = "", *, silent: bool = False) -> 
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _child(work, name, writer)
     os.close(writer)
-    try:
-        with os.fdopen(reader, "rb") as pipe:
-            answer = _answer(pipe)
+    status: int | None = None
+
+    def answer() -> T:
+        nonlocal status
+        message = _answer(pipe)
         status = os.waitpid(child, 0)[1]
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        raise
-    if os.WIFSIGNALED(status) or answer is None:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        raise Crash((number and signal.strsignal(number)) or "it left without an answer")
-    ok, value = answer
-    if not ok:
-        raise value
-    return value
+        if os.WIFSIGNALED(status) or message is None:
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            raise Crash((number and signal.strsignal(number)) or "it left without an answer")
+        ok, value = message
+        if not ok:
+            raise value
+        return value
+
+    with os.fdopen(reader, "rb") as pipe:
+        try:
+            yield answer
+        finally:
+            if status is None:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
 
 
 def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:

@@ -21,7 +21,7 @@ from onnx_fuse.lower.registered import registered
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.patterns import body_rule
-from onnx_fuse.ops.rules import Rule
+from onnx_fuse.ops.rules import ADDED, Rule
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime.specialize import forget_programs
@@ -90,7 +90,7 @@ def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1)
         raise UsageError(f"there is a fusion '{rule.name}' already")
     register(definition)
     if rule is not None:
-        rewrite.ADDED.append(rule)
+        ADDED.append(rule)
         rewrite.FUSIONS[rule.name] = rule.level
 
 
@@ -134,7 +134,7 @@ def unregister(name: str) -> None:
     OPS.pop((domain, op_type), None)
     BODIES.pop((domain, op_type), None)
     lowerings().pop((domain, op_type), None)
-    rewrite.ADDED[:] = [rule for rule in rewrite.ADDED if rule.name != op_type]
+    ADDED[:] = [rule for rule in ADDED if rule.name != op_type]
     rewrite.FUSIONS.pop(op_type, None)
 
 

@@ -1,12 +1,13 @@
 """The check is fair: like with like, the original's own spread, steps of quantization, bfloat16."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir
 import pytest
-from support import Cli, parsed, with_weights
+from support import ENCODER, Cli, parsed, with_weights
 
 from onnx_fuse import autodiff, report
 from onnx_fuse.autodiff.load import load
@@ -415,6 +416,25 @@ def test_a_norm_with_an_unknown_type_of_statistics_has_a_tolerance() -> None:
         " { y = LayerNormalization <stash_type = 99> (x, s) }"
     )
     assert tolerance_of(model).rtol == 5e-5
+
+
+def test_large_models_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one = check_outputs(ENCODER, load(ENCODER)).to_dict()
+    monkeypatch.setattr(check_module, "_LARGE", 0)
+    assert check_outputs(ENCODER, load(ENCODER)).to_dict() == one_by_one
+    monkeypatch.setattr(check_module, "_answers", lambda *_, **__: os._exit(1))
+    with pytest.raises(ModelError, match="the fused model: onnxruntime crashed on this graph"):
+        check_outputs(ENCODER, load(ENCODER))
+
+
+def test_an_original_that_dies_of_unequal_sizes_is_compared_on_equal_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check_module, "_answer", lambda *_: os.abort())
+    check = check_outputs(ENCODER, load(ENCODER))
+    assert check.ok
+    assert len(check.feeds) == 3
+    assert any("the original crashes if sizes of one name differ" in n for n in check.notes)
 
 
 def test_inputs_on_which_the_original_is_not_steady_are_left_out(

@@ -9,7 +9,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 import support
-from support import assert_same, stock, with_weights
+from support import assert_same, stock
 
 from onnx_fuse import optimize, rewrite
 from onnx_fuse.autodiff.load import load
@@ -293,12 +293,22 @@ def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.onnx"]
 
 
-def test_large_weights_are_streamed_to_the_same_model(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("kind", ["FLOAT", "BFLOAT16", "INT4", "STRING"])
+def test_large_weights_are_streamed_to_the_same_model(kind: str, tmp_path: Path) -> None:
+    dtype = onnx_ir.DataType[kind]
+    held = np.arange(512 * 512).reshape(512, 512).T % 7
+    if dtype == onnx_ir.DataType.STRING:
+        weight = onnx_ir.StringTensor([b"word"] * held.size, shape=onnx_ir.Shape(held.shape))
+    else:
+        weight = onnx_ir.tensor(
+            held.astype(dtype.numpy()), dtype
+        )  # its rows do not follow each other
+    weight.doc_string, weight.metadata_props["from"] = "of a test", "here"
     model = text_model(
-        "agraph (float[N,256] x, float[256,256] w) => (float[N,256] y) {y = MatMul (x, w)}"
+        f"agraph (float x) => ({kind.lower()}[512,512] y) <float[1] w = {{1}}> {{y = Identity (w)}}"
     )
-    with_weights(model, {"w": rng.standard_normal((256, 256)).astype(np.float32)})
+    value = model.graph.initializers["w"]
+    value.const_value, value.dtype, value.shape = weight, dtype, onnx_ir.Shape(held.shape)
     save(model, tmp_path / "streamed.onnx")
     whole = to_proto(model)
     del whole.graph.value_info[:]  # an initializer states its own type

@@ -92,7 +92,7 @@ def optimize(
     )
     started = time.perf_counter()
     printer = show.printer()
-    from onnx_fuse import bench, progress, report, rewrite
+    from onnx_fuse import progress, report, rewrite
     from onnx_fuse.api import FILE_PRECISIONS
     from onnx_fuse.files import written
     from onnx_fuse.importer.load import opaque, read
@@ -165,6 +165,8 @@ def optimize(
     _show_optimize(printer, before, after, fused, checked, seconds, explain=explain)
     kernels, lowered = [], None
     if hardware is not None:
+        from onnx_fuse import bench
+
         on_gpu = graph.clone()
         rewrite.optimize(on_gpu, level=level, own_kernels=True)  # as a session on that GPU does
         lowered = bench.program(on_gpu, hardware, feeds, precision=precision)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -18,7 +19,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
-from onnx_fuse.importer.weights import GRAPH, INITIALIZER, lengthy
+from onnx_fuse.importer.weights import GRAPH, INITIALIZER, RAW_DATA, Piece, lengthy
 from onnx_fuse.ir.build import all_nodes, given, remove_unused_nodes, rename_shadowing_values
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
 from onnx_fuse.ir.names import FusedName
@@ -290,11 +291,25 @@ def save(
                 for value in big.values():
                     model.graph.initializers[value.name or ""] = value
             for value in big.values():
-                assert value.const_value is not None
-                tensor = ir.serde.serialize_tensor(value.const_value)
-                tensor.name = value.name or ""
-                file.writelines(lengthy(GRAPH, lengthy(INITIALIZER, [tensor.SerializeToString()])))
+                file.writelines(lengthy(GRAPH, lengthy(INITIALIZER, _message(value))))
             file.write(more)
+
+
+def _message(value: ir.Value) -> list[Piece]:
+    """An initializer's message; the bytes of numbers are not copied."""
+    tensor = value.const_value
+    assert tensor is not None
+    if not is_large_weight(tensor) or isinstance(tensor, ir.serde.TensorProtoTensor):
+        whole = ir.serde.serialize_tensor(tensor)
+        whole.name = value.name or ""
+        return [whole.SerializeToString()]
+    head = onnx.TensorProto(name=value.name or "", data_type=tensor.dtype.value)
+    head.dims.extend(tensor.shape.numpy())
+    head.doc_string = tensor.doc_string or ""
+    for key, text in tensor.metadata_props.items():
+        head.metadata_props.add(key=key, value=text)
+    numbers = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+    return [head.SerializeToString(), *lengthy(RAW_DATA, [numbers.data])]
 
 
 def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:

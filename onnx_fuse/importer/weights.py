@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import onnx
@@ -29,9 +29,11 @@ The file "" is the model's own, and has no stamp: whoever reads it knows when it
 Place = tuple[str, int, tuple[int, int] | None]
 LARGE = 1 << 16
 """Bytes from which an initializer is read by itself."""
+Piece: TypeAlias = "bytes | memoryview"
+"""Bytes of a message; a memoryview is of bytes, too."""
 _SMALL_FILE = 1 << 20
 GRAPH, INITIALIZER = 7, 5  # fields of ModelProto and of GraphProto
-_DATA_TYPE, _RAW_DATA, _EXTERNAL, _LOCATION = 2, 9, 13, 14  # fields of TensorProto
+RAW_DATA, _DATA_TYPE, _EXTERNAL, _LOCATION = 9, 2, 13, 14  # fields of TensorProto
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}
 
@@ -178,12 +180,12 @@ def _as_varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
-def lengthy(number: int, pieces: list[bytes]) -> list[bytes]:
+def lengthy(number: int, pieces: Sequence[Piece]) -> list[Piece]:
     """A field of a message or of bytes."""
     return [_as_varint(number << 3 | _BYTES), _as_varint(sum(map(len, pieces))), *pieces]
 
 
-def _model(data: Any, end: int, weights: InMemory) -> Iterator[bytes]:
+def _model(data: Any, end: int, weights: InMemory) -> Iterator[Piece]:
     for number, kind, start, at, stop in _fields(data, 0, end):
         if number == GRAPH and kind == _BYTES:
             yield from lengthy(number, _graph(data, at, stop, weights))
@@ -191,7 +193,7 @@ def _model(data: Any, end: int, weights: InMemory) -> Iterator[bytes]:
             yield data[start:stop]
 
 
-def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
+def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[Piece]:
     """The graph's fields in order, what lies between two large initializers in one piece."""
     pieces, copied = [], at
     for number, kind, start, inner, stop in _fields(data, at, end):
@@ -205,7 +207,7 @@ def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
 def _tensor(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
     """The tensor, its bytes named as external data where they are many and stand as usual."""
     fields = list(_fields(data, at, end))
-    raw = [f for f in fields if f[0] == _RAW_DATA]
+    raw = [f for f in fields if f[0] == RAW_DATA]
     bits = 0
     for number, kind, _, value, stop in fields:
         if number == _DATA_TYPE and kind == _VARINT:

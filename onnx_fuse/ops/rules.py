@@ -88,6 +88,10 @@ class Rule:
     """Names of CONDITIONS: where a single one does not hold, some graph is left as it was."""
 
 
+ADDED: list[Rule] = []
+"""The rules of operators that a user has registered (`plugins`), which run after all others."""
+
+
 @dataclass
 class Rewriter:
     """A model that rules rewrite, and the report about it."""

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import onnx_ir as ir
 
 from onnx_fuse import progress
@@ -17,7 +20,7 @@ from onnx_fuse.ir.constants import FUSE, base_name, one_line
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rules import Rewriter, Rule, isolated_subgraphs, nodes_in_order
+from onnx_fuse.ops.rules import ADDED, Rewriter, Rule, isolated_subgraphs, nodes_in_order
 from onnx_fuse.rewrite.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
 from onnx_fuse.rewrite.caches import GROWING_CACHE, grow_caches
 from onnx_fuse.rewrite.canonicalize import (
@@ -43,9 +46,6 @@ FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2, GROWING_CACHE: 1}
 FUSIONS |= {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
 
-
-ADDED: list[Rule] = []
-"""The rules of operators that a user has registered (`plugins`), which run after all others."""
 
 _CANONICAL = ("RMSNormalization", "Silu", "QuickGelu")  # forms of one op, nothing fused
 

@@ -20,12 +20,11 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
+from onnx_fuse import guard
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
-from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, inline, save, to_proto
-from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.graphs import Portable
 from onnx_fuse.runtime.recurrences import survivable
 from onnx_fuse.runtime.tensor import Argument
@@ -43,13 +42,15 @@ def session(
     as_written: bool = False,
     fallback: bool = True,
     providers: Sequence[Any] = CPU_ONLY,
+    threads: int = 0,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
     or of a graph whose weights it shares.
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
-    `providers` are onnxruntime's, which takes the first that it has for a node.
+    `providers` are onnxruntime's, which takes the first that it has for a node. Without `options`,
+    an operator runs in `threads`, 0 for one on each core.
     A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a `Widened` session.
     Raises what onnxruntime raises.
     """
@@ -58,7 +59,7 @@ def session(
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
     quiet = options is None
-    options = options or quiet_options(as_written=as_written)
+    options = options or quiet_options(as_written=as_written, threads=threads)
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
         options.graph_optimization_level = off
@@ -69,7 +70,7 @@ def session(
     fallback = fallback and chosen != off
     try:
         if quiet and isinstance(model, Portable) and tuple(providers) == CPU_ONLY:
-            opened = _over_weights(model, as_written)
+            opened = _over_weights(model, as_written, threads)
         else:
             opened = _session(model, options, providers)
     except Exception as error:
@@ -130,14 +131,14 @@ def quiet_options(*, as_written: bool = False, threads: int = 0, spins: bool = T
     return options
 
 
-def _over_weights(graph: Portable, as_written: bool) -> Any:
+def _over_weights(graph: Portable, as_written: bool, threads: int) -> Any:
     """A session over the arrays of a graph's weights: none of them is copied or parsed.
 
     The options that name these would pass them on to the next model, so a caller's are not used.
     """
     import onnxruntime as ort
 
-    options = quiet_options(as_written=as_written)
+    options = quiet_options(as_written=as_written, threads=threads)
     of_numpy = ort.OrtValue.ortvalue_from_numpy_with_onnx_type
     values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
@@ -244,6 +245,8 @@ class Widened(_Around):
     note = "onnxruntime's CPU has no bfloat16 kernels: computed in float32"
 
     def __init__(self, model: onnx_ir.Model, options: Any, providers: Sequence[Any]) -> None:
+        from onnx_fuse.rewrite.precision import widened  # no other session needs its passes
+
         wide = widened(model, (DataType.BFLOAT16,), DataType.FLOAT)
         self._inner = _session(wide, options, providers)
         narrow = {v.name for v in model.graph.inputs if v.dtype == DataType.BFLOAT16}
@@ -329,12 +332,24 @@ def guarded(work: Callable[[], T], name: str) -> T:
 
     onnxruntime can die on a graph that the checker accepts (a bad attribute, a size it trusts).
     """
+    with in_background(work, name) as answer:
+        return answer()
+
+
+@contextlib.contextmanager
+def in_background(work: Callable[[], T], name: str) -> Iterator[Callable[[], T]]:
+    """`guarded`, of which the block is given the answer when it asks."""
 
     def faults_named() -> T:
         with faults(name):
             return work()
 
-    try:
-        return in_child(faults_named, name)
-    except Crash as error:
-        raise ModelError(f"{name}: onnxruntime crashed on this graph ({error})") from error
+    with guard.in_background(faults_named, name) as answer:
+
+        def crash_named() -> T:
+            try:
+                return answer()
+            except guard.Crash as error:
+                raise ModelError(f"{name}: onnxruntime crashed on this graph ({error})") from error
+
+        yield crash_named

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -16,6 +18,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.opsets import MENDED
+from onnx_fuse.importer.save import weight_bytes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import OutputOptions, shared, takes
 from onnx_fuse.runtime import ort
@@ -31,12 +34,13 @@ from onnx_fuse.validation.compare import (
     severity,
     tolerance_of,
 )
-from onnx_fuse.validation.inputs import Feeds, holds_numbers, with_unequal_sizes
+from onnx_fuse.validation.inputs import Feeds, holds_numbers, repeats_sizes, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
 from onnx_fuse.validation.request import Request, guarded, runnable, unread
 from onnx_fuse.validation.shapes import wrong_sizes
 
+T = TypeVar("T")
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
 
 # What is said of a quantized output that differs at one level, and has the same bits at the other.
@@ -161,12 +165,11 @@ def check_outputs(
 ) -> Check:
     """Run both models on the request's feeds (or on generated ones) and compare every output.
 
-    The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
-    onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
-    at least what these optimizations change in the original. Inferred sizes of the original are
-    compared with those of a run, too. On "cuda" `fused` runs in the
-    session's `precision`, and there and on other providers it is compared with the original as it
-    is written. `source` is what
+    The oracle is onnxruntime on `original` as it is written. On the CPU `fused` runs as written,
+    and again with onnxruntime's own optimizations on. Where it differs, the original runs with
+    them too: then like is compared with like, and the limit of an output is at least what these
+    optimizations change in the original. Inferred sizes of the original are compared with those
+    of a run, too. On "cuda" `fused` runs in the session's `precision`. `source` is what
     `importer.load.read` gave of `original`, if that is known. The errors are those of `validate`.
     """
     request = request or Request()
@@ -179,77 +182,81 @@ def check_outputs(
     if MENDED in model.meta:
         source = original = model
         check.notes.append(f"{model.meta[MENDED]}: the check repairs this in the original")
-    with ort.faults("the original"):
-        oracle = ort.session(unread(original), as_written=True)
-    names = [v.name for v in oracle.get_outputs()]
-    if isinstance(oracle, ort.Widened):
-        check.notes.append(oracle.note)
-    run = partial(ort.run, oracle)
-    pairs = request.pairs(model, run, check.notes, check.cases)
-    del oracle, run  # its copy of the weights
-    unequal: list[tuple[Feeds, list[Any]]] = []
-    if request.feeds is None and on_cpu:  # on cuda a session warns of such sizes
-        unequal = _with_unequal_sizes(model, source, pairs[0][0], check.notes)
-        if unequal:
-            case = "sizes of one name differ"
-            check.notes.append(f"inputs from {len(pairs) + 1} on: {case}")
-            new = range(len(pairs) + 1, len(pairs) + len(unequal) + 1)
-            check.cases |= dict.fromkeys(new, case)
-        pairs += unequal
+    oracle = _oracle(original, model, request)
+    names, pairs, check.cases = oracle.names, oracle.pairs + oracle.unequal, oracle.cases
+    check.notes += oracle.notes
+    if oracle.unequal:
+        first, case = len(oracle.pairs) + 1, "sizes of one name differ"
+        check.notes.append(f"inputs from {first} on: {case}")
+        check.cases |= dict.fromkeys(range(first, len(pairs) + 1), case)
     every = [feed for feed, _ in pairs]
-    if on_cpu:
-        progress.report("comparing inferred sizes with actual ones")
-        check.sizes = wrong_sizes(model, every, check.notes)
-    progress.report("running the original with onnxruntime's optimizations")
-    optimized = _optimized(source, every, check.notes)
-    progress.report("running the fused model")
-    try:
-        ours = _answers(fused, every, names, request, as_written=True)
-    except ModelError as error:
-        if not unequal or _REUSED not in str(error) or not _is_narrower(fused, model):
-            raise
-        equal = every[: -len(unequal)]
-        again = check_outputs(original, fused, replace(request, feeds=equal), source=source)
-        again.notes.insert(0, "sizes of one name that differ are refused in the narrower graph")
-        return again
-    answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
-    if on_cpu and optimized is not None:
-        progress.report("running the fused model with onnxruntime's optimizations")
-        answers.append((OPTIMIZED, optimized, _answers(fused, every, names, request)))
+    beside = on_cpu and _LARGE <= weight_bytes(source) <= _HUGE
+    begin = ort.in_background if beside else _when_asked
+    threads = max((os.cpu_count() or 1) // 3, 1) if beside else 0
+    answer = partial(_answers, fused, every, names, request, threads)
+    levels = {}
+
+    def actual_sizes() -> tuple[list[str], list[str]]:
+        notes: list[str] = []
+        return wrong_sizes(model, every, notes, threads), notes
+
+    with (
+        begin(actual_sizes, "the original") as sizes,
+        begin(partial(answer, as_written=True), "the fused model") as as_written,
+        begin(answer, "the fused model") as with_optimizations,
+    ):
+        if on_cpu:
+            progress.report("comparing inferred sizes with actual ones")
+            check.sizes, notes = sizes()
+            check.notes += notes
+        progress.report("running the fused model")
+        try:
+            levels[AS_WRITTEN] = as_written()
+        except ModelError as error:
+            if not oracle.unequal or _REUSED not in str(error) or not _is_narrower(fused, model):
+                raise
+            equal = every[: len(oracle.pairs)]
+            again = check_outputs(original, fused, replace(request, feeds=equal), source=source)
+            again.notes.insert(0, "sizes of one name that differ are refused in the narrower graph")
+            return again
+        optimized: list[list[Any]] | None = None
+        if on_cpu:
+            progress.report("running the fused model with onnxruntime's optimizations")
+            try:
+                levels[OPTIMIZED] = with_optimizations()
+            except ModelError:
+                if _optimized(source, every, check.notes) is not None:
+                    raise
     random = random_outputs(model)
     if random:
         check.notes.append(f"random by design, only their shapes compared: {', '.join(random)}")
+    compare = partial(_compared, names, pairs, levels, random, check.tolerance, steps)
+    rows = compare(None)
+    if not all(d.ok for row in rows for d in row.levels):
+        # Is it what onnxruntime's optimizations change in the original, too? Like with like, then.
+        progress.report("running the original with onnxruntime's optimizations")
+        optimized = _optimized(source, every, check.notes)
+        if optimized is None:
+            levels.pop(OPTIMIZED, None)
+        rows = compare(optimized)
     doubtful: dict[int, Sequence[Any]] = {}  # feeds, and what the original answers
-    for i, (feed, expected) in enumerate(pairs):
-        check.feeds.append({name: list(array.shape) for name, array in feed.items()})
-        for k, (name, y) in enumerate(zip(names, expected, strict=True)):
-            gap = 0.0
-            if optimized is not None and name not in random:
-                gap = difference(name, y, optimized[i][k], check.tolerance).max_abs
-            gap = gap if np.isfinite(gap) else 0.0  # then both levels are compared for themselves
-            step = steps.limit(name, y) if steps is not None else 0.0
-            levels = []
-            for level, theirs, mine in answers:
-                a, b = theirs[i][k], mine[i][k]
-                if name in random:
-                    a, b = (np.zeros(np.shape(x), np.asarray(x).dtype) for x in (a, b))
-                one = difference(name, a, b, check.tolerance, floor=max(gap, step))
-                levels.append(replace(one, level=level))
-            if steps is not None and any(d.ok and not d.max_abs for d in levels):
-                # Equal bits at one level: at the other, kernels round ties in another order.
-                for d in [d for d in levels if not d.ok]:
-                    check.notes.append(_OTHER_TIES[d.level].format(name=name, by=d.max_abs))
-                    levels.remove(d)
-            worst = max(levels, key=severity)
-            check.differences.append(worst)
-            if worst.limit == gap > 0:
-                check.raised[name] = max(gap, check.raised.get(name, 0.0))
-            if not worst.ok or worst.limit == gap > 0:
-                doubtful[i] = expected
-            if _all_nan(y):
-                check.notes.append(
-                    f"'{name}' is NaN everywhere in the original too (inputs {i + 1})"
-                )
+    check.feeds = [{name: list(array.shape) for name, array in feed.items()} for feed in every]
+    for row in rows:
+        if steps is not None and any(d.ok and not d.max_abs for d in row.levels):
+            # Equal bits at one level: at the other, kernels round ties in another order.
+            for d in [d for d in row.levels if not d.ok]:
+                check.notes.append(_OTHER_TIES[d.level].format(name=d.output, by=d.max_abs))
+                row.levels.remove(d)
+        worst = max(row.levels, key=severity)
+        check.differences.append(worst)
+        if worst.limit == row.gap > 0:
+            check.raised[row.name] = max(row.gap, check.raised.get(row.name, 0.0))
+        if not worst.ok or worst.limit == row.gap > 0:
+            doubtful[row.run] = pairs[row.run][1]
+        if _all_nan(row.expected):
+            check.notes.append(
+                f"'{row.name}' is NaN everywhere in the original too (inputs {row.run + 1})"
+            )
     unsteady = set[int]()
     wrong = any(not d.ok for d in check.differences)
     if request.feeds is None and wrong:
@@ -271,10 +278,10 @@ def check_outputs(
     if request.blame and request.precision == "fp32" and wrong:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
         progress.report("looking for the operator that differs")
-        as_written = check.differences[bad].level == AS_WRITTEN
+        written = check.differences[bad].level == AS_WRITTEN
         feed = every[bad // len(names)]
         check.culprits = find_culprits(
-            original, fused, feed, check.tolerance, request, as_written=as_written
+            original, fused, feed, check.tolerance, request, as_written=written
         )
     if request.along and check.differences and not random:
         number = check.differences.index(max(check.differences, key=severity))
@@ -286,6 +293,17 @@ def check_outputs(
     return check
 
 
+_LARGE, _HUGE = 1 << 25, 1 << 30
+"""Bytes of weights: from the first on sessions of a check are worth a process each, side by side,
+and from the second on their copies of the weights might not fit into memory together."""
+
+
+def _when_asked(
+    work: Callable[[], T], name: str
+) -> contextlib.AbstractContextManager[Callable[[], T]]:
+    return contextlib.nullcontext(work)
+
+
 _REUSED = "attempting to re-use buffer"
 """What onnxruntime says where it counted on equal sizes; between Casts it counts on more of them.
 """
@@ -295,25 +313,44 @@ def _is_narrower(fused: Model, original: ir.Model) -> bool:
     return tolerance_of(load(fused)).rtol > tolerance_of(original).rtol
 
 
-def _with_unequal_sizes(
-    model: ir.Model, original: Model, feed: Feeds, notes: list[str]
-) -> list[tuple[Feeds, list[Any]]]:
+@dataclass
+class _Oracle:
+    """What the original answers, from one session."""
+
+    names: list[str]
+    pairs: list[tuple[Feeds, list[Any]]]
+    unequal: list[tuple[Feeds, list[Any]]]
     """Feeds that contradict the names of their sizes, where the original answers them."""
-    cuts = with_unequal_sizes(model, feed)
+    notes: list[str]
+    cases: dict[int, str]
 
-    def answers() -> list[list[Any] | None]:
-        session = ort.session(runnable(original), as_written=True)
-        return [_answer(session, cut) for cut in cuts]
 
-    if not cuts:
-        return []
+def _oracle(original: Model, model: ir.Model, request: Request) -> _Oracle:
+    """Run the original on the request's feeds, and on those of unequal sizes, which may kill it."""
+
+    def work(*, unequal: bool) -> _Oracle:
+        with ort.faults("the original"):
+            session = ort.session(unread(original), as_written=True)
+        oracle = _Oracle([v.name for v in session.get_outputs()], [], [], [], {})
+        if isinstance(session, ort.Widened):
+            oracle.notes.append(session.note)
+        run = partial(ort.run, session)
+        oracle.pairs = request.pairs(model, run, oracle.notes, oracle.cases)
+        for feed in with_unequal_sizes(model, oracle.pairs[0][0]) if unequal else ():
+            outputs = _answer(session, feed)
+            if outputs is not None and all(map(holds_numbers, outputs)):
+                oracle.unequal.append((feed, outputs))
+        return oracle
+
+    # on cuda a session warns of such sizes
+    if request.feeds is not None or request.place != "cpu" or not repeats_sizes(model):
+        return work(unequal=False)
     try:
-        results = in_child(answers, silent=True)
+        return in_child(partial(work, unequal=True), silent=True)
     except Crash as error:
-        notes.append(f"the original crashes if sizes of one name differ ({error})")
-        return []
-    pairs = zip(cuts, results, strict=True)
-    return [(cut, ys) for cut, ys in pairs if ys is not None and all(map(holds_numbers, ys))]
+        oracle = work(unequal=False)
+        oracle.notes.append(f"the original crashes if sizes of one name differ ({error})")
+        return oracle
 
 
 def _answer(session: Any, feed: Feeds) -> list[Any] | None:
@@ -367,6 +404,47 @@ def _all_nan(y: Any) -> bool:
     )
 
 
+@dataclass
+class _Row:
+    """One output of one run."""
+
+    run: int
+    name: str
+    expected: Any
+    gap: float
+    """What onnxruntime's own optimizations change in it in the original."""
+    levels: list[Difference]
+
+
+def _compared(
+    names: Sequence[str],
+    pairs: Sequence[tuple[Feeds, list[Any]]],
+    levels: Mapping[str, list[list[Any]]],
+    random: Sequence[str],
+    tolerance: Tolerance,
+    steps: Steps | None,
+    optimized: list[list[Any]] | None,
+) -> list[_Row]:
+    """Each output of each run at all `levels`, beside the original as written or `optimized`."""
+    rows = []
+    for i, (_, expected) in enumerate(pairs):
+        for k, (name, y) in enumerate(zip(names, expected, strict=True)):
+            row = _Row(i, name, y, 0.0, [])
+            if optimized is not None and name not in random:
+                gap = difference(name, y, optimized[i][k], tolerance).max_abs
+                row.gap = gap if np.isfinite(gap) else 0.0  # then each level is for itself
+            step = steps.limit(name, y) if steps is not None else 0.0
+            for level, mine in levels.items():
+                a = optimized[i][k] if optimized is not None and level == OPTIMIZED else y
+                b = mine[i][k]
+                if name in random:
+                    a, b = (np.zeros(np.shape(x), np.asarray(x).dtype) for x in (a, b))
+                one = difference(name, a, b, tolerance, floor=max(row.gap, step))
+                row.levels.append(replace(one, level=level))
+            rows.append(row)
+    return rows
+
+
 def _optimized(original: Model, feeds: Sequence[Feeds], notes: list[str]) -> list[list[Any]] | None:
     """The original's outputs with onnxruntime's own optimizations; None where these break it."""
     try:
@@ -384,12 +462,13 @@ def _answers(
     feeds: Sequence[Feeds],
     names: Sequence[str],
     request: Request,
+    threads: int = 0,
     *,
     as_written: bool = False,
 ) -> list[list[Any]]:
     """The fused model's outputs on all feeds, from a session that is closed afterwards."""
     with ort.faults("the fused model"):
-        session = request.session(fused, as_written=as_written, fallback=False)
+        session = request.session(fused, as_written=as_written, fallback=False, threads=threads)
         outputs = [v.name for v in session.get_outputs()]
         if outputs != list(names):
             raise ModelError(

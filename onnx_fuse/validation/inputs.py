@@ -238,6 +238,12 @@ def holds_numbers(output: Any) -> bool:
     return any(map(holds_numbers, output)) if isinstance(output, list) else bool(np.size(output))
 
 
+def repeats_sizes(model: ir.Model) -> bool:
+    """Whether inputs have several axes that the file calls by one name."""
+    names = [d for dims in dims_of(model).values() for d in dims if isinstance(d, str)]
+    return len(names) > len(set(names))
+
+
 def with_unequal_sizes(model: ir.Model, feed: Feeds) -> list[Feeds]:
     """Feeds in which one axis is cut to 1, of several that the file calls by one name.
 

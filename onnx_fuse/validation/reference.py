@@ -19,12 +19,10 @@ from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import all_nodes, remove_unused_nodes
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import replace_node
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops.quantize import dequantized
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.call import NeedsValues, Program
-from onnx_fuse.program.interpret.run import initializers, interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
@@ -40,7 +38,12 @@ class Reference:
     """
 
     def __init__(self, model: ir.Model) -> None:
+        # most checks run in onnxruntime only
+        from onnx_fuse.lower.walk import lower
+        from onnx_fuse.program.interpret.run import initializers, interpret
+
         infer_shapes(model)
+        self._lower, self._interpret = lower, interpret
         self._model, self._weights = model, initializers(model)
         self._programs: WeakKeyDictionary[ir.Model, dict[Any, Program]] = WeakKeyDictionary()
 
@@ -48,7 +51,7 @@ class Reference:
         """The outputs of these names, or all of them. Raises ModelError and LookupError."""
         progress.report("running a graph in NumPy")
         program = self._lowered(self._model, feeds)
-        outputs = interpret(program, feeds, self._weights, self._lowered)
+        outputs = self._interpret(program, feeds, self._weights, self._lowered)
         return [outputs[name] for name in names or (str(v.name) for v in self._model.graph.outputs)]
 
     def _lowered(self, model: ir.Model, feeds: Mapping[str, Array]) -> Program:
@@ -58,7 +61,7 @@ class Reference:
         values: dict[str, Array] = {}
         while key not in programs:
             try:
-                program = lower(model, shapes, CHIPS["H200"], values=values)
+                program = self._lower(model, shapes, CHIPS["H200"], values=values)
             except NeedsValues as needs:
                 values |= {name: np.asarray(feeds[name]) for name in needs.names}
                 continue

@@ -88,7 +88,9 @@ class Request(CheckOptions):
                 cases[len(pairs)] = case
         return pairs
 
-    def session(self, model: Model, *, as_written: bool = False, fallback: bool = True) -> Any:
+    def session(
+        self, model: Model, *, as_written: bool = False, fallback: bool = True, threads: int = 0
+    ) -> Any:
         """A session of the checked model, for `ort.run`: on onnxruntime, or on this GPU."""
         if self.providers:
             return ort.session(runnable(model), providers=self.providers)
@@ -96,7 +98,9 @@ class Request(CheckOptions):
             return InferenceSession(
                 model, device=self.device, optimize=False, precision=self.precision
             )
-        return ort.session(runnable(model), as_written=as_written, fallback=fallback)
+        return ort.session(
+            runnable(model), as_written=as_written, fallback=fallback, threads=threads
+        )
 
 
 def runnable(model: Model) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +19,9 @@ _RUNS = 2
 """Inputs of other shapes that are run at most: two sizes of each free axis, as they are made."""
 
 
-def wrong_sizes(model: ir.Model, feeds: Sequence[Feeds], notes: list[str]) -> list[str]:
+def wrong_sizes(
+    model: ir.Model, feeds: Sequence[Feeds], notes: list[str], threads: int = 0
+) -> list[str]:
     """A sentence for each node whose inferred sizes are not those of a run on onnxruntime.
 
     All results of the main graph are looked at, by a Shape node each: their numbers take no memory.
@@ -48,7 +51,8 @@ def wrong_sizes(model: ir.Model, feeds: Sequence[Feeds], notes: list[str]) -> li
     plain.graph.outputs[:] = shapes
     sentences: dict[ir.Node, str] = {}
     try:
-        session = ort.session(runnable(plain), as_written=True) if values else None
+        opened = partial(ort.session, runnable(plain), as_written=True, threads=threads)
+        session = opened() if values else None
         for feed in _of_other_shapes(feeds) if values else ():
             answers = ort.run(session, feed)
             sizes = _symbols(plain, feed)
