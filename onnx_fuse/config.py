@@ -98,6 +98,12 @@ CACHE_DIR = Variable(
 CACHE_MB = Variable(
     "ONNX_FUSE_CACHE_MB", int, 4096, "MB of graphs and programs kept in the cache; 0 keeps none"
 )
+ADAPTER_MB = Variable(
+    "ONNX_FUSE_ADAPTER_MB",
+    _count,
+    1024,
+    "MB of the adapters that a session keeps on its GPU; those that ran last stay",
+)
 PATIENCE = Variable(
     "ONNX_FUSE_PATIENCE",
     _count,
@@ -121,6 +127,7 @@ VARIABLES: tuple[Variable[object], ...] = (
     AHEAD,
     CACHE_DIR,
     CACHE_MB,
+    ADAPTER_MB,
     PATIENCE,
     STALL,
 )  # type: ignore[assignment]

@@ -18,15 +18,17 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, in_threads, is_container, stamp
 from onnx_fuse.errors import DeviceError, UsageError, did_you_mean, listed
+from onnx_fuse.feeds import InputSpec, checked_feeds, invalid, rows_of
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.tensor import Argument, DeviceTensor
+from onnx_fuse.runtime.tensor import Argument
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from onnx_fuse import cache
+    from onnx_fuse.adapters.held import HeldAdapters, Rows
     from onnx_fuse.ir.constants import Model
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.graphs import Portable
@@ -90,7 +92,14 @@ class InferenceSession:
             )
         if self.device == "cuda":
             _begin(gpu)
+        kind = PRECISIONS[precision][0]
+        self._computes_in = None if kind == "float32" else dtype_of(kind)
         self._source, self._options = model, sess_options
+        self._alike = partial(
+            InferenceSession, sess_options=sess_options, optimize=optimize, level=level,
+            precision=precision, device=f"cuda:{gpu}" if self.device == "cuda" else None,
+            providers=self._providers if self.device == "cpu" else None,
+        )  # fmt: skip
         self._level: int | None = None
         self._cached: Portable | None = None
         self._executable: Executable | None = None
@@ -216,6 +225,8 @@ class InferenceSession:
         output_names: Sequence[str] | None,
         input_feed: Mapping[str, Any],
         run_options: Any = None,
+        *,
+        adapter: Rows | None = None,
     ) -> list[Any]:
         """Run the model once and wait for the result.
 
@@ -224,6 +235,8 @@ class InferenceSession:
             input_feed: Arrays by input name: NumPy arrays, or tensors of any library with DLPack or
                 the CUDA array interface. Types and shapes must be the model's.
             run_options: onnxruntime.RunOptions of the CPU session; ignored on "cuda".
+            adapter: The name of an adapter (`add_adapter`), or one for each row of the batch, None
+                for rows that run without.
 
         Returns:
             The outputs as NumPy arrays, in the order of `output_names`.
@@ -233,12 +246,17 @@ class InferenceSession:
             onnxruntime's InvalidArgument: A name, type or shape is wrong (UsageError where
                 onnxruntime is not installed).
             DeviceError: A kernel failed.
+            UsageError: There is no such adapter, or not one for each row.
         """
         if not isinstance(input_feed, Mapping):
             raise UsageError(
                 f"the inputs are of type {type(input_feed).__name__}: give arrays by input name"
             )
         output_names = listed("output_names", output_names or ())
+        if adapter is not None:
+            session, more = self._adapters.feeds(adapter, partial(rows_of, input_feed))
+            if session is not None:
+                return list(session.run(output_names, {**input_feed, **more}, run_options))
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
             return list(self._session.run(output_names or None, feeds, run_options))
@@ -247,8 +265,52 @@ class InferenceSession:
             names = output_names
             for name in names:
                 if name not in self._output_names:
-                    raise _invalid(f"Invalid output name:{name}")
+                    raise invalid(f"Invalid output name:{name}")
         return self._executable.run(names, self._feeds(input_feed))
+
+    @cached_property
+    def _adapters(self) -> HeldAdapters:
+        from onnx_fuse.adapters.held import HeldAdapters
+
+        return HeldAdapters(self._read, self._alike, self._computes_in)
+
+    def adapted(self, adapter: Rows, batch: int) -> tuple[InferenceSession, dict[str, Any]]:
+        """The session that runs a batch with its adapters, and what that is fed besides.
+
+        Raises UsageError as `run` does.
+        """
+        session, more = self._adapters.feeds(adapter, lambda _: batch)
+        return (self if session is None else session), more
+
+    def add_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Hold a low-rank adapter (LoRA), by whose name `run` has it beside the weights.
+
+        The weights stay as they are, and another adapter of the same weights and of a similar rank
+        needs no other program (docs/howto/adapters.md).
+
+        Args:
+            name: The name, in whose place another adapter may stand.
+            path: A folder that PEFT wrote, a file of onnxruntime's `AdapterFormat` (.onnx_adapter),
+                or one of `Trainer.save_adapters` (.safetensors).
+
+        Raises:
+            DataError: The file is no adapter of this model.
+            UsageError: The session is of a compiled file.
+        """
+        if _is_compiled(self._source) and self._level is None:
+            raise UsageError(
+                "the programs of a compiled file have no inputs for adapters: open it with "
+                "recompile=True"
+            )
+        self._adapters.add(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Let go of an adapter. Raises UsageError where there is none of that name."""
+        self._adapters.remove(name)
+
+    def get_adapters(self) -> list[str]:
+        """The names of the adapters that `add_adapter` has been given."""
+        return self._adapters.names
 
     def io_binding(self) -> Any:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.
@@ -568,100 +630,6 @@ def _on_gpu(value: Any) -> bool:
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
         return hasattr(value, "__cuda_array_interface__")
     return int(value.__dlpack_device__()[0]) == 2  # kDLCUDA
-
-
-class InputSpec:
-    """An input as runs check it: name, onnxruntime's name of its type, NumPy's type, shape."""
-
-    def __init__(self, value: Any) -> None:
-        self.name: str = value.name
-        self.type = value.type.removeprefix("tensor(").removesuffix(")")
-        self.dtype = _numpy_dtype(self.type)
-        self.shape = value.shape
-        self._rank = len(value.shape or ())
-        self._fixed = [(i, d) for i, d in enumerate(value.shape or ()) if isinstance(d, int)]
-
-    def accepts(self, value: Any) -> bool:
-        """Whether it is an array or a tensor of ours that fits: the usual case, seen at once."""
-        kind = type(value)
-        if (kind is not np.ndarray and kind is not DeviceTensor) or value.dtype is not self.dtype:
-            return False
-        shape = value.shape
-        if len(shape) != self._rank:
-            return False
-        return not self._fixed or all(shape[axis] == size for axis, size in self._fixed)
-
-
-def checked_feeds(inputs: Sequence[InputSpec], feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """The feeds as arrays, checked against the inputs and refused in onnxruntime's own words."""
-    required = [v.name for v in inputs]
-    missing = [name for name in required if name not in feeds]
-    if missing:
-        raise ValueError(
-            f"Required inputs ({missing}) are missing from input feed ({list(feeds)})."
-        )
-    for name in feeds:
-        if name not in required:
-            raise _invalid(f"Invalid input name: {name}")
-    arrays = {}
-    for value in inputs:
-        array = feeds[value.name]
-        if not hasattr(array, "dtype"):
-            array = np.asarray(array, dtype=value.dtype)
-        actual = _onnx_name(array.dtype)
-        if actual != value.type:
-            raise _invalid(
-                f"Unexpected input data type. Actual: (tensor({actual})) , "
-                f"expected: (tensor({value.type}))"
-            )
-        _check_shape(value.name, array.shape, value.shape)
-        arrays[value.name] = array
-    return arrays
-
-
-def _check_shape(name: str, got: Sequence[int], expected: Sequence[Any] | None) -> None:
-    if not expected:
-        return
-    if len(got) != len(expected):
-        raise _invalid(
-            f"Invalid rank for input: {name} Got: {len(got)} Expected: {len(expected)} "
-            "Please fix either the inputs/outputs or the model."
-        )
-    wrong = [
-        f" index: {i} Got: {a} Expected: {b}\n"
-        for i, (a, b) in enumerate(zip(got, expected, strict=True))
-        if isinstance(b, int) and a != b
-    ]
-    if wrong:
-        raise _invalid(
-            f"Got invalid dimensions for input: {name} for the following indices\n"
-            f"{''.join(wrong)} Please fix either the inputs/outputs or the model."
-        )
-
-
-# NumPy's names of element types, where they are not the ONNX ones in lower case.
-_NUMPY_NAMES = {
-    **{"double": "float64", "float": "float32", "string": "object"},
-    **{f"float8e{kind}": f"float8_e{kind}" for kind in ("4m3fn", "5m2", "4m3fnuz", "5m2fnuz")},
-    **{"float8e8m0": "float8_e8m0fnu", "float4e2m1": "float4_e2m1fn"},
-}
-_ORT_NAMES = {theirs: name for name, theirs in _NUMPY_NAMES.items()}
-
-
-def _onnx_name(dtype: np.dtype[Any]) -> str:
-    return _ORT_NAMES.get(dtype.name, dtype.name)
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return dtype_of(_NUMPY_NAMES.get(name, name))
-
-
-def _invalid(text: str) -> Exception:
-    try:
-        from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
-    except ImportError:  # onnx-fuse-runtime does without
-        return UsageError(text)
-    return InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
 
 
 def load(model: Model) -> ir.Model:

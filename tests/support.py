@@ -1,5 +1,7 @@
 """Names that several test files share."""
 
+import dataclasses
+import fnmatch
 import json
 import re
 import subprocess
@@ -266,3 +268,21 @@ def setting(*keys: Any, to: Any) -> Callable[[Any], None]:
         data[keys[-1]] = to
 
     return change
+
+
+def write_adapter(path: Path, model: Any, rank: int, seed: int, weights: str = "*") -> Path:
+    """An adapter of random numbers, as `Trainer.save_adapters` writes it."""
+    from onnx_fuse.adapters.files import write
+    from onnx_fuse.adapters.products import adaptable
+    from onnx_fuse.autodiff.load import load
+
+    rng, tensors, found = np.random.default_rng(seed), dict[str, np.ndarray](), []
+    graph = load(model)
+    for each in adaptable(graph).values():
+        if fnmatch.fnmatchcase(each.weight, weights):
+            k, n = graph.graph.initializers[each.weight].shape.numpy()[:: 1 - 2 * each.transposed]
+            tensors |= {each.a: (rng.normal(size=(k, rank)) / k**0.5).astype(np.float32)}
+            tensors |= {each.b: (rng.normal(size=(rank, n)) / rank).astype(np.float32)}
+            found.append(dataclasses.replace(each, scale=1.5))
+    write(path, tensors, found, graph.graph)
+    return path

@@ -237,6 +237,15 @@ def test_an_exported_model_adapts(level: int, tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, trainer.weights()[name])
 
 
+def test_a_weight_that_no_loss_depends_on_has_no_adapter_in_the_file(tmp_path: Path) -> None:
+    text = graph("y = MatMul (x, w) z = MatMul (x, w2)").replace("] y)", "] y, float[batch, 4] z)")
+    text = text.replace("float[4] c", f"float[6, 4] w2 = {{{NUMBERS}}}, float[4] c")
+    trainer = Trainer(text_model(text), loss="mse", lora=Lora(2))
+    trainer.save_adapters(tmp_path / "a.safetensors")
+    merge(text_model(text), tmp_path / "a.safetensors", tmp_path / "merged.onnx")
+    assert_same(*(run(m, batch("")) for m in (text_model(text), tmp_path / "merged.onnx")))
+
+
 def test_a_head_may_train_whole() -> None:
     """`trainable` adds weights that have no adapter, or one that its own products keep."""
     trainer = Trainer(
@@ -432,7 +441,7 @@ def test_metadata_names_the_module_too() -> None:
 PEFT_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "kind": ({"peft_type": "IA3"}, KEY, "adapters of PEFT's kind IA3 are not LoRA"),
     "DoRA": ({"use_dora": True}, KEY, "adapters with use_dora = True are not read"),
-    "ranks": ({"rank_pattern": {"q": 3}}, KEY, "adapters with rank_pattern"),
+    "ranks": ({"rank_pattern": {"query": 3}}, KEY, "'layer.0.query' has no A and B of rank 3"),
     "PiSSA": ({"init_lora_weights": "pissa"}, KEY, "changes the model's own weights, too"),
     "rank": ({"r": 3}, KEY, r"'layer\.0\.query' has no A and B of rank 3"),
     "no rank": ({"r": None}, KEY, "no adapters in PEFT's form"),

@@ -166,13 +166,13 @@ def train(
     from dataclasses import asdict, replace
 
     from onnx_fuse import profile
+    from onnx_fuse.adapters.files import by_module
     from onnx_fuse.files import written
     from onnx_fuse.report import overview, timing, training
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, images, optim, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training import data as examples
-    from onnx_fuse.training.adapters import by_module
     from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.trainer import Trainer
 

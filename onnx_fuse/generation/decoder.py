@@ -11,9 +11,9 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
+from onnx_fuse.feeds import InputSpec
 from onnx_fuse.ir.build import all_nodes, const_array
 from onnx_fuse.ir.traits import VIEWS
-from onnx_fuse.session import InputSpec
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.container import is_container
-from onnx_fuse.errors import DeviceError, ModelError
+from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
@@ -78,6 +78,7 @@ class Engine:
                 append(graph, graph.outputs[at])
                 self.session = InferenceSession(model, device=device, precision=precision)
         self._bindings: dict[Any, Any] = {}
+        self._adapters: dict[str, Any] = {}
         self.on_gpu, self._gpu = self.session.device == "cuda", _gpu(self.session)
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)
         self._slots: dict[str, Any] = {}
@@ -92,6 +93,18 @@ class Engine:
             for binding in self._bindings.values():
                 with contextlib.suppress(DeviceError):
                     binding.synchronize_outputs()
+
+    def adapt(self, adapter: str | Sequence[str | None], batch: int) -> None:
+        """Run with adapters that the session holds: one of them, or one for each sequence.
+
+        Raises UsageError for unknown names, and without a session.
+        """
+        if self.sampler is None:
+            raise UsageError(
+                "adapter needs an InferenceSession that holds it: give generate the session in "
+                "place of the model, after session.add_adapter"
+            )
+        self.session, self._adapters = self.session.adapted(adapter, batch)
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
@@ -216,6 +229,9 @@ class Engine:
             total = self._room
         feeds = decoder.feeds(ids, counts, total)
         binding = self._bindings.get(rows) or self._bound(rows)
+        for name, value in self._adapters.items():
+            is_mask = value.dtype == np.bool_  # which has a row for each sequence
+            feeds[name] = value if rows is None or not is_mask else value[rows[0] : sum(rows)]
         for name, value in (feeds | ({} if self.sampler else dict(draws))).items():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(name, value)

@@ -56,6 +56,8 @@ class Generator:
         positions = 1 if options.draft is None else options.guesses + 1
         ragged = len(set(lengths)) > 1
         self._engine = Engine(options.model, options, ragged, positions)
+        if options.adapter is not None:
+            self._engine.adapt(options.adapter, len(lengths))
         decoder, name = self._engine.decoder, self._engine.name
         limits = [n for n in (decoder.capacity, options.max_length) if n is not None]
         self._limit = min(limits, default=None)

@@ -114,11 +114,14 @@ class GeneratorOptions(Continuation, DecoderOptions):
             several guesses in one run, and takes those that it would have chosen itself. It needs
             one prompt, and a temperature of 0 without a penalty.
         guesses (--guesses, 1 or more): Let the draft guess this many tokens for a run.
+        adapter: The name of an adapter that `model`, a session, holds (`add_adapter`), or one for
+            each prompt, None for those that have none.
         """
     chunk: int | None = None
     max_length: int | None = None
     draft: Any = None
     guesses: int = 4
+    adapter: str | Sequence[str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

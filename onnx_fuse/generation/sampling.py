@@ -114,7 +114,7 @@ def _drawn(op: Builder, x: ir.Value, sampling: DecoderOptions, drawn: ir.Value) 
 
 def sampler(logits: Any, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
     """A model of its own, from an output `logits` as a session describes it."""
-    from onnx_fuse.session import InputSpec
+    from onnx_fuse.feeds import InputSpec
 
     spec = InputSpec(logits)
     kind = ir.DataType.from_numpy(spec.dtype)

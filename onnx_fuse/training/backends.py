@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.adapters.files import Adapter
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.names import FusedName
@@ -17,7 +18,6 @@ from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.runtime import budget, calibration, ort
 from onnx_fuse.runtime.cpu_forms import take_faster_forms
 from onnx_fuse.training import adapters, float8
-from onnx_fuse.training.adapters import Adapter
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ort_collectives import Staged

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
+from onnx_fuse.adapters.files import Adapter
 from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import Builder, add_initializer, dim, required
 from onnx_fuse.ir.constants import FUSE
@@ -26,7 +27,6 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite import packed_weights
-from onnx_fuse.training.adapters import Adapter
 
 ByRows: TypeAlias = Callable[[int | None, int, int, int], bool]
 

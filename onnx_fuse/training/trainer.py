@@ -18,6 +18,7 @@ import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.adapters import files as adapter_files
 from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff import without_gradient
 from onnx_fuse.distributed.world import world
@@ -497,7 +498,7 @@ class Trainer:
         """
         tensors = self._unmerged()
         if self.world is None or self.world.rank == 0:
-            adapters.write(path, tensors, self.adapters, self._original.graph)
+            adapter_files.write(path, tensors, self.adapters, self._original.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
         """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
@@ -505,7 +506,7 @@ class Trainer:
         Raises DataError for those of another model, rank or scale, and UsageError without adapters.
         """
         current = self._unmerged()
-        tensors, restored = adapters.read_file(path, self.adapters, current)
+        tensors, restored = adapter_files.read_file(path, self.adapters, current)
         if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in current.items()}:
             raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
         if {a.scale for a in restored} != {a.scale for a in self.adapters}:

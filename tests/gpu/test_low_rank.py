@@ -6,8 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoders import growing, slotted
+from support import run as run_on_cpu
+from support import write_adapter
 
-from onnx_fuse import Lora, Trainer, optim
+from onnx_fuse import InferenceSession, Lora, Trainer, generate, optim
+from onnx_fuse.importer.save import save
+from onnx_fuse.training.adapters import merge
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import gpt
@@ -100,3 +105,55 @@ def test_gradients_are_those_of_the_cpu(merged: bool) -> None:
     for name, array in want.items():
         change = np.abs(array - drawn[name]).max()
         np.testing.assert_allclose(got[name], array, atol=1e-3 * change, rtol=0, err_msg=name)
+
+
+SERVED = {"fp32": 2e-4, "fp16": 2e-2, "bf16": 1e-1}
+"""Of the largest logit: float32 sums in another order, and activations in 16 bits."""
+
+
+@pytest.mark.parametrize("precision", SERVED)
+def test_each_row_runs_with_its_adapter(precision: str, tmp_path: Path) -> None:
+    """As onnxruntime runs the merged files; a batch without adapters has the bits of the file."""
+    path = tmp_path / "model.onnx"
+    save(gpt.build(gpt.Config()), path)
+    session = InferenceSession(path, device="cuda", precision=precision)
+    ids = {"input_ids": np.random.default_rng(0).integers(0, 256, (4, 33))}
+    expected = {None: run_on_cpu(path, ids)[0]}
+    plain = session.run(None, ids)[0]
+    for seed, (name, rank) in enumerate({"a": 12, "b": 16, "c": 40}.items()):
+        file = write_adapter(tmp_path / f"{name}.safetensors", path, rank, seed)
+        session.add_adapter(name, file)
+        merge(path, file, tmp_path / "merged.onnx")
+        expected[name] = run_on_cpu(tmp_path / "merged.onnx", ids)[0]
+    for names in (
+        "a",
+        "b",
+        "a",
+        ["b", None, "a", "c"],
+        ["c", "c", None, "b"],
+        ["a", "b", None, "c"],
+    ):
+        rows = [names] * 4 if isinstance(names, str) else names
+        for _ in range(4 if names == "a" else 1):  # the first runs are no CUDA graph
+            found = session.run(None, ids, adapter=names)[0]
+        for row, name in enumerate(rows):
+            most = SERVED[precision] * np.abs(expected[name][row]).max()
+            np.testing.assert_allclose(found[row], expected[name][row], atol=most, rtol=0)
+    np.testing.assert_array_equal(session.run(None, ids, adapter=[None] * 4)[0], plain)
+    session.add_adapter("a", tmp_path / "b.safetensors")
+    found = session.run(None, ids, adapter="a")[0]
+    np.testing.assert_array_equal(found, session.run(None, ids, adapter="b")[0])
+
+
+@pytest.mark.parametrize("form", [growing, slotted])
+def test_text_with_adapters_is_that_of_the_cpu(form: Any, tmp_path: Path) -> None:
+    texts = []
+    file = write_adapter(tmp_path / "a.safetensors", form(), 4, 0)
+    for device in ("cpu", "cuda"):
+        session = InferenceSession(form(), device=device)
+        session.add_adapter("a", file)
+        prompts = [[1, 2, 3], [4, 5, 6]]
+        names = ["a", None]
+        texts.append(generate(session, prompts, max_new_tokens=6, adapter=names))
+    assert texts[0] == texts[1]
+    assert texts[0] != generate(form(), prompts, max_new_tokens=6)

@@ -11,9 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -35,8 +36,14 @@ class Peft:
     """A [K, rank] and B [rank, N], float32, by the name of the module."""
     scale: float = 1.0
     """What the product of each pair is multiplied by: alpha / rank."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """The same of modules that have a rank or an alpha of their own."""
     whole: dict[str, Array] = field(default_factory=dict)
     """The weights that were trained as a whole, by their names in the PyTorch model."""
+
+    def scale_of(self, module: str) -> float:
+        """What the product of this module's pair is multiplied by."""
+        return self.scales.get(module, self.scale)
 
 
 def module_of(weight: str, node: ir.Node) -> str:
@@ -102,7 +109,7 @@ def write(folder: str | os.PathLike[str], held: Peft, *, transposed: bool) -> No
 
 
 _OTHERS = (
-    "use_dora", "bias", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
+    "use_dora", "bias", "lora_bias", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora",
     "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
 )  # fmt: skip
@@ -135,7 +142,9 @@ def read(folder: str | os.PathLike[str]) -> Peft:
             f"{folder}: init_lora_weights = '{drawn}' changes the model's own weights, too: let "
             "PEFT merge these adapters"
         )
-    adapters = Peft(scale=alpha / (math.sqrt(rank) if about.get("use_rslora") else rank))
+    ranks, alphas = (about.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    root = bool(about.get("use_rslora"))
+    adapters = Peft(scale=_scale(alpha, rank, root))
     parts: dict[str, dict[str, Array]] = {}
     for key, array in tensors.items():
         name = key.removeprefix(_PREFIX)
@@ -147,10 +156,22 @@ def read(folder: str | os.PathLike[str]) -> Peft:
         else:
             adapters.whole[name] = array
     for module, pair in parts.items():
-        if pair.keys() != {"A", "B"} or {pair["A"].shape[0], pair["B"].shape[1]} != {rank}:
-            raise DataError(f"{folder}: '{module}' has no A and B of rank {rank}")
+        own, weight = _own(ranks, module, rank), _own(alphas, module, alpha)
+        if pair.keys() != {"A", "B"} or {pair["A"].shape[0], pair["B"].shape[1]} != {own}:
+            raise DataError(f"{folder}: '{module}' has no A and B of rank {own}")
+        if (own, weight) != (rank, alpha):
+            adapters.scales[module] = _scale(weight, own, root)
         adapters.pairs[module] = (pair["A"].T, pair["B"].T)
     return adapters
+
+
+def _scale(alpha: float, rank: int, root: bool) -> float:
+    return alpha / (math.sqrt(rank) if root else rank)
+
+
+def _own(pattern: Mapping[str, Any], module: str, usual: Any) -> Any:
+    """The number of a pattern for a module: of its name, or of the end of its name."""
+    return next((pattern[k] for k in pattern if f".{module}".endswith(f".{k}")), usual)
 
 
 def find(folder: str | os.PathLike[str], name: str, names: Collection[str]) -> str:

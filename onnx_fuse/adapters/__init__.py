@@ -1,0 +1,1 @@
+"""Low-rank adapters of a model: their files, and how a graph has them beside its weights."""

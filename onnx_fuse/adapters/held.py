@@ -1,0 +1,248 @@
+"""The adapters that a session holds by name, and the feeds by which its runs have them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse import config
+from onnx_fuse.adapters.files import Adapter, check_shape, read_file
+from onnx_fuse.adapters.inputs import Ends, Layout, add_inputs
+from onnx_fuse.adapters.products import adaptable
+from onnx_fuse.arrays import Array
+from onnx_fuse.errors import DataError, UsageError, did_you_mean
+from onnx_fuse.ir.build import required
+from onnx_fuse.rewrite.constants import lift_parameters
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.staging import Uploads
+from onnx_fuse.runtime.tensor import DeviceTensor
+
+Pairs: TypeAlias = dict[str, tuple[Array, Array]]
+"""Aᵀ [rank, K] and B [rank, N] by weight; the scale is in B."""
+Rows: TypeAlias = str | Sequence[str | None]
+"""The adapter of all sequences of a batch, or that of each."""
+
+
+class HeldAdapters:
+    """Adapters by name: all of them on the host, and those that ran last on the GPU.
+
+    The graph that reads them is made for the weights that any of them has. The ranks of a run's
+    adapters are filled up with zeros to a power of two, so that others seldom make another shape.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], ir.Model],
+        opened: Callable[[ir.Model], Any],
+        dtype: np.dtype[Any] | None,
+    ) -> None:
+        """`read` gives the model as its file has it, `opened` a session of a graph.
+
+        `dtype` is what the session computes in, where that is not the type of the weights.
+        """
+        self._read, self._opened, self._dtype = read, opened, dtype
+        self._lock, self._uploads = threading.RLock(), Uploads()
+        self._pairs: dict[str, Pairs] = {}
+        self._matrices: dict[str, Array] = {}
+        self._made: tuple[Any, Ends, Layout] | None = None
+        self._stacks: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all adapters."""
+        return list(self._pairs)
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[Adapter, tuple[int, ...], np.dtype[Any]]]:
+        """The adapters that weights can have, with shape and type of the weight."""
+        model = self._model()
+        found = {}
+        for name, adapter in adaptable(model).items():
+            weight = model.graph.initializers[name]
+            shape = tuple(map(int, required(weight.shape).numpy()))
+            found[name] = (adapter, shape, required(weight.dtype).numpy())
+        return found
+
+    def _model(self) -> ir.Model:
+        model = self._read()
+        lift_parameters(model)
+        return model
+
+    def add(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Hold the adapter of a file under a name, which another may have had.
+
+        Raises UsageError for no name, and DataError for a file that is no adapter of the model.
+        """
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"an adapter's name is a text that is not empty, not {name!r}")
+        pairs = self._of_file(path)
+        with self._lock:
+            if self._made is not None and pairs.keys() <= self._made[2].places.keys():
+                pairs = self._packed(name, pairs, self._made[2])
+            else:
+                self._made = None
+                self._stacks.clear()
+            self._forget(name)
+            self._pairs[name] = pairs
+
+    def remove(self, name: str) -> None:
+        """Let go of an adapter. Raises UsageError where there is none of that name."""
+        with self._lock:
+            self._check(name)
+            del self._pairs[name], self._matrices[name]
+            self._forget(name)
+
+    def _check(self, name: object) -> None:
+        if name not in self._pairs:
+            near = did_you_mean(str(name), self._pairs)
+            raise UsageError(f"the session has no adapter {name!r}{near}: add_adapter gives it one")
+
+    def _forget(self, name: str) -> None:
+        for key in [key for key in self._stacks if name in key]:
+            del self._stacks[key]
+
+    def _of_file(self, path: str | os.PathLike[str]) -> Pairs:
+        known = {name: adapter for name, (adapter, _, _) in self._known.items()}
+        tensors, adapters = read_file(path, list(known.values()), known)
+        pairs: Pairs = {}
+        where = os.fspath(path)
+        for each in adapters:
+            if each.weight not in known or each.weight in pairs:
+                again = "twice" if each.weight in pairs else "and the model no such linear layer"
+                raise DataError(f"{where}: it has an adapter of '{each.weight}', {again}")
+            a, b = tensors.pop(each.a), tensors.pop(each.b)
+            if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.shape[1]:
+                raise DataError(
+                    f"{where}: '{each.weight}' has A {list(a.shape)} and B {list(b.shape)}: A must "
+                    "be [K, rank] and B [rank, N], of one rank that is 1 or more"
+                )
+            mine, shape, kind = self._known[each.weight]
+            kind = self._dtype or kind
+            check_shape(
+                path, each.weight, shape, (a.shape[0], b.shape[1])[:: -1 if mine.transposed else 1]
+            )
+            with np.errstate(over="ignore"):
+                pair = a.T.astype(kind), (b.astype(np.float64) * each.scale).astype(kind)
+            if not all(np.isfinite(part.astype(np.float64)).all() for part in pair):
+                raise DataError(f"{where}: '{each.weight}' has values that {kind} does not hold")
+            pairs[each.weight] = pair
+        if tensors:
+            raise DataError(
+                f"{where}: '{next(iter(tensors))}' was trained in full, which no run can exchange: "
+                "write a model with training.adapters.merge"
+            )
+        return pairs
+
+    def _packed(self, name: str, pairs: Pairs, layout: Layout) -> Pairs:
+        """The pairs as parts of the adapter's matrix, which is kept."""
+        matrix = self._matrices[name] = layout.matrix(pairs)
+        parts: Pairs = {}
+        for weight, (a, _) in pairs.items():
+            of_a, of_b = layout.places[weight].parts
+            parts[weight] = matrix[: len(a), of_a], matrix[: len(a), of_b]
+        return parts
+
+    def _ready(self) -> tuple[Any, Ends, Layout]:
+        """The session of the graph that reads adapters, its inputs for them, and their layout."""
+        if self._made is None:
+            model = self._model()
+            wanted = {weight for pairs in self._pairs.values() for weight in pairs}
+            weights = [a for name, (a, _, _) in self._known.items() if name in wanted]
+            layout = Layout.of(model, weights, self._dtype)
+            ends = add_inputs(model, layout)
+            for name, pairs in self._pairs.items():
+                self._pairs[name] = self._packed(name, pairs, layout)
+            self._made = self._opened(model), ends, layout
+        return self._made
+
+    def feeds(
+        self, adapter: Rows, batch_of: Callable[[str], int | None]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The session that runs with these adapters, and what it is fed besides; None for none.
+
+        `batch_of` an input is the batch, None where that input is not fed. Raises UsageError for
+        unknown names, and for rows that the graph cannot tell apart.
+        """
+        one = isinstance(adapter, str)
+        rows: list[str | None] = [adapter] if isinstance(adapter, str) else list(adapter)
+        names = {name for name in rows if name is not None}
+        with self._lock:
+            for name in names:
+                self._check(name)
+            if not names:
+                return None, {}
+            session, ends, _ = self._ready()
+            batch = batch_of(ends.batch)
+            if one:
+                rows *= batch or 0
+            elif batch is not None and len(rows) != batch:
+                raise UsageError(
+                    f"adapter has {len(rows)} names, and '{ends.batch}' has {batch} rows: give one "
+                    "name, or one for each row"
+                )
+            if ends.refusal and len(set(rows)) > 1:
+                raise UsageError(f"rows cannot have different adapters: {ends.refusal}")
+            ordered = tuple(sorted(names))
+            stack = self._stack(ordered)
+            ranks = [len(self._matrices[name]) for name in ordered]
+        more = {ends.matrices: stack}
+        if not ends.refusal:
+            slots = np.array([-1 if name is None else ordered.index(name) for name in rows], int)
+            owners = np.full(stack.shape[0], -2)  # rows that fill the stack up are nobody's
+            owners[: sum(ranks)] = np.repeat(np.arange(len(ranks)), ranks)
+            more[ends.mask] = slots[:, None] == owners
+        return session, more
+
+    def _stack(self, names: tuple[str, ...]) -> Any:
+        """The matrices of some adapters, [ranks, columns], where the session runs."""
+        if names in self._stacks:
+            self._stacks.move_to_end(names)
+            return self._stacks[names]
+        session, _, layout = self._ready()
+        parts = [self._matrices[name] for name in names]
+        ranks = sum(map(len, parts))
+        shape = max(LEAST_RANKS, 1 << (ranks - 1).bit_length()), layout.columns
+        executable: Executable | None = session._executable
+        stack: Any
+        if executable is None:
+            stack = np.zeros(shape, layout.dtype)
+            np.concatenate(parts, out=stack[:ranks])
+        else:
+            there = [self._stack((name,)) for name in names] if len(names) > 1 else parts
+            stack = self._on_gpu(executable, there, [part.nbytes for part in parts], shape)
+        self._stacks[names] = stack
+        held = sum(each.nbytes for each in self._stacks.values())
+        while held > config.ADAPTER_MB.value << 20 and len(self._stacks) > 1:
+            held -= self._stacks.popitem(last=False)[1].nbytes
+        return stack
+
+    def _on_gpu(
+        self, owner: Executable, parts: Sequence[Any], sizes: Sequence[int], shape: tuple[int, int]
+    ) -> DeviceTensor:
+        """A new tensor of `shape`: the first bytes of arrays or of tensors, then zeros."""
+        device.start(owner.device_id)
+        dtype, stream = parts[0].dtype, owner.stream
+        tensor = DeviceTensor(0, shape, dtype, owner.device_id, None)
+        tensor.own(owner.shared.pool.allocate(tensor.nbytes, "adapters"))
+        at = tensor.address
+        for part, size in zip(parts, sizes, strict=True):
+            if isinstance(part, DeviceTensor):
+                stream.move(at, part.address, size)
+            else:
+                self._uploads.send(part, at, stream)
+            at += size
+        if rest := tensor.address + tensor.nbytes - at:
+            stream.fill(at, 0, rest)
+        return tensor
+
+
+LEAST_RANKS = 16
+"""The fewest rows of a stack: what tensor cores multiply at once in 16 bits."""

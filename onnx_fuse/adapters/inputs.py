@@ -1,0 +1,202 @@
+"""A graph whose adapters are inputs: which ones a run has is a matter of its feeds.
+
+One input has the matrices of all adapters of a run, one below the other, [ranks, columns]: for each
+weight W [K, N] that has an adapter, columns Aᵀ [ranks, K] and B [ranks, N]. A product x·W becomes
+x·W + mask(x·A)·B, where the mask has zeros in the columns of every adapter that is not the row's.
+These are two matrix multiplications, however many adapters there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.adapters.files import Adapter
+from onnx_fuse.adapters.products import LowRank, add_beside, products_of, write_out
+from onnx_fuse.arrays import Array
+from onnx_fuse.ir.build import Builder, rank, required, required_inputs
+from onnx_fuse.ir.names import Names
+from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES
+from onnx_fuse.ops.rules import cast_to, typed
+
+
+@dataclass(frozen=True)
+class Place:
+    """The columns of a weight's adapter: K from `begin` on are Aᵀ, and N behind them are B."""
+
+    begin: int
+    k: int
+    n: int
+
+    @property
+    def parts(self) -> tuple[slice, slice]:
+        """The columns of Aᵀ and those of B."""
+        middle = self.begin + self.k
+        return slice(self.begin, middle), slice(middle, middle + self.n)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a matrix [rank, columns] has the adapters of weights."""
+
+    places: Mapping[str, Place]
+    dtype: np.dtype[Any]
+
+    @staticmethod
+    def of(
+        model: ir.Model, adapters: Iterable[Adapter], dtype: np.dtype[Any] | None = None
+    ) -> Layout:
+        """That of the weights of a model which these adapters are for, in their type or `dtype`."""
+        places, begin, kinds = {}, 0, set()
+        for each in adapters:
+            weight = model.graph.initializers[each.weight]
+            k, n = required(weight.shape).numpy()[:: -1 if each.transposed else 1]
+            places[each.weight] = Place(begin, int(k), int(n))
+            begin += int(k + n)
+            kinds.add(required(weight.dtype).numpy())
+        return Layout(places, dtype or (kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)))
+
+    @cached_property
+    def columns(self) -> int:
+        """The number of columns."""
+        return sum(place.k + place.n for place in self.places.values())
+
+    def matrix(self, pairs: Mapping[str, tuple[Array, Array]]) -> Array:
+        """The matrix with these Aᵀ [r, K] and B [r, N] by weight, of the highest r."""
+        rank = max(len(a) for a, _ in pairs.values())
+        matrix = np.zeros((rank, self.columns), self.dtype)
+        for weight, pair in pairs.items():
+            for part, columns in zip(pair, self.places[weight].parts, strict=True):
+                matrix[: len(part), columns] = part
+        return matrix
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The inputs that a graph has for its adapters."""
+
+    matrices: str
+    """Its name, [ranks, columns]."""
+    mask: str
+    """Its name, bool [batch, ranks]: which columns of x·A count for a sequence."""
+    batch: str
+    """The input whose first axis is the batch."""
+    refusal: str
+    """Why rows of a batch cannot have different adapters, "" where they can; then no mask is."""
+
+
+def add_inputs(model: ir.Model, layout: Layout) -> Ends:
+    """Let a graph read its adapters, in place."""
+    graph, op = model.graph, Builder()
+    weights = [graph.initializers[name] for name in layout.places]
+    write_out(model, weights)
+    names = Names.of(graph)
+    batch = next((v for v in required_inputs(model) if rank(v)), None)
+    size = None if batch is None else required(batch.shape)[0]
+    kind = ir.TensorType(ir.DataType.from_numpy(layout.dtype))
+    stack, chosen = ir.Shape(["adapter_ranks", layout.columns]), ir.Shape([size, "adapter_ranks"])
+    matrices = ir.Value(name=names.fresh("adapters"), shape=stack, type=kind)
+    mask = ir.Value(
+        name=names.fresh("adapter_mask"), shape=chosen, type=ir.TensorType(ir.DataType.BOOL)
+    )
+    products = {weight: products_of(weight) for weight in weights}
+    refusal, in_one = "", dict[ir.Value, bool]()
+    if isinstance(size, ir.SymbolicDim) and size.value is not None:
+        in_one = _in_one_axis(graph, size)
+        apart = (w.name for w, readers in products.items() for n, _ in readers
+                 if required(n.inputs[0]) not in in_one)  # fmt: skip
+        if name := next(apart, None):
+            refusal = f"the rows that '{name}' multiplies are not in the order of the batch"
+    else:
+        refusal = "the first input has no batch dimension with a name, so that its size is dynamic"
+    graph.inputs.extend([matrices] if refusal else [matrices, mask])
+    rows = typed(op.Transpose(matrices, perm=[1, 0]), matrices, [layout.columns, None])
+    sizes = [count for place in layout.places.values() for count in (place.k, place.n)]
+    pieces = iter(op.Split(rows, sizes, axis=0, outputs=len(sizes)))
+
+    def beside(weight: ir.Value, place: Place) -> LowRank:
+        a, b = (
+            typed(next(pieces), rows, [place.k, None]),
+            typed(next(pieces), rows, [place.n, None]),
+        )
+        b = typed(op.Transpose(b, perm=[1, 0]), b, [None, place.n])
+        a, b = cast_to(op, a, weight), cast_to(op, b, weight)
+
+        def low_rank(op: Builder, x: ir.Value, factor: float) -> ir.Value:
+            scaled = a if factor == 1 else typed(op.Mul(a, factor), a, a.shape)
+            shape = None if x.shape is None else [*list(x.shape)[:-1], None]
+            low = typed(op.MatMul(x, scaled), a, shape)
+            low = low if refusal else _masked(op, low, mask, in_one[x])
+            product: ir.Value = op.MatMul(low, b)
+            return product
+
+        return low_rank
+
+    for weight, place in zip(weights, layout.places.values(), strict=True):
+        add_beside(graph, weight, products[weight], beside(weight, place))
+    first = next(iter(graph), None)
+    if first is not None:
+        graph.insert_before(first, op.nodes)
+    return Ends(
+        str(matrices.name), str(mask.name), "" if batch is None else str(batch.name), refusal
+    )
+
+
+def _masked(op: Builder, low: ir.Value, mask: ir.Value, in_one: bool) -> ir.Value:
+    """`low` [batch, ..., ranks] under the mask, or with batch and sequence `in_one` axis."""
+    shape, zero = list(required(low.shape)), op.constant(0.0, low.dtype)
+    if not in_one:
+        if len(shape) > 2:
+            mask = op.Unsqueeze(mask, list(range(1, len(shape) - 1)))
+        return typed(op.Where(mask, low, zero), low, shape)
+    ends = op.Shape(mask)
+    split = op.Concat(op.Slice(ends, [0], [1]), [-1], op.Slice(ends, [1], [2]), axis=0)
+    spread = typed(op.Reshape(low, split), low, [None, None, None])
+    chosen = typed(op.Where(op.Unsqueeze(mask, [1]), spread, zero), low, spread.shape)
+    return typed(op.Reshape(chosen, op.Shape(low)), low, shape)
+
+
+_OF_ROWS = frozenset(
+    (
+        *("Gemm", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"),
+        *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Attention"),
+        *("GroupQueryAttention", "MultiHeadAttention"),
+    )
+)
+"""Operators that keep the sequences of their first input apart, and in their order."""
+
+
+def _in_one_axis(graph: ir.Graph, size: ir.SymbolicDim) -> dict[ir.Value, bool]:
+    """The values whose first axis is the batch, or (True) the batch and the sequence in one.
+
+    Inference gives sizes new names behind some operators, whose rows are followed here.
+    """
+    found: dict[ir.Value, bool] = {}
+
+    def of(node: ir.Node, y: ir.Value) -> bool | None:
+        if y.shape is not None and len(y.shape) and y.shape[0] == size:
+            return False
+        kind, x = node.op_type, node.inputs[0] if node.inputs else None
+        if kind in _OF_ROWS or (kind == "MatMul" and rank(node.inputs[1]) == 2):
+            return found.get(x) if x is not None else None
+        if kind in POINTWISE | BROADCASTS:
+            known = [found[v] for v in node.inputs if v in found and rank(v) == rank(y)]
+            return known[0] if known else None
+        if kind not in RESHAPES or x is None or found.get(x) is not False or rank(y) != 2:
+            return None
+        whole = x.shape is not None and y.shape is not None and x.shape[-1] == y.shape[-1]
+        return True if whole and rank(x) != 2 else None
+
+    for value in graph.inputs:
+        if value.shape is not None and len(value.shape) and value.shape[0] == size:
+            found[value] = False
+    for node in graph:
+        for y in node.outputs:
+            if (in_one := of(node, y)) is not None:
+                found[y] = in_one
+    return found

@@ -1,0 +1,254 @@
+"""Adapters that a session holds by name: each row as the file with its adapter merged."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import onnxruntime
+import pytest
+import safetensors.numpy
+from decoders import growing, slotted, whole
+from support import run, write_adapter
+from test_adapters import BLOCK, FORMS, KEY, MERGED, NUMBERS, Array, adapted, arrays, batch
+
+from onnx_fuse import InferenceSession, Lora, Trainer, generate, rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.training.adapters import merge
+
+FLAT = """net (float[batch, 2, 6] x) => (float[batch, 2, 4] y)
+    <float[6, 4] w = {NUMBERS}, int64[2] rows = {-1, 6}, int64[3] back = {-1, 2, 4}> {
+        f = Reshape (x, rows) p = MatMul (f, w) r = Relu (p) y = Reshape (r, back) }"""
+FUSED = ("behind a norm", "one product")
+SERVED = FORMS | {"rows in one axis": FLAT.replace("NUMBERS", NUMBERS), "one product": MERGED}
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        *((form, "as it is") for form in SERVED),
+        ("behind a norm", "fused"),
+        ("one product", "fused"),
+    ],
+)
+def test_each_row_runs_with_its_adapter(form: str, written: str, tmp_path: Path) -> None:
+    """As the file with that adapter in its weights; a row without one has the bits of the file."""
+    model = text_model(SERVED[form])
+    if written == "fused":
+        model = load(model)
+        rewrite.optimize(model, level=2)
+    path = tmp_path / "model.onnx"
+    save(model, path)
+    session = InferenceSession(path)
+    lead = (4, 2) if "batch, 2" in SERVED[form] else (4,)
+    feeds = {"x": np.random.default_rng(1).normal(size=(*lead, 6)).astype(np.float32)}
+    expected = {None: session.run(None, feeds)[0]}
+    ranks = {"one": 1, "five": 5, "wide": 17}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        file = write_adapter(tmp_path / f"{name}.safetensors", path, rank, seed)
+        merge(path, file, tmp_path / f"{name}.onnx")
+        expected[name] = run(tmp_path / f"{name}.onnx", feeds, optimized=True)[0]
+        session.add_adapter(name, file)
+        # float32 sums in another order
+        found = session.run(None, feeds, adapter=name)[0]
+        np.testing.assert_allclose(found, expected[name], rtol=1e-4, atol=1e-5)
+    assert session.get_adapters() == list(ranks)
+    rows = ["wide", None, "one", "five"]
+    found = session.run(["y"], feeds, adapter=rows)[0]
+    for row, name in enumerate(rows):
+        np.testing.assert_allclose(found[row], expected[name][row], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found[1], expected[None][1])
+    for count in (0, 1):
+        few = {"x": feeds["x"][:count]}
+        found = session.run(None, few, adapter=["five"] * count)[0]
+        np.testing.assert_allclose(found, expected["five"][:count], rtol=1e-4, atol=1e-5)
+    none = session.run(None, feeds, adapter=[None] * 4)[0]
+    np.testing.assert_array_equal(none, expected[None])
+    session.remove_adapter("one")
+    with pytest.raises(UsageError, match="the session has no adapter 'one'"):
+        session.run(None, feeds, adapter=rows)
+
+
+def test_an_adapter_reaches_no_row_of_another() -> None:
+    """Products that overflow in the columns of one adapter stay out of all other rows."""
+    session = InferenceSession(text_model(FORMS["MatMul"]))
+    feeds = {"x": np.random.default_rng(2).normal(size=(3, 6)).astype(np.float32)}
+    feeds["x"][0] = [np.inf, np.nan, 1, 2, 3, 4]
+    plain = session.run(None, feeds)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "huge.safetensors"
+        trainer = Trainer(text_model(FORMS["MatMul"]), loss="mse", lora=Lora(2, 2.0))
+        trainer.set_weights({k: np.full_like(a, 3e38) for k, a in trainer.state().items()})
+        trainer.save_adapters(path)
+        session.add_adapter("huge", path)
+    found = session.run(None, feeds, adapter=[None, "huge", None])[0]
+    assert not np.isfinite(found[1]).any()
+    np.testing.assert_array_equal(found[[0, 2]], plain[[0, 2]])
+
+
+def test_adapters_of_other_weights_and_of_one_name(tmp_path: Path) -> None:
+    """The graph grows by weights that a later adapter has; a name's last file counts."""
+    model = text_model(MERGED)
+    session, feeds = InferenceSession(model), batch("")
+    feeds.pop("labels")
+    for number, weights in enumerate(("q", "v", "q")):
+        file = write_adapter(tmp_path / "a.safetensors", model, 2 + number, number, weights)
+        merge(model, file, tmp_path / "merged.onnx")
+        session.add_adapter("v" if weights == "v" else "q", file)
+        expected = run(tmp_path / "merged.onnx", feeds, optimized=True)[0]
+        found = session.run(None, feeds, adapter=weights)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert session.get_adapters() == ["q", "v"]
+
+
+def write_peft(folder: Path, a: Array, b: Array, **more: Any) -> Path:
+    pair = {f"{KEY}A.weight": a, f"{KEY}B.weight": b}
+    folder.mkdir()
+    safetensors.numpy.save_file(pair, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 6} | more
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def write_onnxruntime(path: Path, **arrays: Array) -> Path:
+    adapter = onnxruntime.AdapterFormat()
+    adapter.set_adapter_version(1)
+    adapter.set_model_version(1)
+    values = {k: onnxruntime.OrtValue.ortvalue_from_numpy(a) for k, a in arrays.items()}
+    adapter.set_parameters(values)
+    adapter.export_adapter(str(path))
+    return path
+
+
+def test_one_adapter_in_the_files_of_others(tmp_path: Path) -> None:
+    """PEFT's, with a rank and an alpha of its own for a module, and onnxruntime's by two names."""
+    rng = np.random.default_rng(3)
+    a, b = (rng.normal(size=size).astype(np.float32) for size in ((3, 6), (5, 3)))
+    own = {"rank_pattern": {"query": 3}, "alpha_pattern": {"layer.0.query": 1.5}}
+    scaled = np.ascontiguousarray(0.5 * b.T)
+    pair = np.ascontiguousarray(a.T), scaled
+    files = {
+        "peft": write_peft(tmp_path / "peft", a, b, **own),
+        "weight": write_onnxruntime(
+            tmp_path / "w.onnx_adapter", **dict(zip(("q.lora_A", "q.lora_B"), pair, strict=True))
+        ),
+        "module": write_onnxruntime(
+            tmp_path / "m.onnx_adapter",
+            **{f"layer.0.query.lora_{k}.weight": x for k, x in zip("AB", pair, strict=True)},
+        ),
+    }
+    session, feeds = InferenceSession(text_model(BLOCK)), {"x": batch("MatMul")["x"]}
+    held = arrays(onnx_ir.to_proto(text_model(BLOCK)))
+    hidden = feeds["x"].astype(np.float64) @ (held["q"] + 0.5 * (b.astype(np.float64) @ a).T)
+    expected = hidden @ held["head.weight"].T + held["head.bias"]
+    for name, file in files.items():
+        session.add_adapter(name, file)
+        found = session.run(None, feeds, adapter=name)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "rank 0": (
+        lambda p: write_onnxruntime(
+            p / "x.onnx_adapter",
+            **{"q.lora_A": np.zeros((6, 0), np.float32), "q.lora_B": np.zeros((0, 5), np.float32)},
+        ),
+        r"'q' has A \[6, 0\] and B \[0, 5\]: A must be \[K, rank\]",
+    ),
+    "ranks": (
+        lambda p: write_onnxruntime(
+            p / "x.onnx_adapter",
+            **{"q.lora_A": np.ones((6, 2), np.float32), "q.lora_B": np.ones((3, 5), np.float32)},
+        ),
+        r"'q' has A \[6, 2\] and B \[3, 5\]",
+    ),
+    "shape": (
+        lambda p: write_onnxruntime(
+            p / "x.onnx_adapter",
+            **{"q.lora_A": np.ones((6, 2), np.float32), "q.lora_B": np.ones((2, 4), np.float32)},
+        ),
+        r"'q' is \[6, 5\] in the model, \[6, 4\] in the adapters",
+    ),
+    "one of two": (
+        lambda p: write_onnxruntime(
+            p / "x.onnx_adapter", **{"q.lora_A": np.ones((6, 2), np.float32)}
+        ),
+        "'q' has no A and B",
+    ),
+    "no parameter": (
+        lambda p: write_onnxruntime(p / "x.onnx_adapter", q=np.ones((6, 2), np.float32)),
+        "'q' is no lora_A or lora_B of a weight",
+    ),
+    "no finite numbers": (
+        lambda p: write_peft(
+            p / "x", np.full((4, 6), np.inf, np.float32), np.ones((5, 4), np.float32)
+        ),
+        "'q' has values that float32 does not hold",
+    ),
+    "no file": (lambda p: p / "x.onnx_adapter", "onnxruntime reads no adapter there"),
+    "another module": (
+        lambda p: write_onnxruntime(p / "x.onnx_adapter", **{"k.lora_A": np.ones((6, 2), "f4")}),
+        "'k' is none of the model's",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(case: str, tmp_path: Path) -> None:
+    make, words = WRONG[case]
+    session = InferenceSession(text_model(BLOCK))
+    with pytest.raises(DataError, match=words):
+        session.add_adapter("x", make(tmp_path))
+    assert session.get_adapters() == []
+
+
+def test_what_a_run_cannot_have_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    trainer = adapted(trainable=["head.weight"])
+    trainer.save_adapters(tmp_path / "whole.safetensors")
+    session = InferenceSession(text_model(BLOCK))
+    with pytest.raises(DataError, match=r"'head\.weight' was trained in full"):
+        session.add_adapter("whole", tmp_path / "whole.safetensors")
+    with pytest.raises(UsageError, match="a text that is not empty, not ''"):
+        session.add_adapter("", tmp_path / "whole.safetensors")
+    feeds = {"x": batch("MatMul", rows=2)["x"]}
+    for text, words in (
+        (FORMS["MatMul"], "adapter has 1 names, and 'x' has 2 rows"),
+        (FORMS["MatMul"].replace("batch", "2"), "the first input has no batch dimension"),
+        (
+            FORMS["MatMul"].replace("y = MatMul (x, w)", "z = Identity (x)").replace(
+                "z = Identity (x)",
+                "s = Slice (x, zero, two, zero) z = Concat <axis = 0> (s, s) y = MatMul (z, w)",
+            ).replace("float[4] c", "int64[1] zero = {0}, int64[1] two = {2}, float[4] c"),
+            "the rows that 'w' multiplies are not in the order of the batch",
+        ),
+    ):  # fmt: skip
+        session = InferenceSession(text_model(text))
+        file = write_adapter(tmp_path / "a.safetensors", text_model(text), 2, 0)
+        session.add_adapter("a", file)
+        assert session.run(None, feeds, adapter="a")[0].shape[1] == 4
+        with pytest.raises(UsageError, match=words):
+            session.run(None, feeds, adapter=["a"] if "1 names" in words else ["a", None])
+
+
+@pytest.mark.parametrize("form", [growing, slotted, whole])
+def test_each_prompt_goes_on_with_its_adapter(form: Any, tmp_path: Path) -> None:
+    model = form()
+    file = write_adapter(tmp_path / "a.safetensors", model, 3, 0)
+    merge(model, file, tmp_path / "merged.onnx")
+    session, prompts = InferenceSession(model), [[1, 2, 3], [4, 5, 6]]
+    session.add_adapter("a", file)
+    texts = {name: generate(m, prompts, max_new_tokens=5)
+             for name, m in ((None, model), ("a", tmp_path / "merged.onnx"))}  # fmt: skip
+    assert texts[None] != texts["a"]
+    for names in ("a", ["a", None], [None, "a"], [None, None]):
+        found = generate(session, prompts, max_new_tokens=5, adapter=names)
+        rows = [names] * 2 if isinstance(names, str) else names
+        assert found == [texts[name][row] for row, name in enumerate(rows)]
+    with pytest.raises(UsageError, match="adapter needs an InferenceSession that holds it"):
+        generate(model, prompts, adapter="a")
