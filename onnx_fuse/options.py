@@ -125,6 +125,7 @@ _IS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda v: _is_number(v, Real), "a number"),
     "str": (lambda v: isinstance(v, str), "a text"),
     "os.PathLike": (lambda v: isinstance(v, os.PathLike), "a path"),
+    "tuple": (lambda v: isinstance(v, list | tuple), "a list"),
     "Sequence": (lambda v: isinstance(v, Iterable) and not isinstance(v, str | Mapping), "a list"),
     "Mapping": (lambda v: isinstance(v, Mapping), "a dictionary"),
     "None": (lambda v: v is None, "None"),

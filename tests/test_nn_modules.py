@@ -120,6 +120,11 @@ def test_a_seed_makes_the_same_numbers_and_masks_again() -> None:
         (nn.optim.AdamW, {"lr": of.optim.linear(0.1, 10), "weight_decay": 0.1}),
         (nn.optim.Adagrad, {"lr": 0.1}),
         (nn.optim.Lion, {"lr": 0.01, "weight_decay": 0.1}),
+        (nn.optim.RMSprop, {"lr": 0.1, "centered": True}),
+        (nn.optim.NAdam, {"lr": 0.1}),
+        (nn.optim.Adafactor, {"lr": 0.1}),
+        (nn.optim.Muon, {"lr": 0.1}),
+        (nn.optim.AdamW8bit, {"lr": 0.1}),
     ],
 )
 def test_an_optimizer_does_what_the_trainers_does(eager: Any, rule: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from support import assert_same, stock
 from onnx_fuse import ops
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import to_proto
-from onnx_fuse.ir.build import Builder, text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.training import optim
 
@@ -60,6 +61,60 @@ def lion(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
     return w * (1 - LR * 0.2) - LR * direction
 
 
+def adafactor(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    share, square = t**-0.8, g * g
+    if "variance" in s:
+        v = s["variance"] = s["variance"] + share * (square - s["variance"])
+    else:
+        for key, axis in (("row_var", -1), ("col_var", -2)):
+            s[key] = s[key] + share * (square.mean(axis, keepdims=True) - s[key])
+        mean = np.maximum(s["row_var"].mean(-2, keepdims=True), 2.0**-23)
+        v = s["row_var"] * s["col_var"] / mean
+    u = g / np.sqrt(np.maximum(v, 2.0**-46))
+    rate = min(LR, t**-0.5) * max(1e-3, np.sqrt((w * w).mean()))
+    return w * (1 - LR * 0.2) - rate / max(1, np.sqrt((u * u).mean())) * u
+
+
+def muon(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    m = s["momentum_buffer"] = 0.95 * s["momentum_buffer"] + 0.05 * g
+    x = 0.05 * g + 0.95 * m
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return w * (1 - LR * 0.2) - LR * np.sqrt(max(1, len(w) / len(w.T))) * x
+
+
+def muon_like_adamw(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    factor = 0.2 * np.sqrt(max(w.shape)) / np.sqrt(max(1, len(w) / len(w.T)))
+    kept = w * (1 - LR * 0.2)
+    return kept + factor * (muon(w, g, s, t) - kept)
+
+
+def nadam(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    mu, then = (0.9 * (1 - 0.5 * 0.96 ** (i * 0.004)) for i in (t, t + 1))
+    p = s["mu_product"] = s["mu_product"] * mu
+    s["exp_avg"] = 0.9 * s["exp_avg"] + 0.1 * g
+    s["exp_avg_sq"] = 0.999 * s["exp_avg_sq"] + 0.001 * g**2
+    ahead = (1 - mu) / (1 - p) * g + then / (1 - p * then) * s["exp_avg"]
+    return w - LR * ahead / (np.sqrt(s["exp_avg_sq"] / (1 - 0.999**t)) + 1e-8)
+
+
+def nadamw(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    return nadam(w, g, s, t) - w * LR * 0.2
+
+
+def rmsprop(w: Array, g: Array, s: dict[str, Array], t: int) -> Array:
+    v = s["square_avg"] = 0.99 * s["square_avg"] + 0.01 * g**2
+    if "grad_avg" in s:
+        s["grad_avg"] = 0.99 * s["grad_avg"] + 0.01 * g
+        v = v - s["grad_avg"] ** 2
+    step = g / (np.sqrt(v) + 1e-8)
+    if "momentum" in s:
+        step = s["momentum"] = 0.9 * s["momentum"] + step
+    return w - LR * step
+
+
 def l2(formula: Formula) -> Formula:
     return lambda w, g, s, t: formula(w, g + 0.2 * w, s, t)
 
@@ -75,20 +130,41 @@ UPDATES: dict[str, tuple[optim.Optimizer, Formula]] = {
     "adamw, not decayed": (optim.AdamW(weight_decay=0.2, no_decay=("w*",)), adam),
     "adagrad": (optim.Adagrad(initial_accumulator_value=0.5), adagrad),
     "lion": (optim.Lion(weight_decay=0.2), lion),
-}
+    "nadam": (optim.NAdam(), nadam),
+    "nadam, decay": (optim.NAdam(weight_decay=0.2), l2(nadam)),
+    "nadam, decoupled": (optim.NAdam(weight_decay=0.2, decoupled_weight_decay=True), nadamw),
+    "rmsprop, decay": (optim.RMSprop(weight_decay=0.2), l2(rmsprop)),
+    "rmsprop, momentum": (optim.RMSprop(momentum=0.9), rmsprop),
+    "rmsprop, centered": (optim.RMSprop(centered=True), rmsprop),
+    "rmsprop, all": (optim.RMSprop(centered=True, momentum=0.9), rmsprop),
+    "adafactor": (optim.Adafactor(weight_decay=0.2, eps=(2.0**-23, 1e-3)), adafactor),
+    "adafactor of a vector": (
+        optim.Adafactor(weight_decay=0.2, eps=(2.0**-23, 1e-3)), adafactor
+    ),
+    "muon": (optim.Muon(weight_decay=0.2), muon),
+    "muon of a tall matrix": (optim.Muon(weight_decay=0.2), muon),
+    "muon, by AdamW's rates": (
+        optim.Muon(weight_decay=0.2, adjust_lr_fn="match_rms_adamw"), muon_like_adamw
+    ),
+    "muon of a vector": (optim.Muon(weight_decay=0.2, eps=1e-8), adamw),
+    "muon of a named matrix": (optim.Muon(weight_decay=0.2, eps=1e-8, adamw=("w",)), adamw),
+    "adamw8bit of a small weight": (optim.AdamW8bit(weight_decay=0.2), adamw),
+}  # fmt: skip
+SHAPES = {"vector": (4,), "tall matrix": (7, 3)}
 
 
-def update_model(optimizer: optim.Optimizer, dtype: np.dtype[Any]) -> onnx_ir.Model:
-    """(w, g, slots, lr, step) => (w1, new slots), all of SHAPE but the last two."""
-    kind = onnx_ir.DataType.from_numpy(dtype)
-    like = {"shape": onnx_ir.Shape(SHAPE), "type": onnx_ir.TensorType(kind)}
-    w, g, *slots = (onnx_ir.Value(name=n, **like) for n in ("w", "g", *optimizer.slots))
+def update_model(optimizer: optim.Optimizer, arrays: dict[str, Array]) -> onnx_ir.Model:
+    """(w, g, slots, lr, step) => (w1, new slots), of the types and shapes of `arrays`."""
+    w, g, *slots = (
+        onnx_ir.val(name, onnx_ir.DataType.from_numpy(array.dtype), array.shape)
+        for name, array in arrays.items()
+    )
     lr = onnx_ir.val("lr", onnx_ir.DataType.FLOAT, [])
     step = onnx_ir.val("step", onnx_ir.DataType.INT64, [])
-    op = Builder()
+    op = Writer()
     news = optimizer.update(op, "w", w, g, slots, lr, step)
-    for name, value in zip(("w", *optimizer.slots), news, strict=True):
-        value.name, value.shape, value.type = f"{name}.new", like["shape"], like["type"]
+    for old, value in zip((w, *slots), news, strict=True):
+        value.name, value.shape, value.type = f"{old.name}.new", old.shape, old.type
     inputs = [w, g, *slots, lr, step]
     graph = onnx_ir.Graph(
         inputs, news, nodes=op.nodes, opset_imports={"": 21, FUSE: 1}, name="update"
@@ -96,28 +172,85 @@ def update_model(optimizer: optim.Optimizer, dtype: np.dtype[Any]) -> onnx_ir.Mo
     return onnx_ir.Model(graph, ir_version=10)
 
 
+def run_updates(
+    optimizer: optim.Optimizer, shape: tuple[int, ...], dtype: Any, steps: int = STEPS
+) -> Iterator[tuple[Array, Array, dict[str, Array]]]:
+    """(gradient, weight, slots) of each update on stock onnxruntime; the first has no gradient."""
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=shape).astype(dtype)
+    g, slots = np.zeros_like(w), optimizer.initial("w", shape, np.dtype(dtype))
+    run = stock(update_model(optimizer, {"w": w, "g": w, **slots}))
+    names = {v.name for v in run.get_inputs()}
+    yield g, w, slots
+    for t in range(1, steps + 1):
+        g = rng.normal(size=shape).astype(dtype)
+        feeds = {"w": w, "g": g, **slots, "lr": np.array(LR, np.float32), "step": np.array(t)}
+        w, *news = run.run(None, {k: v for k, v in feeds.items() if k in names})
+        assert w.dtype == dtype
+        slots = dict(zip(slots, news, strict=True))
+        yield g, w, slots
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    return SHAPES.get(name.partition(" of a ")[2], SHAPE)
+
+
 @pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 2e-6), (np.float64, 2e-7)])
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_its_formula(name: str, dtype: type, rtol: float) -> None:
     """Over a few updates, on stock onnxruntime; hyperparameters are float32, hence rtol in f64."""
     optimizer, formula = UPDATES[name]
-    run = stock(update_model(optimizer, np.dtype(dtype)))
-    rng = np.random.default_rng(1)
-    w = rng.normal(size=SHAPE).astype(dtype)
-    slots = {k: np.full(SHAPE, v, dtype) for k, v in optimizer.slots.items()}
+    if name.startswith("muon") and dtype == np.float32:
+        rtol = 2e-5  # fifteen products after each other
+    updates = run_updates(optimizer, shape_of(name), dtype)
+    _, w, slots = next(updates)
     expected, state = w.astype(np.float64), {k: v.astype(np.float64) for k, v in slots.items()}
-    for t in range(1, STEPS + 1):
-        g = rng.normal(size=SHAPE).astype(dtype)
-        expected = formula(expected, g.astype(np.float64), state, t)
-        scalars = {"lr": np.array(LR, np.float32), "step": np.array(t)}
-        feeds = {"w": w, "g": g, **slots, **scalars}
-        names = {v.name for v in run.get_inputs()}
-        w, *news = run.run(None, {k: v for k, v in feeds.items() if k in names})
-        slots = dict(zip(slots, news, strict=True))
-    assert w.dtype == dtype
-    np.testing.assert_allclose(w, expected, rtol=rtol, atol=rtol)
+    for t, (g, w, news) in enumerate(updates, 1):
+        slots, expected = news, formula(expected, g.astype(np.float64), state, t)
+        np.testing.assert_allclose(w, expected, rtol=rtol, atol=rtol)
     for key, value in slots.items():
         np.testing.assert_allclose(value, state[key], rtol=10 * rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update_is_pytorchs(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    optimizer, _ = UPDATES[name]
+    kind = getattr(torch.optim, type(optimizer).__name__, None)
+    if kind is None or (optimizer.elementwise("w", shape_of(name)) and kind is torch.optim.Muon):
+        pytest.skip("PyTorch has no such update")
+    ours = ("no_decay", "groups", "adamw", *(["betas"] if kind is torch.optim.Muon else []))
+    options = {k: v for k, v in vars(optimizer).items() if k not in ours} | {"lr": LR}
+    if any(optimizer.no_decay):
+        options["weight_decay"] = 0.0
+    updates = run_updates(optimizer, shape_of(name), np.float32)
+    weight = torch.tensor(next(updates)[1], requires_grad=True)
+    theirs = kind([weight], **options)
+    # PyTorch multiplies in bfloat16, of which five iterations leave two digits
+    atol = 0.05 if kind is torch.optim.Muon else 1e-5
+    for g, w, _ in updates:
+        weight.grad = torch.tensor(g)
+        theirs.step()
+        np.testing.assert_allclose(w, weight.detach().numpy(), rtol=1e-5, atol=atol)
+
+
+def test_means_in_8_bits_are_near_those_of_adamw() -> None:
+    """The codes are the nearest, no v becomes 0, and weights go AdamW's way."""
+    shape = (32, 256)
+    (_, w, means), (_, w8, codes) = (
+        list(run_updates(kind(weight_decay=0.2), shape, np.float32, 20))[-1]
+        for kind in (optim.AdamW, optim.AdamW8bit)
+    )
+    np.testing.assert_allclose(w8, w, rtol=0, atol=0.3 * LR)
+    assert np.abs(w8 - w).mean() < 0.06 * LR
+    m, v = codes["exp_avg"], codes["exp_avg_sq"]
+    assert (m.dtype, v.dtype, v.min() > 0) == (np.int8, np.uint8, True)
+    for code, law, name in ((m / 127.0, 3, "exp_avg"), (v / 255.0, 4, "exp_avg_sq")):
+        scale, mean = codes[f"{name}.scale"], means[name]
+        np.testing.assert_allclose(abs(mean).max(1, keepdims=True), scale, rtol=0.05)
+        np.testing.assert_allclose(code**law * scale, mean, rtol=0.1, atol=0.02 * mean.max())
+    held = sum(array.nbytes for array in codes.values())
+    assert held < 0.26 * sum(array.nbytes for array in means.values())
 
 
 @pytest.mark.parametrize("norm", [0.5, 2.0, 40.0])
@@ -253,5 +386,6 @@ def test_json_round_trip(name: str) -> None:
 
 
 def test_every_update_op_is_registered_without_a_gradient() -> None:
-    kinds = [o.rule(decay)[0] for o, _ in UPDATES.values() for decay in (0.0, 0.2)]
+    rules = [o for o, _ in UPDATES.values() if not isinstance(o, optim.Adafactor)]
+    kinds = [o.rule(decay)[0] for o in rules for decay in (0.0, 0.2)]
     assert all(isinstance(ops.OPS[FUSE, kind].grad, ops.NoGrad) for kind in kinds)

@@ -33,6 +33,9 @@ TOLERANCE = 2e-6
 """Of weights below 0.6: the ranks' sums are rounded to float32 in another order than one GPU's."""
 
 
+ADAMW = optim.AdamW(lr=1e-3)
+
+
 def network() -> onnx_ir.Model:
     """Layers x' = tanh(x w), and the mean of the squares of what they end in."""
     lines = [f"z{i} = MatMul(x{i}, w{i}) x{i + 1} = Tanh(z{i})" for i in range(LAYERS)]
@@ -59,11 +62,13 @@ def batches() -> list[dict[str, Array]]:
     ]
 
 
-def step(rank: int, ranks: int, shard: str, rows: int | None = None) -> tuple[Program, Spec]:
+def step(
+    rank: int, ranks: int, shard: str, rows: int | None = None, optimizer: optim.Optimizer = ADAMW
+) -> tuple[Program, Spec]:
     """A rank's step of `rows` rows, its part of the batch where no other number is given."""
     given = Ranks(rank, ranks, shard=shard, bucket=2 * WIDTH * WIDTH * 4) if ranks > 1 else None
     graph, spec = training_model(
-        network(), loss="loss", optimizer=optim.AdamW(lr=1e-3), clip_norm=0.5, ranks=given
+        network(), loss="loss", optimizer=optimizer, clip_norm=0.5, ranks=given
     )
     rows = ROWS // ranks if rows is None else rows
     states = {s.next: s.name for s in spec.states if s.next}
@@ -136,12 +141,29 @@ def test_ranks_within_a_budget_train_to_the_same_bits(
         for name in expected:
             np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     np.testing.assert_allclose(losses, alone[1], rtol=1e-6)
-    for name, expected in alone[0].items():
-        each = [own[name] for own in again]
+    assert_near_alone(again, alone[0])
+
+
+def assert_near_alone(ranks: Sequence[dict[str, Array]], alone: dict[str, Array]) -> None:
+    """The ranks' states, put together, are those of one GPU, but for the order of sums."""
+    for name, expected in alone.items():
+        each = [own[name] for own in ranks]
         whole = each[0] if each[0].shape == expected.shape else np.concatenate(each)
         np.testing.assert_allclose(
             whole.reshape(expected.shape), expected, rtol=0, atol=TOLERANCE, err_msg=name
         )
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_weights_that_are_updated_as_a_whole_are_not_divided(shard: str) -> None:
+    """Muon's iterations read a whole matrix; what AdamW updates beside them has parts."""
+    muon = optim.Muon(lr=1e-3, adamw=("w1",))
+    (alone,), losses = trained([step(0, 1, "", optimizer=muon)], [slice(0, ROWS)])
+    made = [step(rank, 2, shard, optimizer=muon) for rank in range(2)]
+    states, found = trained(made, even(2))
+    assert [states[0][name].ndim for name in ("w0", "w1")] == [2, 1]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert_near_alone(states, alone)
 
 
 def test_ranks_may_compute_again_what_others_keep() -> None:

@@ -34,7 +34,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"lr": 1e-3, "weight_decay": 0.01}),
     "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}),
     "adagrad": ("Adagrad", {"lr": 0.01}),
+    "rmsprop": ("RMSprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
+    "nadam": ("NAdam", {"lr": 1e-3, "weight_decay": 0.01, "decoupled_weight_decay": True}),
+    "adafactor": ("Adafactor", {"lr": 0.01, "weight_decay": 0.1}),
+    "muon": ("Muon", {"lr": 0.02, "weight_decay": 0.1}),
 }
+# Only these models: the others would say no more of an optimizer, and take seconds each.
+MODELS_OF = {"rmsprop": ["mlp"], "nadam": ["mlp"], "adafactor": ["mlp"], "muon": ["mlp", "gpt"]}
 
 
 def batch(model: str, step: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -121,13 +127,20 @@ def curve(model: str, optimizer: str) -> list[float]:
         if not name.startswith("const.") and not name.startswith("pooler.")
     }
     kind, options = OPTIMIZERS[optimizer]
-    update = getattr(torch.optim, kind)(weights.values(), **options)
+    updated, rest = list(weights.values()), []
+    if kind == "Muon":  # which leaves other weights than matrices to AdamW
+        updated, rest = ([w for w in updated if (w.ndim == 2) == is_2d] for is_2d in (True, False))
+        torch.Tensor.bfloat16 = torch.Tensor.float  # it would round the iterations to two digits
+    updates = [getattr(torch.optim, kind)(updated, **options)]
+    updates += [torch.optim.AdamW(rest, **options, eps=1e-7)] if rest else []
     loss_of, losses = forward(model), []
     for step in range(STEPS):
-        update.zero_grad()
+        for update in updates:
+            update.zero_grad()
         loss = loss_of(weights, {k: torch.tensor(a) for k, a in batch(model, step).items()})
         loss.backward()
-        update.step()
+        for update in updates:
+            update.step()
         losses.append(round(loss.item(), 7))
     return losses
 
@@ -139,7 +152,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    curves = {f"{m} {o}": curve(m, o) for m in MODELS for o in OPTIMIZERS}
+    curves = {
+        f"{m} {o}": curve(m, o) for m in MODELS for o in OPTIMIZERS if m in MODELS_OF.get(o, MODELS)
+    }
     output.write_text(json.dumps({"torch": torch.__version__, "curves": curves}, indent=0) + "\n")
     for name, losses in curves.items():
         print(f"{name:20} {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -18,6 +18,7 @@ from onnx_fuse.cli.train_options import (
     parse_groups,
     parse_numbers,
     parse_terms,
+    parse_values,
 )
 from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
@@ -50,14 +51,17 @@ OPTIONS = """
         this.
     monitor (--monitor NAME): Compare evaluations by this metric.
     keep_best (--keep-best): Write the weights of the best evaluation.
-    optimizer (--optimizer NAME): Update by sgd, adam, adamw, adagrad or lion.
+    optimizer (--optimizer NAME): Update by sgd, adam, adamw, adamw8bit, nadam, rmsprop, adagrad,
+        adafactor, lion or muon.
+    optimizer_option (--optimizer-option NAME=VALUE): Set a number of the optimizer by its name in
+        Python, such as betas=[0.9,0.95].
     lr (--lr): Set the learning rate, at its peak.
     schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, onecycle,
         step or restarts (of half cosines).
     warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
     lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
         (step), or begin a half cosine anew (restarts).
-    momentum (--momentum): Set the momentum of sgd.
+    momentum (--momentum): Set the momentum of sgd, rmsprop or muon.
     weight_decay (--weight-decay): Set the weight decay, instead of the optimizer's default.
     ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
     label_smoothing (--label-smoothing, 0.0 to 1.0): Smooth the labels of cross_entropy.
@@ -103,6 +107,7 @@ def train(
     monitor: str = "validation_loss",
     keep_best: bool = False,
     optimizer: str = "adamw",
+    optimizer_option: list[str] | None = None,
     lr: float = 1e-3,
     schedule: str = "constant",
     warmup: int = 0,
@@ -170,7 +175,7 @@ def train(
     from onnx_fuse.files import written
     from onnx_fuse.report import overview, timing, training
     from onnx_fuse.report import trace as traces
-    from onnx_fuse.training import callbacks, fit, images, optim, sources
+    from onnx_fuse.training import callbacks, fit, images, optim, schedules, sources
     from onnx_fuse.training import checkpoint as folders
     from onnx_fuse.training import data as examples
     from onnx_fuse.training.backends import check_device
@@ -221,7 +226,7 @@ def train(
         arrays, held_out = examples.split(arrays, split, trainer.seed)
     source = sources.source(trainer, arrays, batch_size, split=True)
     steps = options["epochs"] * (source.steps or 0) // trainer.accumulate
-    span = steps if schedule in optim.ENDING else 0
+    span = steps if schedule in schedules.ENDING else 0
     factor = 1.0 if schedule == "restarts" else 0.1
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every, gamma=factor))
     if checkpoint is not None:
@@ -318,13 +323,12 @@ def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     if rank is None and (adapted or get("lora_alpha")):
         raise UsageError("adapters need a rank: add --lora-rank 8")
     first = Term(get("loss"), get("output"), options=loss_options)
+    given = {"lr": get("lr"), "momentum": get("momentum"), "weight_decay": get("weight_decay")}
+    given |= parse_values("--optimizer-option", get("optimizer_option")) | {"groups": groups}
     return values_of(TrainingOptions, options) | {
         "loss": [first, *more] if more else get("loss"),
         "loss_options": None if more else loss_options,
-        "optimizer": optim.make(
-            get("optimizer"), lr=get("lr"), momentum=get("momentum"),
-            weight_decay=get("weight_decay"), groups=groups,
-        ),
+        "optimizer": optim.make(get("optimizer"), **given),
         "output": None if more else get("output"),
         "lora": Lora(rank, get("lora_alpha") or 2.0 * rank, tuple(adapted) or ("*",))
         if rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -122,6 +123,20 @@ def parse_numbers(option: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"{option} {text}: expected numbers, as in 0.485,0.456,0.406") from None
+
+
+def parse_values(option: str, texts: list[str] | None) -> dict[str, Any]:
+    """The values of `NAME=VALUE` by name; one that is no JSON is a text. Raises UsageError."""
+    values: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise UsageError(f"{option} {text}: write it as NAME=VALUE")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
 
 
 def parse_terms(texts: list[str] | None) -> list[Term]:

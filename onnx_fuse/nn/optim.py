@@ -14,7 +14,19 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.training import optim as rules
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Muon",
+    "NAdam",
+    "Optimizer",
+    "RMSprop",
+]
 __dir__ = __all__.copy
 
 
@@ -37,11 +49,14 @@ class Optimizer:
         """The number of updates so far."""
         self.parameters: list[Tensor] = [p for _, p in pairs]
         self._names = [name for name, _ in pairs]
+        first = [
+            rule.initial(name, p._data.shape, p.dtype)
+            for name, p in zip(self._names, self.parameters, strict=True)
+        ]
         self._slots = [
-            [Tensor(np.full(p._data.shape, v, p.dtype), device=p.device) for v in
-             rule.slots.values()]
-            for p in self.parameters
-        ]  # fmt: skip
+            {k: Tensor(np.array(v), device=p.device) for k, v in slots.items()}
+            for p, slots in zip(self.parameters, first, strict=True)
+        ]
         self._update = _updater(rule)
 
     @property
@@ -61,9 +76,10 @@ class Optimizer:
                     continue
                 if w.grad._data.shape != w._data.shape:
                     raise UsageError(f"the gradient of {name} is not of its shape")
-                results = self._update(w, w.grad, *slots, rate, count, name=name)
+                states = (*slots.values(),)
+                results = self._update(w, w.grad, *states, rate, count, name=name)
                 news = results if isinstance(results, tuple) else (results,)
-                for old, new in zip((w, *slots), news, strict=True):
+                for old, new in zip((w, *states), news, strict=True):
                     old.copy_(new)
 
     def _counted(self) -> np.ndarray[Any, Any]:
@@ -81,7 +97,7 @@ class Optimizer:
         """The state tensors as "0.exp_avg" and so on, by the parameters' order, and "steps"."""
         tensors = {"steps": Tensor(np.array(self.steps))}
         for i, slots in enumerate(self._slots):
-            tensors |= {f"{i}.{k}": s.detach() for k, s in zip(self.rule.slots, slots, strict=True)}
+            tensors |= {f"{i}.{k}": s.detach() for k, s in slots.items()}
         return tensors
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,7 +111,7 @@ class Optimizer:
             )
         self.steps = int(state["steps"])
         for i, slots in enumerate(self._slots):
-            for key, slot in zip(self.rule.slots, slots, strict=True):
+            for key, slot in slots.items():
                 slot.copy_(state[f"{i}.{key}"])
 
 
@@ -133,5 +149,10 @@ def _named(rule: type[rules.Optimizer]) -> type[_Named]:
 SGD = _named(rules.SGD)
 Adam = _named(rules.Adam)
 AdamW = _named(rules.AdamW)
+AdamW8bit = _named(rules.AdamW8bit)
+NAdam = _named(rules.NAdam)
+RMSprop = _named(rules.RMSprop)
 Adagrad = _named(rules.Adagrad)
+Adafactor = _named(rules.Adafactor)
 Lion = _named(rules.Lion)
+Muon = _named(rules.Muon)

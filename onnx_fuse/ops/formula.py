@@ -37,7 +37,7 @@ _SIGNS: dict[type[ast.AST], str] = {
 }
 _OF_NUMBERS: dict[str, Callable[..., float]] = {
     **{"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv},
-    **{"Neg": operator.neg, "Sqrt": math.sqrt},
+    **{"Neg": operator.neg, "Sqrt": math.sqrt, "Max": max},
 }
 _OF_ONE_TYPE = {*_OF_NUMBERS, "Pow"}
 """Operators whose result has the type of their first operand."""
@@ -262,7 +262,9 @@ class _Nodes:
         if node is not None and node.op_type == op_type and values == [node.inputs[0]]:
             return node.outputs[0]
         if op_type == "CastLike":
-            return self._op.to_like(*values)
+            result = self._op.to_like(*values)
+            result.dtype = result.dtype or values[1].dtype
+            return result
         settings = dict(_attributes(attributes)) if attributes else {}
         for name, value in settings.items():
             if isinstance(value, str) and value[:1] == "@":

@@ -65,7 +65,36 @@ def _update(name: str, body: str) -> OpDef:
 
 _ADAM_ATTRIBUTES = "beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8"
 
+
+def _rmsprop(centered: bool, moving: bool) -> OpDef:
+    """s1 = s + σ (g² - s); a1 = a + σ (g - a); m1 = μ m + g / (√(s1 - a1²) + ε); w1 = w - lr m1.
+
+    Without a1 the root is √s1, and without m1 the quotient is what w moves by. The attribute is σ,
+    since 1 - σ in float32 has only six digits of it.
+    """
+    slots = ["s", *["a"] * centered, *["m"] * moving]
+    news = ", ".join(f"{slot}1" for slot in slots)
+    # rounding may leave less than 0
+    mean = "a1 = keep * a + new * g\n    v = Max (s1 - a1 * a1, 0)" if centered else ""
+    moved = "mu * m + " * moving
+    scalars = {"new": "share", "keep": "share_c", "eps": "epsilon", "rate": "lr"}
+    scalars |= {"mu": "momentum"} if moving else {}
+    return _update(
+        f"Rmsprop{'Centered' * centered}{'Momentum' * moving}Update",
+        f"""<share: float = 0.01, epsilon: float = 1e-8{", momentum: float = 0.9" * moving}>
+    (w, g, {", ".join(slots)}, lr) => (w1, {news}) {{
+    {_float64("share", "epsilon", *["momentum"] * moving)}
+    {_like_w(**scalars)}
+    s1 = keep * s + new * (g * g)
+    {mean}
+    m1 = {moved}g / (Sqrt ({"v" if centered else "s1"}) + eps)
+    w1 = w - rate * m1
+}}""",
+    )
+
+
 register(
+    *(_rmsprop(centered, moving) for centered in (False, True) for moving in (False, True)),
     # w1 = w - lr g
     _update(
         "SgdUpdate",
@@ -110,6 +139,31 @@ register(
     {_ADAM}
     {_DECAYED.replace("one = Constant <value = double {1.0}> ()", "")}
     w1 = kept - change
+}}""",
+    ),
+    # μ(t) = β1 (1 - 0.96^(t ψ) / 2); p1 = p μ(t); m1, v1 of Adam;
+    # w1 = w (1 - lr λ) - lr ((1-μ(t)) / (1-p1) g + μ(t+1) / (1 - p1 μ(t+1)) m1) / (√v̂ + ε)
+    _update(
+        "NadamUpdate",
+        f"""<{_ADAM_ATTRIBUTES}, momentum_decay: float = 0.004, weight_decay: float = 0.0>
+    (w, g, m, v, p, lr, step) => (w1, m1, v1, p1) {{
+    {_float64("beta1", "beta2", "epsilon", "momentum_decay", "weight_decay")}
+    t = Cast <to = 11> (step)
+    mu = beta1 * (1 - 0.5 * Pow (0.96, t * momentum_decay))
+    mu_next = beta1 * (1 - 0.5 * Pow (0.96, (t + 1) * momentum_decay))
+    product = Cast <to = 11> (p) * mu
+    p1 = CastLike (product, p)
+    root2 = Sqrt (1 - Pow (beta2, t))
+    lr_d = Cast <to = 11> (lr)
+    now_d = lr_d * root2 * (1 - mu) / (1 - product)
+    next_d = lr_d * root2 * mu_next / (1 - product * mu_next)
+    eps_d = epsilon * root2
+    keep = 1 - lr_d * weight_decay
+    {_like_w(b1="beta1", b1c="beta1_c", b2="beta2", b2c="beta2_c", eps="eps_d", kept="keep")}
+    {_like_w(now_part="now_d", next_part="next_d")}
+    m1 = b1 * m + b1c * g
+    v1 = b2 * v + b2c * (g * g)
+    w1 = kept * w - (now_part * g + next_part * m1) / (Sqrt (v1) + eps)
 }}""",
     ),
     # s1 = s + g²; w1 = w - lr g / (√s1 + ε)

@@ -1,30 +1,53 @@
-"""Optimizers and learning-rate schedules, as immutable values."""
+"""Optimizers, as immutable values, and beside them the learning-rate schedules."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from numbers import Real
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import UsageError, unknown
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.rules import typed
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.options import check_types
+from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.training.groups import Group, find, layer_decay
+from onnx_fuse.training.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    exponential,
+    linear,
+    multistep,
+    onecycle,
+    polynomial,
+    restarts,
+    step,
+)
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "Group",
     "Lion",
+    "Muon",
+    "NAdam",
     "Optimizer",
+    "RMSprop",
     "Schedule",
     "constant",
     "cosine",
@@ -42,158 +65,7 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-# ---- schedules ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate of each update. Raises UsageError for values that make no schedule."""
-
-    lr: float
-    """The rate after the warm-up."""
-    shape: str = "constant"
-    """The course after the warm-up: the name of a function of this module, such as "cosine"."""
-    steps: int = 0
-    """The update, warm-up included, from which the rate stays at `end` · lr."""
-    warmup: int = 0
-    """The number of updates over which the rate grows linearly to `lr`."""
-    end: float = 0.0
-    """The last rate of "linear", "polynomial", "cosine" and "restarts", as a factor on `lr`."""
-    every: int = 1
-    """The number of updates after which "step" multiplies the rate by `gamma`; of the first period
-    of "restarts"."""
-    gamma: float = 0.1
-    """The factor of "step" and "multistep"; of "restarts", that of one period on the last."""
-    power: float = 1.0
-    """The power of "polynomial"."""
-    milestones: Sequence[int] = ()
-    """The updates, after the warm-up, at which "multistep" multiplies the rate by `gamma`."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        object.__setattr__(self, "milestones", tuple(self.milestones))
-        if self.shape not in _SHAPES:
-            raise UsageError(unknown("schedule", self.shape, _SHAPES))
-        if not 0 <= self.lr < math.inf:
-            raise UsageError(f"the learning rate is {self.lr}: it must be finite and not negative")
-        if self.warmup < 0 or self.every < 1:
-            raise UsageError("a schedule's warmup must be at least 0, and its every at least 1")
-        if self.shape == "restarts" and self.gamma < 1:
-            raise UsageError(f"the periods of restarts cannot shrink: gamma is {self.gamma}")
-        if self.shape == "multistep" and not self.milestones:
-            raise UsageError("a multistep schedule needs milestones: optim.multistep takes them")
-        if self.shape in ENDING and self.steps <= self.warmup:
-            raise UsageError(
-                f"a {self.shape} schedule of {self.steps} steps ends within its {self.warmup} "
-                "steps of warm-up: give it more steps, or less warm-up"
-            )
-
-    def __call__(self, step: int) -> float:
-        """The rate of update `step`, where the first update is 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        return self.lr * _SHAPES[self.shape](self, step - self.warmup)
-
-    def progress(self, done: int) -> float:
-        """The share of the updates after the warm-up that is done, from 0 to 1."""
-        return min(done / (self.steps - self.warmup), 1.0)
-
-
-def _half_cosine(first: float, last: float, done: float) -> float:
-    return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
-
-
-def _one_cycle(schedule: Schedule, done: int) -> float:
-    """PyTorch's OneCycleLR with its defaults, whose three numbers stand in it."""
-    first, last = 1 / 25, 1 / 25e4
-    top, end = 0.3 * schedule.steps - 1, schedule.steps - 1
-    if done <= top:
-        return _half_cosine(first, 1.0, done / top)
-    return _half_cosine(1.0, last, min((done - top) / (end - top), 1.0))
-
-
-def _restarts(schedule: Schedule, done: float) -> float:
-    """Half a cosine for each period, each `gamma` times as long as the one before it."""
-    period: float = schedule.every
-    while done >= period:
-        done, period = done - period, period * schedule.gamma
-    return _half_cosine(1.0, schedule.end, done / period)
-
-
-# Factor on lr, `done` updates after the warm-up.
-_SHAPES: dict[str, Callable[[Schedule, int], float]] = {
-    "constant": lambda s, done: 1.0,
-    "linear": lambda s, done: 1 - (1 - s.end) * s.progress(done),
-    "cosine": lambda s, done: s.end + (1 - s.end) * (1 + math.cos(math.pi * s.progress(done))) / 2,
-    "step": lambda s, done: s.gamma ** (done // s.every),
-    "multistep": lambda s, done: s.gamma ** sum(done >= m for m in s.milestones),
-    "polynomial": lambda s, done: s.end + (1 - s.end) * (1 - s.progress(done)) ** s.power,
-    "restarts": _restarts,
-    "onecycle": _one_cycle,
-}
-ENDING = ("linear", "cosine", "polynomial", "onecycle")
-"""The schedules that have a last update."""
-
-
-def constant(lr: float, *, warmup: int = 0) -> Schedule:
-    """A schedule of the rate `lr`, after `warmup` updates of linear growth."""
-    return Schedule(lr, "constant", warmup=warmup)
-
-
-def linear(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A rate that grows over `warmup` updates, and falls linearly to end · lr at update `steps`."""
-    return Schedule(lr, "linear", steps, warmup, end)
-
-
-def cosine(lr: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """A rate that grows to `lr` over `warmup` updates, and falls to end · lr at update `steps`.
-
-    It falls along half a cosine.
-    """
-    return Schedule(lr, "cosine", steps, warmup, end)
-
-
-def step(lr: float, every: int, *, gamma: float = 0.1, warmup: int = 0) -> Schedule:
-    """The rate lr · gamma^k from update k · every on, counted after `warmup` updates of growth."""
-    return Schedule(lr, "step", warmup=warmup, every=every, gamma=gamma)
-
-
-def exponential(lr: float, gamma: float, *, warmup: int = 0) -> Schedule:
-    """The rate lr · gamma^k at update k, counted after `warmup` updates of growth."""
-    return step(lr, 1, gamma=gamma, warmup=warmup)
-
-
-def multistep(
-    lr: float, milestones: Sequence[int], *, gamma: float = 0.1, warmup: int = 0
-) -> Schedule:
-    """The rate lr, times gamma from each of the `milestones` on, after `warmup` updates."""
-    return Schedule(lr, "multistep", warmup=warmup, gamma=gamma, milestones=milestones)
-
-
-def polynomial(
-    lr: float, steps: int, *, power: float = 1.0, warmup: int = 0, end: float = 0.0
-) -> Schedule:
-    """A rate that grows over `warmup` updates, and falls by a `power` to end · lr at `steps`."""
-    return Schedule(lr, "polynomial", steps, warmup, end, power=power)
-
-
-def restarts(
-    lr: float, every: int, *, growth: int = 1, warmup: int = 0, end: float = 0.0
-) -> Schedule:
-    """A rate that falls along half a cosine to end · lr, and begins again after `every` updates.
-
-    It grows over `warmup` updates first. Each period is `growth` times as long as the one before
-    it, as PyTorch's T_mult.
-    """
-    return Schedule(lr, "restarts", warmup=warmup, end=end, every=every, gamma=growth)
-
-
-def onecycle(lr: float, steps: int) -> Schedule:
-    """PyTorch's OneCycleLR: from lr / 25 up to `lr` in 30 % of `steps`, then down to 4e-6 lr."""
-    return Schedule(lr, "onecycle", steps)
-
-
-# ---- optimizers --------------------------------------------------------------------------------
+Values: TypeAlias = Sequence[ir.Value]
 
 
 @dataclass(frozen=True)
@@ -212,10 +84,17 @@ class Optimizer:
     groups: tuple[Group, ...] = ()
     """Groups of weights with settings of their own; the first one that matches a weight counts."""
 
-    decoupled: ClassVar[bool] = False  # the op applies the decay; otherwise it goes into g
     counts: ClassVar[bool] = False  # the op reads the number of the update
+    shared: ClassVar[tuple[str, ...]] = ()  # slots that are one number, equal for all weights
 
     def __post_init__(self) -> None:
+        check_types(self)
+        for field in dataclasses.fields(self):
+            count, value = str(field.type).count("float"), getattr(self, field.name)
+            if str(field.type).startswith("tuple[float") and (
+                len(value) != count or not all(isinstance(v, Real | None) for v in value)
+            ):
+                raise UsageError(f"{field.name} is {value}: it takes {count} numbers")
         if not isinstance(self.lr, Schedule):
             object.__setattr__(self, "lr", Schedule(self.lr))
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
@@ -244,29 +123,39 @@ class Optimizer:
         return self.lr(step)
 
     @property
+    def decoupled(self) -> bool:
+        """Whether the update op applies the decay, which is otherwise part of the gradient."""
+        return False
+
+    @property
     def slots(self) -> dict[str, float]:
-        """The initial values of a parameter's state tensors, by name; each has its shape."""
+        """The initial values of a parameter's state tensors, by name; `initial` has the shapes."""
         return {}
+
+    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+        """The first state tensors, by name, of parameter `name` of this shape and NumPy dtype."""
+        return {
+            slot: np.broadcast_to(np.array(value, dtype), () if slot in self.shared else shape)
+            for slot, value in self.slots.items()
+        }  # one number in memory each
+
+    def elementwise(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether each entry of weight `name`, of this `shape`, is updated by its own gradient."""
+        return True
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         """The update op for a parameter of this weight decay, and its attributes."""
         raise UsageError(f"choose an optimizer: {', '.join(TABLE)}")
 
     def update(
-        self,
-        op: Builder,
-        name: str,
-        w: ir.Value,
-        g: ir.Value,
-        slots: Sequence[ir.Value],
-        lr: ir.Value,
-        step: ir.Value,
+        self, op: Writer, name: str, w: ir.Value, g: ir.Value, slots: Values, *rates: ir.Value
     ) -> list[ir.Value]:
         """Emit the nodes that update parameter `name`, and return its new value and its new slots.
 
         `op` builds the nodes, `w` is the parameter's value, `g` its gradient, `slots` are its state
-        tensors, `lr` is its rate (float32) and `step` the number of its update (int64, from 1).
+        tensors, `rates` are its rate (float32) and the number of its update (int64, from 1).
         """
+        lr, step = rates
         _, decay, _ = self.setting(name)
         if decay and not self.decoupled:
             g = op.Add(g, op.Mul(w, decay))  # the gradient of λ/2 |w|² as well
@@ -332,7 +221,10 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    decoupled: ClassVar[bool] = True
+    @property
+    def decoupled(self) -> bool:
+        """Yes: the running means do not see the decay."""
+        return True
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         """AdamWUpdate, or AdamUpdate for a parameter without decay."""
@@ -373,7 +265,10 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     """The factors β1 and β2."""
 
-    decoupled: ClassVar[bool] = True
+    @property
+    def decoupled(self) -> bool:
+        """Yes: the running mean does not see the decay."""
+        return True
 
     @property
     def slots(self) -> dict[str, float]:
@@ -386,14 +281,279 @@ class Lion(Optimizer):
         return "LionUpdate", {"beta1": beta1, "beta2": beta2, "weight_decay": decay}
 
 
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """RMSprop, as torch.optim.RMSprop: v = α v + (1-α) g², and w becomes w - lr g / (√v + eps).
+
+    Centered, a = α a + (1-α) g, and √(v - a²) takes the place of √v. With momentum, m = μ m plus
+    the quotient, and w becomes w - lr m.
+    """
+
+    lr: float | Schedule = 1e-2
+    alpha: float = 0.99
+    """The factor α by which the running means decay at each update."""
+    eps: float = 1e-8
+    """The number that keeps the denominator from 0."""
+    momentum: float = 0.0
+    """The factor μ of the running sum of quotients."""
+    centered: bool = False
+    """Whether the running mean of the gradient is subtracted, which leaves the variance."""
+
+    @property
+    def slots(self) -> dict[str, float]:
+        """The running mean of g², that of g if centered, and the running sum under momentum."""
+        kept = {"square_avg": True, "grad_avg": self.centered, "momentum": bool(self.momentum)}
+        return {name: 0.0 for name, needed in kept.items() if needed}
+
+    def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """The variant of RmspropUpdate with its factors; `decay` is part of the gradient."""
+        attributes = {"share": 1 - self.alpha, "epsilon": self.eps}
+        moving = {"momentum": self.momentum} if self.momentum else {}
+        variant = f"{'Centered' * self.centered}{'Momentum' * bool(moving)}"
+        return f"Rmsprop{variant}Update", attributes | moving
+
+
+@dataclass(frozen=True)
+class NAdam(Adam):
+    """Adam with Nesterov's momentum, as torch.optim.NAdam.
+
+    With μ(t) = β1 (1 - 0.96^(t ψ) / 2) and the product p(t) of all μ up to t, w becomes
+    w - lr ((1-μ(t)) / (1-p(t)) g + μ(t+1) / (1-p(t+1)) m) / (√v̂ + eps).
+    """
+
+    lr: float | Schedule = 2e-3
+    momentum_decay: float = 4e-3
+    """The factor ψ."""
+    decoupled_weight_decay: bool = False
+    """Whether the decay bypasses the running means, as AdamW's does."""
+
+    shared: ClassVar[tuple[str, ...]] = ("mu_product",)
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the decay bypasses the running means."""
+        return self.decoupled_weight_decay
+
+    @property
+    def slots(self) -> dict[str, float]:
+        """Adam's running means, and the product of all μ."""
+        return super().slots | {"mu_product": 1.0}
+
+    def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
+        """NadamUpdate with Adam's attributes, ψ, and the decay if it is decoupled."""
+        decay = decay if self.decoupled_weight_decay else 0.0
+        more = {"momentum_decay": self.momentum_decay, "weight_decay": decay}
+        return "NadamUpdate", super().rule(decay)[1] | more
+
+
+@dataclass(frozen=True)
+class AdamW8bit(AdamW):
+    """AdamW whose running means are kept in 8 bits.
+
+    256 entries share the largest magnitude s among them, in the weight's dtype; m is s (q/127)³
+    and v is s (q/255)⁴. So small entries have finer steps, and no v > 0 becomes 0. A weight of
+    less than 4096 entries, or of a number that 256 does not divide, has AdamW's states.
+    """
+
+    def elementwise(self, name: str, shape: Sequence[int]) -> bool:
+        return math.prod(shape) < 4096 or math.prod(shape) % _BLOCK > 0
+
+    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+        if self.elementwise(name, shape):
+            return super().initial(name, shape, dtype)
+        first: dict[str, Array] = {}
+        for slot, code in (("exp_avg", np.int8), ("exp_avg_sq", np.uint8)):
+            for part, kind, width in (("", code, _BLOCK), (".scale", dtype, 1)):
+                sizes = math.prod(shape) // _BLOCK, width
+                first[f"{slot}{part}"] = np.broadcast_to(np.zeros((), kind), sizes)
+        return first
+
+    def update(
+        self, op: Writer, name: str, w: ir.Value, g: ir.Value, slots: Values, *rates: ir.Value
+    ) -> list[ir.Value]:
+        if len(slots) == 2:
+            return super().update(op, name, w, g, slots, *rates)
+        rows, changes = (typed(op.Reshape(each, [-1, _BLOCK]), w) for each in (w, g))
+        means = [
+            op.formula(decode, q=q, s=s)
+            for (decode, _), q, s in zip(_CODES, slots[::2], slots[1::2], strict=True)
+        ]
+        new, *means = super().update(op, name, rows, changes, means, *rates)
+        codes = [
+            op.formula(encode, x=typed(mean, w))
+            for (_, encode), mean in zip(_CODES, means, strict=True)
+        ]
+        return [op.Reshape(new, op.shape_of(w)), *codes[0], *codes[1]]
+
+
+_BLOCK = 256
+_NEAR = "s = ReduceMax(Abs(x), [1]); r = Abs(x) / Where(s > 0, s, 1)"
+_CODES = (
+    (
+        "c = CastLike(q, s) / 127; c * c * c * s",
+        f"{_NEAR}; q = Cast <to = 3> (Round(127 * Sign(x) * Pow(r, 1 / 3))); q, s",
+    ),
+    (
+        "c = CastLike(q, s) / 255; c * c * (c * c) * s",
+        f"{_NEAR}; q = Cast <to = 2> (Max(Round(255 * Sqrt(Sqrt(r))), 1)); q, s",
+    ),
+)
+"""Of m and of v: x from the code q and the scale s of its block, and both from x."""
+
+
+@dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """Adafactor, as torch.optim.Adafactor: v = r cᵀ / mean(r), of running means r, c of g².
+
+    r is over the last axis of a weight, c over the one before it; a vector has all of v. The rate
+    is relative to the weight: min(lr, 1/√t) max(eps[1], RMS(w)) / max(1, RMS(g/√v) / d).
+    """
+
+    lr: float | Schedule = 1e-2
+    beta2_decay: float = -0.8
+    """The power of the update's number t that is the share of the newest g² in the means."""
+    eps: tuple[float | None, float] = (None, 1e-3)
+    """The least √v, where None is the dtype's epsilon; and the least RMS(w)."""
+    d: float = 1.0
+    """The RMS of g/√v above which the update is scaled down."""
+
+    counts: ClassVar[bool] = True
+
+    def elementwise(self, name: str, shape: Sequence[int]) -> bool:
+        return False
+
+    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+        sizes = {"variance": tuple(shape)}
+        if len(shape) > 1:
+            sizes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+        return {slot: np.broadcast_to(np.zeros((), dtype), size) for slot, size in sizes.items()}
+
+    def update(
+        self, op: Writer, name: str, w: ir.Value, g: ir.Value, slots: Values, *rates: ir.Value
+    ) -> list[ir.Value]:
+        least, rms = self.eps
+        if least is None:
+            least = float(np.finfo(required(w.dtype).numpy()).eps)
+        means = """r1 = r + share * (ReduceMean <keepdims = 1> (g * g, [-1]) - r)
+            c1 = c + share * (ReduceMean <keepdims = 1> (g * g, [-2]) - c)
+            v = r1 * c1 / Max(ReduceMean <keepdims = 1> (r1, [-2]), least)"""
+        if len(slots) == 1:
+            means = "v = c + share * (g * g - c); r1 = v; c1 = v"
+        w1, *news = op.formula(
+            f"""td = Cast <to = 11> (t); lrd = Cast <to = 11> (lr)
+            share = CastLike(Pow(td, power), w); kept = CastLike(1 - lrd * decay, w) * w
+            rms_w = Sqrt(ReduceMean <keepdims = 0> (w * w))
+            rate = CastLike(Min(lrd, 1 / Sqrt(td)), w) * Max(rms_w, rms)
+            {means}
+            u = g / Sqrt(Max(v, least * least))
+            w1 = kept - rate / Max(Sqrt(ReduceMean <keepdims = 0> (u * u)) / d, 1) * u
+            w1, r1, c1""",
+            **{"w": w, "g": g, "r": slots[0], "c": slots[-1], "lr": rates[0], "t": rates[1]},
+            **{"least": least, "rms": rms, "d": self.d, "power": self.beta2_decay},
+            decay=self.setting(name)[1],
+        )
+        return [w1, *news[: len(slots)]]
+
+
+@dataclass(frozen=True)
+class Muon(AdamW):
+    """Muon, as torch.optim.Muon: matrices move by their momentum, made nearly orthogonal.
+
+    m = μ m + (1-μ) g, and w becomes w (1 - lr λ) - lr f NS(g + μ (m - g)). NS divides a matrix by
+    its norm and repeats x = a x + (b G + c G²) x with G = x xᵀ. Weights of other
+    ranks, and those that `adamw` names, such as embeddings, are updated by AdamW.
+    """
+
+    weight_decay: float = 0.1
+    eps: float = 1e-7
+    """The least norm of a matrix, and AdamW's epsilon."""
+    momentum: float = 0.95
+    """The factor μ of the running mean of gradients."""
+    nesterov: bool = True
+    """Whether the update looks ahead along the momentum; otherwise NS takes m."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """The factors a, b and c."""
+    ns_steps: int = 5
+    """The number of iterations of NS."""
+    adjust_lr_fn: str = "original"
+    """The factor f of a matrix [A, B]: √max(1, A/B) for "original", 0.2 √max(A, B) for
+    "match_rms_adamw", which lets AdamW's rates be used."""
+    adamw: tuple[str, ...] = ()
+    """Globs over the names of matrices that AdamW updates."""
+    ns_dtype: str = "float32"
+    """What NS computes in: "float32", "float16" or, as PyTorch does and on a GPU, "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "adamw", tuple(self.adamw))
+        for field, choices in (("adjust_lr_fn", _FACTORS), ("ns_dtype", _NS_DTYPES)):
+            if getattr(self, field) not in choices:
+                raise UsageError(unknown(field, getattr(self, field), choices))
+        if self.ns_steps < 1:
+            raise UsageError(f"ns_steps is {self.ns_steps}: it must be at least 1")
+
+    def elementwise(self, name: str, shape: Sequence[int]) -> bool:
+        return len(shape) != 2 or any(fnmatchcase(name, glob) for glob in self.adamw)
+
+    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+        if self.elementwise(name, shape):
+            return super().initial(name, shape, dtype)
+        return {"momentum_buffer": np.broadcast_to(np.zeros((), dtype), shape)}
+
+    def update(
+        self, op: Writer, name: str, w: ir.Value, g: ir.Value, slots: Values, *rates: ir.Value
+    ) -> list[ir.Value]:
+        if len(slots) == 2:
+            return super().update(op, name, w, g, slots, *rates)
+        ahead = "g + mu * (m1 - g)" if self.nesterov else "m1"
+        m1, x = op.formula(
+            f"""m1 = m + (1 - mu) * (g - m); u = {ahead}
+            x = u / Max(Sqrt(ReduceSum <keepdims = 0> (u * u)), eps); m1, x""",
+            **{"g": g, "m": slots[0], "mu": self.momentum, "eps": self.eps},
+        )
+        if self.ns_dtype != "float32":
+            x = op.Cast(x, to=_NS_DTYPES[self.ns_dtype])
+        a, b, c = self.ns_coefficients
+        sizes = op.sizes_of(w)
+        tall = all(isinstance(size, int) for size in sizes) and sizes[0] > sizes[1]
+        for _ in range(self.ns_steps):
+            gram = op.Gemm(x, x, **{"transA" if tall else "transB": 1})
+            gram = op.Gemm(gram, gram, gram, alpha=c, beta=b)
+            x = op.Gemm(*((x, gram) if tall else (gram, x)), x, beta=a)
+        if w.metadata_props and packed_weights.parts(w)[1][0].perm is not None:
+            sizes.reverse()  # the file has the transpose
+        rows, columns = (float(d) if isinstance(d, int) else op.Cast(d, to=11) for d in sizes)
+        new = op.formula(
+            f"lrd = Cast <to = 11> (lr); kept = CastLike(1 - lrd * decay, w) * w; "
+            f"kept - CastLike(lrd * {_FACTORS[self.adjust_lr_fn]}, w) * CastLike(x, w)",
+            **{"w": w, "x": x, "lr": rates[0], "decay": self.setting(name)[1]},
+            **{"rows": rows, "columns": columns},
+        )
+        return [new, m1]
+
+
+_NS_DTYPES = {
+    **{"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16},
+    "bfloat16": ir.DataType.BFLOAT16,
+}
+_FACTORS = {
+    "original": "Sqrt(Max(rows / columns, 1))",
+    "match_rms_adamw": "0.2 * Sqrt(Max(rows, columns))",
+}
+
+
 TABLE: dict[str, type[Optimizer]] = {
-    cls.__name__.lower(): cls for cls in (SGD, Adam, AdamW, Adagrad, Lion)
+    cls.__name__.lower(): cls
+    for cls in (
+        *(SGD, Adam, AdamW, AdamW8bit, NAdam, RMSprop),
+        *(Adagrad, Adafactor, Lion, Muon),
+    )
 }
 """The optimizers by the names that the command line and checkpoints use."""
 
 
 def make(name: str, **options: Any) -> Optimizer:
-    """Make an optimizer by its name: "sgd", "adam", "adamw", "adagrad" or "lion".
+    """Make an optimizer by the name of its class in lower case, such as "adamw".
 
     `options` are its fields; those that are None take their defaults. Raises UsageError for an
     unknown name or option.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -202,8 +202,12 @@ def _prepare(
         graph = source.clone()
         rewrite.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
-            {(choice(name), optimizer.setting(name)) for name in model_names(value)}
+            {
+                (choice(name), optimizer.setting(name), optimizer.elementwise(name, shape) or name)
+                for name in model_names(value)
+            }
             for value in graph.graph.initializers.values()
+            for shape in [required(value.shape).numpy()]
         )
         if all(len(kind) == 1 for kind in kinds):
             break
@@ -266,16 +270,21 @@ class _Step:
         value.const_value = None
         self.graph.inputs.append(value)
 
-    def slot(self, w: ir.Value, name: str, kind: str, initial: float) -> ir.Value:
-        """A new state in the shape of parameter `w`, or of the part that this rank updates."""
-        part = self.parts.get(w) if kind == "slot" else None
-        shape = tuple(required((w if part is None else part).shape).numpy())
-        number = np.array(initial, required(w.dtype).numpy())
-        first = np.broadcast_to(number, shape)  # one number in memory
-        state = self.add_state(f"{w.name}.{name}", kind, first)
-        if part is not None:
-            self.wholes[state] = tuple(required(w.shape).numpy())
-        return state
+    def slots(self, w: ir.Value) -> list[ir.Value]:
+        """The optimizer's states of parameter `w`, or of the part that this rank updates."""
+        part, states = self.parts.get(w, w), []
+        shape, dtype = tuple(required(part.shape).numpy()), required(w.dtype).numpy()
+        for name, first in self.optimizer.initial(model_names(w)[0], shape, dtype).items():
+            if name not in self.optimizer.shared:
+                states.append(self.add_state(f"{w.name}.{name}", "slot", first))
+                if part is not w:
+                    self.wholes[states[-1]] = tuple(required(w.shape).numpy())
+                continue
+            key = f"{name}.{dtype}", float(self.setting(w)[2])  # by the first update
+            if key not in self.shared:
+                self.shared[key] = self.add_state(f"optimizer.{name}", "slot", first)
+            states.append(self.shared[key])
+        return states
 
     def add_state(self, name: str, kind: str, initial: Array) -> ir.Value:
         """Add a state, and return the input that reads it."""
@@ -383,7 +392,7 @@ class _Step:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
-        self.parts = sharding.candidates(self.graph, list(gradients), self.reduction)
+        self.parts = sharding.candidates(self.graph, self.divisible(gradients), self.reduction)
         return self.reduction.gradients(gradients, self.ready, self.parts)
 
     def weights(
@@ -524,7 +533,9 @@ class _Step:
     def accumulate(self, gradients: ByWeight) -> ByWeight:
         sums = {}
         for w, g in gradients.items():
-            total = self.slot(w, "accumulated", "accumulator", 0.0)
+            none = np.zeros((), required(w.dtype).numpy())
+            first = np.broadcast_to(none, tuple(required(w.shape).numpy()))  # one number in memory
+            total = self.add_state(f"{w.name}.accumulated", "accumulator", first)
             sums[w] = self.op.Add(total, g)
             # an update takes the sum and starts the next one at zero
             self.next[total] = sums[w] if self.mode == "accumulate" else self.zeros(total)
@@ -592,9 +603,7 @@ class _Step:
         for w, g in gradients.items():
             lr = self.lr_of(w)
             step = self.step_of(w) if self.optimizer.counts else lr
-            kinds = self.optimizer.slots.items()
-            slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            part = self.parts.get(w, w)
+            slots, part = self.slots(w), self.parts.get(w, w)
             news = self.optimizer.update(self.op, model_names(w)[0], part, g, slots, lr, step)
             olds = [part, *slots]
             if self.options.ema is not None:
@@ -610,9 +619,15 @@ class _Step:
             self.place()
             self.gather(required(self.ranks))
 
+    def divisible(self, weights: Iterable[ir.Value]) -> list[ir.Value]:
+        """The weights that ranks may update a part each of."""
+        kept = self.optimizer.elementwise
+        return [w for w in weights if kept(model_names(w)[0], required(w.shape).numpy())]
+
     def shard(self, weights: Sequence[ir.Value], ranks: Ranks) -> None:
         """Let this rank hold its part of the weights, which nothing updates here."""
-        self.parts = sharding.candidates(self.graph, weights, Reduction(ranks, self.op))
+        reduction = Reduction(ranks, self.op)
+        self.parts = sharding.candidates(self.graph, self.divisible(weights), reduction)
         self.place()
         self.gather(ranks)
 
