@@ -28,6 +28,7 @@ class Config(llama.Config):
     context: int = 512  # positions of the rotary tables
     bits: int = 16  # of the layers' weights: 16 or 4
     last: bool = False  # logits of the last token only
+    cache: str = "float16"  # or int8, float8e4m3fn: then each channel has a scale
 
 
 SIZES = {
@@ -67,19 +68,26 @@ def attention(
     head, kv_width = c.width // c.heads, c.kv_heads * c.width // c.heads
     shape = ["batch", c.kv_heads, "past", head]
     kinds = ("key", "value")
-    pasts = [
-        net.input(f"past_key_values.{layer}.{kind}", ir.DataType.FLOAT16, shape) for kind in kinds
-    ]
+    stored = ir.DataType[c.cache.upper()]
+    pasts = [net.input(f"past_key_values.{layer}.{kind}", stored, shape) for kind in kinds]
+    scales: list[ir.Value | None] = []
+    more: dict[str, str | int] = {}
+    if stored != ir.DataType.FLOAT16:
+        each = np.full((1, c.kv_heads, 1, head), 0.02, np.float32)
+        scales = [None, None, None, *(net.initializer(f"{kind}_scale", each) for kind in kinds)]
+        more = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL",
+                "kv_cache_bit_width": 8}  # fmt: skip
     widths = {"q": c.width, "k": kv_width, "v": kv_width}
     q, k, v = (product(net, name, h, c.width, n, c.bits) for name, n in widths.items())
     tables = [net.graph.initializers[f"rotary.{name}"] for name in ("cos", "sin")]
     y, *presents = net.op(
-        "GroupQueryAttention", q, k, v, *pasts, *lengths, *tables, outputs=3, domain=MICROSOFT,
-        num_heads=c.heads, kv_num_heads=c.kv_heads, do_rotary=1, scale=head**-0.5,
+        "GroupQueryAttention", q, k, v, *pasts, *lengths, *tables, *scales, outputs=3,
+        domain=MICROSOFT, num_heads=c.heads, kv_num_heads=c.kv_heads, do_rotary=1,
+        scale=head**-0.5, **more,
     )  # fmt: skip
     for kind, present in zip(kinds, presents, strict=True):
         net.output(present, f"present.{layer}.{kind}", shape)
-        present.dtype = ir.DataType.FLOAT16
+        present.dtype = stored
     return y
 
 

@@ -95,13 +95,25 @@ class Decoder(Layer):
     packed: bool = True
     cache: str = "growing"  # shared, none
     told: str = "mask"  # vector, scalar
-    scales: str = ""  # of a cache in int8: PER_TENSOR, PER_CHANNEL
+    scales: str = ""  # of a quantized cache: PER_TENSOR, PER_CHANNEL
+    steps: str = "int8"  # its type; float8e4m3fn is cast from and to floats, which arrays have
+
+    @property
+    def float8(self) -> bool:
+        return bool(self.scales) and self.steps != "int8"
+
+    def answers(self, feeds: Feeds) -> Feeds:
+        """By onnxruntime; in float32 for a cache in float8, for which its CPU has no kernel."""
+        if not self.float8:
+            return answers(stock(self.model(), optimized=True), feeds)
+        feeds = {n: x.astype("f4") if x.dtype == np.float16 else x for n, x in feeds.items()}
+        return answers(stock(inline(load(replace(self, kind="float").model()))), feeds)
 
     def model(self) -> onnx_ir.Model:
         kind, inputs = self.kind, [f"{self.kind}[B,S,{128 if self.packed else 64}] q"]
         inputs += [] if self.packed else [f"{kind}[B,S,32] {x}" for x in "kv"]
         caches = [] if self.cache == "none" else ["past_k", "past_v"]
-        stored = "int8" if self.scales else kind
+        stored = "float" if self.float8 else "int8" if self.scales else kind
         inputs += [f"{stored}[B,2,P,16] {x}" for x in caches]
         body = ""
         if self.told == "mask":
@@ -127,13 +139,19 @@ class Decoder(Layer):
         tables = [f"float[40,8] {x}_table = {listed}" for x in operands[7:9] if rotary]
         to = 10 if kind == "float16" else 1
         body += "".join(f"{x} = Cast <to = {to}> ({x}_table)\n" for x in operands[7:9] if rotary)
+        after = ["present_k", "present_v"]
+        if self.float8:
+            body += "".join(f"{x}8 = Cast <to = 17> ({x})\n" for x in caches)
+            operands = [f"{x}8" if x in caches else x for x in operands]
+            after = [f"{x}8" for x in after]
         return formula_model(f"""<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
             decoder ({", ".join(inputs)}) => ({kind}[B,S,64] y,
                 {stored}[B,2,{size},16] present_k, {stored}[B,2,{size},16] present_v)
             {"<" + ", ".join(tables) + ">" if tables else ""} {{
             {body}
-            y, present_k, present_v = com.microsoft.GroupQueryAttention
+            y, {", ".join(after)} = com.microsoft.GroupQueryAttention
                 <num_heads = 4, kv_num_heads = 2 {more}> ({", ".join(operands)})
+            {"".join(f"present_{x} = Cast <to = 1> (present_{x}8) " for x in "kv" * self.float8)}
         }}""")
 
     @property
@@ -155,9 +173,13 @@ class Decoder(Layer):
         feeds |= {} if self.packed else {x: random(batch, new, 32) for x in "kv"}
         feeds |= {x: random(batch, 2, past, 16) for x in ("past_k", "past_v")} if past else {}
         if self.scales:
-            feeds |= {x: (40 * feeds[x]).clip(-128, 127).astype("i1") for x in ("past_k", "past_v")}
+            kept = "f4" if self.float8 else "i1"
+            feeds |= {x: (40 * feeds[x]).clip(-128, 127).astype(kept) for x in ("past_k", "past_v")}
             count = 1 if self.scales == "PER_TENSOR" else 32
             feeds |= {f"{x}s": 2.0 ** -rng.integers(4, 7, count).astype("f4") for x in "kv"}
+            new = feeds["q"][..., 64:] if self.packed else feeds["v"]
+            new[-1, -1, -1], new[0, -1, -2:-1] = np.nan, 6e4  # beyond every step
+            feeds["ks"][1:2] = feeds["vs"][3:5] = 0
         if self.told == "mask":
             mask = np.arange(total) <= last[:, None]
             return feeds | {"attention_mask": mask.astype(np.int64)}
@@ -190,7 +212,15 @@ QUANTIZED = [
     Decoder("int8 of channels", ROTARY, packed=False, told="vector", scales="PER_CHANNEL"),
     Decoder("int8 of channels float16", ROTARY, "float16", cache="shared", scales="PER_CHANNEL"),
     Decoder("int8, window", WINDOW, "float16", told="scalar", scales="PER_TENSOR"),
-]
+    Decoder("float8", ROTARY, scales="PER_TENSOR", steps="float8e4m3fn"),
+    Decoder("float8 of channels", ROTARY + WINDOW, packed=False, cache="shared",
+            scales="PER_CHANNEL", steps="float8e4m3fn"),
+    Decoder("float8 of channels float16", WINDOW + ", softcap = 5.0", "float16", cache="shared",
+            told="vector", scales="PER_CHANNEL", steps="float8e4m3fn"),
+]  # fmt: skip
+TURNED_FLOAT8 = Decoder("float8 float16, rotated", ROTARY, "float16", cache="shared",
+                        scales="PER_CHANNEL", steps="float8e4m3fn")  # fmt: skip
+"""Its rotated keys are rounded to float16 once; onnxruntime rounds in the middle as well."""
 
 
 @pytest.mark.parametrize("row", DECODERS, ids=lambda d: d.name)
@@ -213,7 +243,7 @@ def test_the_lengths_follow_from_the_caches(row: Decoder) -> None:
     assert row.kind == "float16" or check_gradients(model).ok
 
 
-@pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [x for x in QUANTIZED if not x.float8], ids=lambda row: row.name)
 def test_a_quantized_cache_takes_any_scale(row: Decoder) -> None:
     """Generated inputs, with scales of 0, negative and tiny ones."""
     model = load(row.model())
@@ -592,15 +622,19 @@ def test_a_shared_buffer_needs_no_onnxruntime(row: Buffered) -> None:
 def test_each_sequence_of_a_program_is_the_one_of_onnxruntime(row: Decoder) -> None:
     """Sequences of lengths of their own; what stands behind their ends is nobody's."""
     rng, count = np.random.default_rng(3), 0
-    theirs = stock(row.model(), optimized=True)
     specializer, weights = program_of(load(row.model()))
     for sizes in BATCHES:
         if (feeds := row.feeds(*sizes, rng)) is None:
             continue
         program = specializer.of(shapes_of(feeds), values_of(feeds)).program
         assert not program.fallbacks
+        if row.scales and row.kind == "float16" and sizes[1] == 1:
+            assert "GatherND" not in problems(program)
+            assert [c.problem.cache for c in program.calls if hasattr(c.problem, "lengths")] == [
+                row.steps.replace("8e", "8_e")
+            ]
         got = interpret(program, feeds, weights)
-        for name, wanted in answers(theirs, feeds).items():
+        for name, wanted in row.answers(feeds).items():
             assert got[name].shape == wanted.shape
             for b, length in enumerate(lengths_of(feeds)):
                 part = b if name == "y" else (b, slice(None), slice(length))

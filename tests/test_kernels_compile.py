@@ -83,6 +83,7 @@ APPENDS = [
         {}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"},
         {"uniform": True, "columns": True, "positions": "rows", "normed": True},
         {"keep": True, "columns": True, "positions": "rows", "placed": "each"},
+        {"cache": "int8"}, {"cache": "float8_e4m3fn"},
     )
 ]  # fmt: skip
 
@@ -92,7 +93,7 @@ def attended(append: CacheAppend) -> CachedAttention:
     how = {"mask": (0, 0, 0, 1)} if append.placed else {"lengths": True}
     return CachedAttention(
         1, append.length, append.size, (append.batch, append.heads), append.dtype, append.size,
-        group=append.heads // append.kv_heads, append=append, **how,
+        group=append.heads // append.kv_heads, append=append, cache=append.cache, **how,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A token of a decoder with a cache, beside torch.compile in a CUDA graph with a static cache.
 
     python tools/bench_decoder.py [--batch 1 8] [--bits 16 4] [--layers 16] [--tokens 1000]
+                                  [--cache float16 int8 float8e4m3fn]
     python tools/bench_decoder.py --prompt 512 [--bits 16 4]
     python tools/bench_decoder.py --users   # what of.Generator, of.Batcher and a new process give
 
@@ -17,6 +18,7 @@ token behind a prompt of 100, in a process each: with nothing in the cache, and 
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -34,6 +36,7 @@ import bench_session
 import gpt_cache
 import llama_cache
 import numpy as np
+import onnx_ir as ir
 
 import onnx_fuse as of
 from onnx_fuse import InferenceSession
@@ -41,6 +44,7 @@ from onnx_fuse.importer.save import save
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 
+CACHES = ("float16", "int8", "float8e4m3fn")
 ROOM = 2048
 """Tokens that the cache has room for."""
 ROUNDS = 128
@@ -61,15 +65,16 @@ def bound(
     """
     head = c.width // c.heads
     shape = (batch, c.kv_heads, ROOM, head)
-    size = 2 * int(np.prod(shape))
+    kept = ir.DataType[c.cache.upper()].numpy()
+    size = kept.itemsize * int(np.prod(shape))
     binding = session.io_binding()
     for layer in range(c.layers):
         for kind in ("key", "value"):
             place = places.new(size)
             device.Stream().fill(place, 0, size)
             past, present = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
-            binding.bind_input(past, "cuda", 0, np.float16, shape, place)
-            binding.bind_output(present, "cuda", 0, np.float16, shape, place)
+            binding.bind_input(past, "cuda", 0, kept, shape, place)
+            binding.bind_output(present, "cuda", 0, kept, shape, place)
     logits = places.new(4 * batch * c.vocab)
     binding.bind_output("logits", "cuda", 0, np.float32, (batch, 1, c.vocab), logits)
     ids, ones = np.zeros((batch, prompt), np.int64), np.ones((batch, ROOM), np.int64)
@@ -260,7 +265,8 @@ def floor(c: llama_cache.Config, batch: int, tokens: int, hw: Hardware) -> float
     kv = c.kv_heads * (c.width // c.heads)
     layer = c.width * (2 * c.width + 2 * kv + 3 * c.hidden)
     size = 2 if c.bits == 16 else 0.5 + 2 / llama_cache.BLOCK
-    read = c.layers * (layer * size + 4 * batch * tokens * kv) + 2 * c.width * c.vocab
+    cached = 2 * ir.DataType[c.cache.upper()].itemsize * batch * tokens * kv
+    read = c.layers * (layer * size + cached) + 2 * c.width * c.vocab
     return 1e6 * read / hw.bandwidth
 
 
@@ -268,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--bits", type=int, nargs="+", choices=(16, 4), default=[16, 4])
+    parser.add_argument("--cache", nargs="+", choices=CACHES, default=CACHES[:1])
     parser.add_argument("--layers", type=int, default=16, help="fewer, for a look")
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--prompt", type=int, default=1, help="tokens a run, all there are")
@@ -284,18 +291,21 @@ def main() -> None:
         return
     prompt, tokens = options.prompt, options.tokens if options.prompt == 1 else options.prompt
     hw, rows = Hardware.detect(), []
-    for bits in options.bits:
+    for bits, cache in itertools.product(options.bits, options.cache):
         c = replace(
-            llama_cache.SIZES["llama-1b"], bits=bits, layers=options.layers, last=prompt > 1
-        )
+            llama_cache.SIZES["llama-1b"], bits=bits, layers=options.layers, last=prompt > 1,
+            cache=cache,
+        )  # fmt: skip
         for batch in options.batch:
-            row = {"bits": bits, "batch": batch, **ours(c, batch, tokens, prompt)}
+            row = {"bits": bits, "cache": cache, "batch": batch}
+            row |= ours(c, batch, tokens, prompt)
             if prompt == 1:
                 row["floor"] = floor(c, batch, tokens, hw)
-            if not options.quick and bits == 16:
+            if not options.quick and bits == 16 and cache == "float16":
                 row["torch"] = theirs(c, batch, tokens, prompt)
             rows.append(row)
-            print(", ".join(f"{name} {value:,.4g}" for name, value in row.items()), flush=True)
+            cells = (f"{v:,.4g}" if isinstance(v, float | int) else v for v in row.values())
+            print(", ".join(map(" ".join, zip(row, cells, strict=True))), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

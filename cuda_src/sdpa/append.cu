@@ -2,7 +2,8 @@
 // Idea     : a thread moves PIECE numbers of a new row: of a query to `turned`, of a key or value to its
 //            place in present. Where past stands apart, threads walk over its rows as well.
 // Inputs   : q, k, v [B, heads, rows, D] by strides, lengths int32 [B] (tokens with the new ones, less 1),
-//            cos and sin [context, HALF], scales of norms [D], positions i64, past [B, kv_heads, past, D].
+//            cos and sin [context, HALF], scales of norms [D], positions i64, past [B, kv_heads, past, D]
+//            in CACHE; key_step, value_step [kv_heads, D] where that is not T.
 // Outputs  : turned [B, heads, rows, D], present [B, kv_heads, length, D]: past, the new rows, zeros.
 // Macros   : new_rows.cuh's; UNIFORM (each sequence has `past` tokens and the new ones: no lengths), KEEP (what
 //            past has behind the new rows stays), PLACED (positions are the new rows' places, 1: [B, rows],
@@ -22,9 +23,9 @@ DEVICE bool is_written(const i64* places, int row, int rows, int length, int pla
 
 extern "C" __global__ void __launch_bounds__(256) cache_append(
     const T* q, const T* k, const T* v, const int* lengths, const T* cosines, const T* sines, const T* q_scale,
-    const T* k_scale, const i64* positions, const T* past_key, const T* past_value, T* turned, T* present_key,
-    T* present_value, i64 qb, i64 qh, i64 qr, i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, int batch, int rows,
-    int heads, int kv_heads, int length, int past, int context, float epsilon) {
+    const T* k_scale, const i64* positions, const CACHE* past_key, const CACHE* past_value, T* turned, CACHE* present_key,
+    CACHE* present_value, i64 qb, i64 qh, i64 qr, i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, int batch, int rows,
+    int heads, int kv_heads, int length, int past, int context, float epsilon STEPS_PARAMETERS) {
     after_previous_launch();
     const i64 first = (i64)blockIdx.x * 256 + threadIdx.x, step = (i64)gridDim.x * 256;
     const int all = heads + 2 * kv_heads;
@@ -42,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
         if (query)
             store<PIECE>(turned + (((i64)b * heads + head) * rows + row) * D + e, x);
         else if (place < length && !(PLACED && is_written(places, row + 1, rows, length, place)))
-            store<PIECE>((key ? present_key : present_value) + (((i64)b * kv_heads + head) * length + place) * D + e, x);
+            store<PIECE>((key ? present_key : present_value) + (((i64)b * kv_heads + head) * length + place) * D + e,
+                         cached(x, (key ? key_step : value_step) + head * D + e));
     }
     if (UNIFORM) {  // a block takes a chunk of one head's past at a time, with its loads all on their way
         constexpr int EACH = 4, CHUNK = 256 * EACH;
@@ -52,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             const int line = task / chunks % lines;
             const bool value = task / chunks >= lines;
             const i64 start = (i64)(task % chunks) * CHUNK + threadIdx.x;
-            const T* from = (value ? past_value : past_key) + (i64)line * past * D;
-            T* to = (value ? present_value : present_key) + (i64)line * length * D;
-            Vec<T, PIECE> x[EACH];
+            const CACHE* from = (value ? past_value : past_key) + (i64)line * past * D;
+            CACHE* to = (value ? present_value : present_key) + (i64)line * length * D;
+            Vec<CACHE, PIECE> x[EACH];
 #pragma unroll
             for (int j = 0; j < EACH; j++)
                 if (start + j * 256 < pieces) x[j] = load<PIECE>(from + (start + j * 256) * PIECE);
@@ -68,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
     const i64 each = (i64)batch * kv_heads * length * PIECES;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        const T* old = which ? past_value : past_key;
-        T* to = which ? present_value : present_key;
+        const CACHE* old = which ? past_value : past_key;
+        CACHE* to = which ? present_value : present_key;
         if (old == to) continue;
         for (i64 i = first; i < each; i += step) {
             const i64 line = i / PIECES;
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             const int start = PLACED ? 0 : max(lengths[b] + 1 - rows, 0);
             const i64* places = positions + (PLACED == 1 ? (i64)b * rows : 0);
             if (PLACED ? is_written(places, 0, rows, length, place) : place >= start && place < start + rows) continue;
-            Vec<T, PIECE> x = {};
+            Vec<CACHE, PIECE> x = {};
             if ((KEEP || place < start) && place < past) x = load<PIECE>(old + (line / length * past + place) * D + e);
             store<PIECE>(to + line * D + e, x);
         }

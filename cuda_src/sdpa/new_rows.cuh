@@ -1,11 +1,11 @@
 // new_rows.cuh: where a cache takes a new row, and the row as attention sees it: through its norm, then turned.
-// Macros   : T element, ACC, D numbers of a head, PIECE elements a piece (of D, and of HALF), HALF pairs turned
+// Macros   : cache.cuh's T and CACHE, ACC, D numbers of a head, PIECE elements a piece (of D, and of HALF), HALF pairs turned
 //            (0: none), NORMED (RMSNormalization of a query's and a key's head first), INTERLEAVED (a pair are
 //            neighbours), POSITIONS (of angles: 0 the place, 1 from the first on, 2 one each, 3 the new row's
 //            number), COLUMNS (tables are [context, 2 HALF], a number a column).
 // Numerics : norms and rotations in ACC, each rounded once.
 #pragma once
-#include "common.cuh"
+#include "sdpa/cache.cuh"
 
 // 1 / the root of a row's mean square: each thread of the row sums all of it, in one order.
 DEVICE ACC reciprocal_deviation(const T* row, float epsilon) {

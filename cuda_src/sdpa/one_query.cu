@@ -8,7 +8,8 @@
 //            With APPEND k and v are a cache, to which a new row of each belongs: blocks take it from
 //            where it was made, and one of those that share a head of keys writes it to its place.
 // Inputs   : operands.cuh with rows of 16-byte pieces, one query, D = DV a power of two from 8 to 256.
-//            APPEND: new_key, new_value [B, heads, D] by strides, and append.cu's inputs.
+//            APPEND: new_key, new_value [B, heads, D] by strides, and append.cu's inputs. CACHE in steps:
+//            key_step, value_step [heads, D] f32; q is multiplied by the one, y by the other.
 // Outputs  : y T; lse f32 (or null); APPEND: present_key, present_value, which k and v may be (else the
 //            other rows are copied).
 // Macros   : operands.cuh's; WARPS, CLUSTER, PER, STAGES, HEADS (divides the heads that share keys);
@@ -18,6 +19,7 @@
 //            STAGES PER KB of dynamic shared memory, and SLOTS PARTS PITCH floats.
 // Numerics : products, probabilities and sums in f32; the order depends on keys and macros alone.
 // Bound    : bytes of k and v; for a short cache the latency of one load and one exchange.
+#include "sdpa/cache.cuh"
 #include "sdpa/operands.cuh"
 #include "sm80.cuh"
 #if CLUSTER > 1
@@ -39,25 +41,83 @@ typedef float ACC;
 #include "sdpa/new_rows.cuh"
 #define APPEND_PARAMETERS                                                                                       \
     , const T *new_key, const T *new_value, const int *places, const T *cosines, const T *sines,                \
-        const T *q_scale, const T *k_scale, const i64 *positions, T *present_key, T *present_value, i64 nkb,    \
-        i64 nkh, i64 nvb, i64 nvh, int context, float epsilon
+        const T *q_scale, const T *k_scale, const i64 *positions, CACHE *present_key, CACHE *present_value,     \
+        i64 nkb, i64 nkh, i64 nvb, i64 nvh, int context, float epsilon
 #else
 #define APPEND_PARAMETERS
 #endif
+// A lane's numbers of a key: 16 bytes of T, or 8 steps.
+#if IN_STEPS
+typedef uint2 Piece;
+#else
+typedef uint4 Piece;
+#endif
+DEVICE void fetch_piece(Piece* to, const CACHE* from, bool there) {
+#if IN_STEPS
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(smem_address(to)), "l"(from), "r"(there ? 8 : 0));
+#else
+    cp_async_16(smem_address(to), from, there ? 16 : 0);
+#endif
+}
+DEVICE void wide(float (&to)[8], const uint4& from) {
+    const u32* words = (const u32*)&from;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 pair = unpack2<T>(words[j]);
+        to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
+    }
+}
+#if IN_STEPS
+DEVICE void wide(float (&to)[8], const Vec<signed char, 8>& from) {
+    const u32* words = (const u32*)&from;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {  // 2^23 + x + 128, whose last byte is x's: a conversion takes as long as eight sums
+        const u32 bits = __byte_perm(words[j / 4] ^ 0x80808080u, 0x4b000000, 0x7440 + j % 4);
+        to[j] = __uint_as_float(bits) - 8388736.0f;
+    }
+}
+DEVICE void wide(float (&to)[8], const Vec<e4m3fn, 8>& from) {
+#if __CUDA_ARCH__ >= 890
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 pair;
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(((const u16*)&from)[j]));
+        const float2 both = unpack2<f16>(pair);
+        to[2 * j] = both.x, to[2 * j + 1] = both.y;
+    }
+#else
+#pragma unroll
+    for (int j = 0; j < 8; j++) {  // exponent and digits in a float's place are 2^120 times too small
+        const u32 bits = from.at[j].bits, magnitude = bits & 0x7f;
+        to[j] = __uint_as_float((bits & 0x80) << 24 | magnitude << 20) * power_of_two(120);
+        if (magnitude == 0x7f) to[j] = NOT_A_NUMBER;
+    }
+#endif
+}
+DEVICE void wide(float (&to)[8], const uint2& from) { wide(to, *(const Vec<CACHE, 8>*)&from); }
+#endif
+// Columns of all heads by their steps, which are read again: to hold them takes registers.
+DEVICE void multiply(float (&x)[HEADS][8], const float* step) {
+#pragma unroll
+    for (int g = 0; g < HEADS && IN_STEPS; g++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[g][j] *= step[j];
+}
 constexpr int PITCH = D + 4;  // a part: its columns, its largest logit, its sum
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS APPEND_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, IN_STEPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS APPEND_PARAMETERS STEPS_PARAMETERS) {
     launch_dependents();
     extern __shared__ __align__(16) uint4 ring[];
-    float* parts = (float*)(ring + WARPS * STAGES * PER * 64);  // [SLOTS][PARTS][PITCH]
+    float* parts = (float*)((Piece*)ring + WARPS * STAGES * PER * 64);  // [SLOTS][PARTS][PITCH]
 #if CLUSTER > 1
     cluster_arrive();  // each block is there when the others write to it
 #endif
     GATHER
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / LANES, part = lane % LANES * 8;
     const int h0 = blockIdx.y * HEADS, b = blockIdx.z, kv = h0 / o.group, own = blockIdx.x * WARPS + warp;
-    const T* k = o.k + b * o.ks.batch + kv * o.ks.head + part;
-    const T* v = o.v + b * o.vs.batch + kv * o.vs.head + part;
+    const CACHE *keys = (const CACHE*)o.k, *values = (const CACHE*)o.v;
+    const CACHE* k = keys + b * o.ks.batch + kv * o.ks.head + part;
+    const CACHE* v = values + b * o.vs.batch + kv * o.vs.head + part;
     const T* mask = o.mask.at + b * o.mask.batch + h0 * o.mask.head;
     const T* mask2 = o.mask2.at + b * o.mask2.batch + h0 * o.mask2.head;
 #ifdef LENGTHS
@@ -74,10 +134,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
     for (int key = begin + own * BATCH + group; key < last; key += PARTS * BATCH)
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (part % 64 == 0 && key + i * BESIDE < end) {  // once a line
+            if (part * sizeof(CACHE) % 128 == 0 && key + i * BESIDE < end) {  // once a line
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(k + (key + i * BESIDE) * o.ks.row));
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(v + (key + i * BESIDE) * o.vs.row));
             }
+    if (IN_STEPS && threadIdx.x * 32 < D) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(key_step + kv * D + threadIdx.x * 32));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(value_step + kv * D + threadIdx.x * 32));
+    }
     grid_dependency_wait();
 #ifdef LENGTHS
     place = *(const volatile int*)(lengths + b);
@@ -88,14 +152,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
 #else
     const int at_row = -1;
 #endif
-    auto wide = [](float (&to)[8], const uint4& from) {
-        const u32* words = (const u32*)&from;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 pair = unpack2<T>(words[j]);
-            to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
-        }
-    };
     float q[HEADS][8];
     const T* of_q = o.q + b * o.qs.batch + h0 * o.qs.head + part;
 #pragma unroll
@@ -106,15 +162,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
 #pragma unroll
     for (int g = 0; g < HEADS; g++) top[g] = NEGATIVE_INFINITY;
     // a lane's place in a stage: its pieces of PER keys and of their values, one lane beside the other
-    uint4* mine = ring + warp * STAGES * PER * 64 + lane;
+    Piece* mine = (Piece*)ring + warp * STAGES * PER * 64 + lane;
     auto fetch = [&](int first, int stage) {
 #pragma unroll
         for (int i = 0; i < PER; i++) {
             const int key = first + i * BESIDE + group, row = min(key, end - 1);
-            const int bytes = key < end && !(APPEND && key == at_row) ? 16 : 0;
-            uint4* to = mine + (stage * PER + i) * 64;
-            cp_async_16(smem_address(to), k + row * o.ks.row, bytes);
-            cp_async_16(smem_address(to + 32), v + row * o.vs.row, bytes);
+            const bool there = key < end && !(APPEND && key == at_row);
+            Piece* to = mine + (stage * PER + i) * 64;
+            fetch_piece(to, k + row * o.ks.row, there);
+            fetch_piece(to + 32, v + row * o.vs.row, there);
         }
         cp_async_commit();
     };
@@ -124,41 +180,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
         if (end > begin) fetch(first + s * PARTS * BATCH, s);
 #if APPEND
     const Angles by = angles_of(cosines, sines, positions, b, 0, 1, at_row, context);
-    const Vec<T, 8> new_k = piece_of(new_key + b * nkb + kv * nkh, part, k_scale, by, epsilon);
-    const Vec<T, 8> new_v = load<8>(new_value + b * nvb + kv * nvh + part);
+    Vec<CACHE, 8> new_k = {}, new_v = {};
+    // quotients take long: only the warps that write the row or multiply it make them
+    if (!IN_STEPS || h0 % o.group + own == 0 || (at_row - begin) / BATCH % PARTS == own) {
+        new_k = cached(piece_of(new_key + b * nkb + kv * nkh, part, k_scale, by, epsilon), key_step + kv * D + part);
+        new_v = cached(load<8>(new_value + b * nvb + kv * nvh + part), value_step + kv * D + part);
+    }
 #pragma unroll
     for (int g = 0; g < HEADS; g++) {
         const T* row = of_q + g * o.qs.head;
         const Vec<T, 8> piece = TURNED ? piece_of(row - part, part, q_scale, by, epsilon) : load<8>(row);
         wide(q[g], *(const uint4*)&piece);
     }
-    const i64 own_key = k - o.k, own_value = v - o.v;
+    const i64 own_key = k - keys, own_value = v - values;
     const int sharer = h0 % o.group / HEADS * CLUSTER + blockIdx.x, step = o.group / HEADS * PARTS * BESIDE;
     if (sharer == 0 && threadIdx.x < LANES && at_row < o.keys) {
         store(present_key + own_key + at_row * o.ks.row, new_k);
         store(present_value + own_value + at_row * o.vs.row, new_v);
     }
-    const bool keys_apart = present_key != o.k, values_apart = present_value != o.v;
+    const bool keys_apart = present_key != keys, values_apart = present_value != values;
 #pragma unroll 1
     for (int row = (sharer * WARPS + warp) * BESIDE + group; row < o.keys && (keys_apart || values_apart); row += step) {
         if (row == at_row) continue;
         const bool kept = KEEP_PAST || row < at_row;
-        if (keys_apart) store(present_key + own_key + row * o.ks.row, kept ? load<8>(k + row * o.ks.row) : Vec<T, 8>{});
-        if (values_apart) store(present_value + own_value + row * o.vs.row, kept ? load<8>(v + row * o.vs.row) : Vec<T, 8>{});
+        if (keys_apart) store(present_key + own_key + row * o.ks.row, kept ? load<8>(k + row * o.ks.row) : Vec<CACHE, 8>{});
+        if (values_apart) store(present_value + own_value + row * o.vs.row, kept ? load<8>(v + row * o.vs.row) : Vec<CACHE, 8>{});
     }
 #endif
+    multiply(q, key_step + kv * D + part);
     for (; first < end; first += PARTS * BATCH) {
         __syncwarp();  // keeps the reads of the stage that comes again before its next load
         fetch(first + (STAGES - 1) * PARTS * BATCH, stage ? stage - 1 : STAGES - 1);
         cp_async_wait<STAGES - 1>();
         __syncwarp();
-        uint4* at = mine + stage * PER * 64;
+        Piece* at = mine + stage * PER * 64;
         float z[HEADS][PER];
 #pragma unroll
         for (int i = 0; i < PER; i++) {
             const int key = first + i * BESIDE + group;
 #if APPEND
-            if (key == at_row) at[i * 64] = *(const uint4*)&new_k, at[i * 64 + 32] = *(const uint4*)&new_v;
+            if (key == at_row) at[i * 64] = *(const Piece*)&new_k, at[i * 64 + 32] = *(const Piece*)&new_v;
 #endif
             float k8[8];
             wide(k8, at[i * 64]);
@@ -202,6 +263,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
+    multiply(acc, value_step + kv * D + part);
     cp_async_wait<0>();  // nothing is on its way to the memory of a block that has ended
 #if CLUSTER > 1
     auto put = [&](int block, float* to, float value) {  // at the same place of another block
@@ -284,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
             for (int i = 0; i < PARTS; i++) value += __shfl_sync(~0u, weights[i / 32], i % 32) * from[i * PITCH + min(d, D - 1)];
             if (d >= D) continue;
             value *= GUARD && total == 0 ? 0.0f : 1 / total;
-            if (is_dead(total)) value = nothing(v - part + d, o.vs.row, o.keys);
+            if (is_dead(total)) value = nothing(o.v + b * o.vs.batch + kv * o.vs.head + d, o.vs.row, o.keys);
             y[b * yb + h * yh + d] = from_float<T>(value);
             if (d == 0 && lse) ((float2*)lse)[(i64)b * o.heads + h] = row_lse(NATURAL ? most : most * (1 / LOG2E), total);
         }

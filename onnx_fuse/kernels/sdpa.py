@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
+from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel, Kernels, launch, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
@@ -80,7 +81,9 @@ def joined_refusal(p: Attention) -> str | None:
 
 
 def _narrow(p: Attention) -> str | None:
-    """Why a kernel that knows no windows and lengths cannot; None where there are none."""
+    """Why a kernel that knows no windows, lengths and steps cannot; None where there are none."""
+    if p.cache:
+        return f"keys and values are steps in {p.cache}"
     if p.lengths:
         return "sequences of lengths of their own"
     return "a window: it takes that for a mask" if p.window else None
@@ -100,6 +103,8 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         return reason
     if hw.cc != 90:
         return "wgmma is sm_90's"
+    if p.cache:
+        return f"keys and values are steps in {p.cache}"
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
@@ -485,7 +490,7 @@ class Simt(_Attention):
 class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version = "one_query", "sdpa/one_query.cu", 4
+    name, source, version = "one_query", "sdpa/one_query.cu", 5
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -502,7 +507,9 @@ class OneQuery(Kernel):
         if p.lengths and (p.causal or p.mask2 or (p.window and p.window[1])):
             return "lengths with another mask"
         plain = replace(p, lengths=False, window=()) if p.lengths else p
-        if reason := MMA.supports(plain, hw):
+        if p.cache and p.guard == 2:
+            return "it would read its values as they are"
+        if reason := MMA.supports(replace(plain, cache=""), hw):
             return reason
         if p.k != p.dv or p.k not in (8, 16, 32, 64, 128, 256):
             return f"head sizes {p.k}, {p.dv}: lanes share a row, a power of two of them"
@@ -525,7 +532,8 @@ class OneQuery(Kernel):
     def _smem(self, problem: Attention, config: KernelConfig) -> int:
         """A ring of keys and values for each warp, and what warps hand to the block that merges."""
         slots = -(-config.integer("heads") // config.integer("cluster"))
-        ring = 1024 * config.integer("warps") * config.integer("per") * config.integer("stages")
+        pieces = 64 * config.integer("warps") * config.integer("per") * config.integer("stages")
+        ring = 8 * ITEMSIZE[problem.cache_dtype] * pieces
         return ring + slots * self._parts(config) * (problem.k + 4) * 4
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
@@ -546,7 +554,8 @@ class OneQuery(Kernel):
         issue = (0.46 * heads * per + 6.4 * per + 16.7 * heads) * 1e-9 * warps * beside
         turn = max(4.25e-7 / sqrt(of("stages") - 1), issue)
         flow = turns * turn * ceil(blocks / (room * hw.sm_count))
-        cache = 4 * p.batches // p.group * keys * p.k / hw.bandwidth
+        size = 2 * ITEMSIZE[p.cache_dtype]  # of a key's number and a value's
+        cache = size * p.batches // p.group * keys * p.k / hw.bandwidth
         again = 0.39 * cache * p.group / heads  # from L2, by each block of the heads that share it
         exchange = {1: 0.0, 2: 1e-7, 4: 5e-7, 8: 2e-6}[cluster] + 1.4e-8 * self._parts(config)
         merge = 4.5e-7 * ceil(heads / cluster)
@@ -570,6 +579,8 @@ class OneQuery(Kernel):
                 vb=append.v_strides[0], vh=append.v_strides[1],
             ))  # fmt: skip
             how |= {"APPEND": 1, "KEEP_PAST": append.keep, **_row_macros(append)}
+        made += _steps(p)
+        how |= _cache_macro(p)
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
             32 * config.integer("warps"), *made, smem=self._smem(p, config), cluster=cluster,
@@ -634,6 +645,16 @@ class Direct(Kernel):
         return self.one("sdpa_direct", grid, 32 * sharers * tiles, *made, **macros)
 
 
+def _steps(p: Attention | CacheAppend) -> tuple[Arg, ...]:
+    """The last arguments of kernels over a cache; none where that has numbers of q's type."""
+    return args("key_step value_step") if p.cache else ()
+
+
+def _cache_macro(p: Attention | CacheAppend) -> dict[str, str]:
+    """Of sdpa/cache.cuh."""
+    return {"CACHE": STORAGE[p.cache]} if p.cache else {}
+
+
 def _row_macros(p: CacheAppend) -> dict[str, int]:
     """Of sdpa/new_rows.cuh, and where new rows go."""
     return {
@@ -645,9 +666,9 @@ def _row_macros(p: CacheAppend) -> dict[str, int]:
 
 class Append(HeuristicKernel):
     """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
-    past_value, turned present_key present_value."""
+    past_value key_step value_step, turned present_key present_value."""
 
-    source, version = "sdpa/append.cu", 6
+    source, version = "sdpa/append.cu", 7
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""
@@ -658,11 +679,11 @@ class Append(HeuristicKernel):
             "q k v lengths cos sin q_scale k_scale positions past_key past_value turned "
             "present_key present_value, i64 q_strides k_strides v_strides, "
             "i32 batch rows heads kv_heads length past context, f32 epsilon", p,
-        )  # fmt: skip
+        ) + _steps(p)  # fmt: skip
         blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
         return self.one(
             "cache_append", blocks, 256, *made, **typed(p), D=p.size, PIECE=width,
-            UNIFORM=p.uniform, KEEP=p.keep, **_row_macros(p),
+            UNIFORM=p.uniform, KEEP=p.keep, **_row_macros(p), **_cache_macro(p),
         )  # fmt: skip
 
 

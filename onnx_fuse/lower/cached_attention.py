@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.quant import to_float
 from onnx_fuse.lower.sdpa import aligned
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, growing
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS
@@ -22,8 +23,8 @@ from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.size import maximum, number
 
-_REFUSED = {10: "an added bias", 11: "a sink", 12: "a quantized cache", 13: "a quantized cache",
-            14: "a norm of q", 15: "a norm of k", 16: "lengths of queries"}  # fmt: skip
+_REFUSED = {10: "an added bias", 11: "a sink", 14: "a norm of q", 15: "a norm of k",
+            16: "lengths of queries"}  # fmt: skip
 _FLAGS = ("smooth_softmax", "sliding_window_cache", "qk_output")
 
 
@@ -33,10 +34,29 @@ def _hold_plain(ctx: Context, node: ir.Node) -> None:
     reasons += [f"it has {name}" for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
     reasons += ["it is not causal"] if not ctx.attr(node, "causal", 1) else []
     reasons += ["half a cache"] if ctx.has(node, 3) != ctx.has(node, 4) else []
-    if any(ctx.attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
-        reasons.append("a quantized cache")
     if reasons:
         raise Unserved(reasons[0])
+
+
+_STEPS = ("key_step", "value_step")
+
+
+def _steps(ctx: Context, node: ir.Node, kv_heads: int, size: int) -> dict[str, Tensor]:
+    """What a number of a quantized cache stands for [K, D]; nothing where it is not quantized."""
+    kinds = [ctx.attr(node, f"{x}_quant_type", "NONE") for x in "kv"]
+    if kinds == ["NONE", "NONE"]:
+        return {}
+    stored = {ctx.view(node, i).dtype for i in (3, 4) if ctx.has(node, i)}
+    if stored not in ({"int8"}, {"float8_e4m3fn"}) or ctx.attr(node, "kv_cache_bit_width", 8) == 4:
+        raise Unserved("its cache is quantized to another type than int8 and float8e4m3fn")
+    steps = {}
+    for name, kind, i in zip(_STEPS, kinds, (12, 13), strict=True):
+        one, scale = kind == "PER_TENSOR", ctx.dense(node, i)
+        if scale.size != (1 if one else kv_heads * size) or scale.dtype != "float32":
+            raise Unserved("its scales do not fit its cache")
+        each = scale.view((1, 1) if one else (kv_heads, size)).expand((kv_heads, size))
+        steps[name] = ctx.contiguous(each)
+    return steps
 
 
 def _split(ctx: Context, node: ir.Node, heads: int, kv_heads: int) -> list[Tensor]:
@@ -78,6 +98,7 @@ def group_query_attention(ctx: Context, node: ir.Node) -> None:
             more["positions"] = "first" if total == rows else "each"
         if 2 * half > size or (interleaved and size % 2) or not context:
             raise Unserved("its angles do not fit its heads")
+    reads |= _steps(ctx, node, k.shape[1], size)
     _through_cache(ctx, node, reads, places, **more)
 
 
@@ -93,29 +114,33 @@ def _through_cache(
     pasts = [reads[name] for _, name in _PAIRS if name in reads]
     shapes = [(batch, kv_heads, t.shape[2] if t in pasts else rows, size) for t in (k, v, *pasts)]
     fits = [t.shape == shape for t, shape in zip((k, v, *pasts), shapes, strict=True)]
-    numbers = {t.dtype for name, t in reads.items() if name not in ("lengths", "positions")}
+    steps = {name: reads[name] for name in _STEPS if name in reads}
+    others = {"lengths", "positions", *steps, *(("past_key", "past_value") if steps else ())}
+    numbers = {t.dtype for name, t in reads.items() if name not in others}
     each = more.get("positions") == "each" and reads["positions"].size != batch * rows
     if not all(fits) or len(numbers) > 1 or lengths.size != batch or each:
         raise Unserved("its operands have sizes or types that differ")
     if heads % kv_heads or not batch * rows * places:
         raise Unserved("it is empty, or its heads do not fit")
     dtype, cache = q.dtype, (batch, kv_heads, places, size)
+    stored = pasts[0].dtype if steps else dtype
     named = [i < len(node.outputs) for i in (1, 2)]
     presents = [
-        ctx.output(node, i, cache, dtype) if there else ctx.scratch(dtype, cache)
+        ctx.output(node, i, cache, stored) if there else ctx.scratch(stored, cache)
         for i, there in enumerate(named, 1)
     ]
     writes = dict(zip((name for name, _ in _PAIRS), presents, strict=True))
     append = CacheAppend(
         batch=batch, rows=rows, heads=heads if "half" in more else 0, kv_heads=kv_heads, size=size,
         length=places, past=pasts[0].shape[2] if pasts else 0, dtype=dtype,
-        q_strides=q.strides[:3], k_strides=k.strides[:3], v_strides=v.strides[:3], **more,
+        q_strides=q.strides[:3], k_strides=k.strides[:3], v_strides=v.strides[:3],
+        cache=stored if steps else "", **more,
     )  # fmt: skip
     if "half" in more:
         q = writes["turned"] = ctx.scratch(dtype, (batch, heads, rows, size))
     inplace = _PAIRS if pasts and pasts[0].shape[2] == places else ()
     ctx.select(node, append, reads, writes, inplace=inplace)
-    _attend(ctx, node, q, presents[0], presents[1], lengths)
+    _attend(ctx, node, q, presents[0], presents[1], lengths, steps)
 
 
 def shared_buffer(ctx: Context, node: ir.Node) -> None:
@@ -142,10 +167,28 @@ def shared_buffer(ctx: Context, node: ir.Node) -> None:
     _through_cache(ctx, node, reads, places, keep=True)
 
 
+def _dequantized(ctx: Context, node: ir.Node, cache: Tensor, step: Tensor, dtype: str) -> Tensor:
+    """The numbers that a cache [B, K, T, D] stands for."""
+    heads, size = step.shape
+    code, numbers = Code(), ctx.scratch(dtype, cache.shape)
+    factor = code.load(step.view((1, heads, 1, size)).expand(cache.shape))
+    emit(ctx, code, node, to_float(code, code.load(cache), dtype, None, factor), numbers)
+    return numbers
+
+
 def _attend(
-    ctx: Context, node: ir.Node, q: Tensor, key: Tensor, value: Tensor, lengths: Tensor
+    ctx: Context,
+    node: ir.Node,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    steps: dict[str, Tensor],
 ) -> None:
-    """Attention of q [B, H, S, D] over the cache; y is [B, S, H D]."""
+    """Attention of q [B, H, S, D] over the cache; y is [B, S, H D].
+
+    One new token reads a quantized cache as it is; several read its numbers, once for all of them.
+    """
     batch, heads, rows, size = q.shape
     y = ctx.output(node, 0, (batch, rows, heads * size), q.dtype)
     split = y.view((batch, rows, heads, size)).permute((0, 2, 1, 3))
@@ -160,6 +203,12 @@ def _attend(
     reads = {"q": q, "k": key, "v": value}
     behind = (window - 1, 0) if window > 0 else ()
     own = replace(problem, lengths=True, window=behind, guard=int(rows > 1))
+    if steps:
+        quantized = replace(own, cache=key.dtype)
+        if ctx.serves(quantized):
+            return ctx.select(node, quantized, reads | steps | {"lengths": lengths}, {"y": split})
+        for name, step in zip("kv", steps.values(), strict=True):
+            reads[name] = _dequantized(ctx, node, reads[name], step, q.dtype)
     if ctx.serves(own):
         return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
     mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)

@@ -16,11 +16,11 @@ from onnx_fuse.program.size import minimum, upper_bound
 class Attention(AnyProblem):
     """y = softmax(z) v, of m queries and n keys of k numbers, z = scale q kᵀ with its masks.
 
-    `batch` is (B, H). Pointers: q k v mask mask2, y lse.
+    `batch` is (B, H). Pointers: q k v mask mask2 key_step value_step, y lse.
     """
 
     op = "Sdpa"
-    moves = "q: dtype batch m k; k: dtype batch k n; scores: dtype batch m n"
+    moves = "q: dtype batch m k; k: cache_dtype batch k n; scores: dtype batch m n"
     m: int
     n: int
     k: int
@@ -59,6 +59,13 @@ class Attention(AnyProblem):
     """The last query of sequence b stands at place lengths[b], those before it at the places
     before, the first at 0 or later; each sees the keys up to its place and lengths[b], those in its
     window. Pointer: lengths, int32 [B]."""
+    cache: str = ""
+    """The type of k and v where they are numbers of steps, as in a CacheAppend; "": `dtype`."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """The type of k and v."""
+        return self.cache or self.dtype
 
     @property
     def wide(self) -> Collection[str]:
@@ -108,8 +115,8 @@ class CachedAttention(Attention):
     """Attention of one new token over a cache that takes its key and value, by `append`.
 
     k and v are the past of that, which has the places of present; q is as `append` reads it.
-    Pointers: q k v mask mask2 new_key new_value cos sin q_scale k_scale lengths positions,
-    y lse present_key present_value.
+    Pointers: q k v mask mask2 new_key new_value cos sin q_scale k_scale lengths positions key_step
+    value_step, y lse present_key present_value.
     """
 
     op = "CachedAttention"

@@ -362,12 +362,12 @@ class CacheAppend(AnyProblem):
     present [B, kv_heads, places, D]; places behind the new tokens are zero. Where past and present
     are one place only the new rows are written. q and k are rotated by cos and sin [context, half];
     turned [B, heads, rows, D] takes q.
-    Pointers: q k v lengths cos sin q_scale k_scale positions past_key past_value,
-    turned present_key present_value.
+    Pointers: q k v lengths cos sin q_scale k_scale positions past_key past_value key_step
+    value_step, turned present_key present_value.
     """
 
-    moves = """q turned: dtype batch rows heads size;
-        k v present_key present_value: dtype batch rows kv_heads size"""
+    moves = """q turned: dtype batch rows heads size; k v: dtype batch rows kv_heads size;
+        present_key present_value: cache_dtype batch rows kv_heads size"""
     batch: int
     rows: int
     heads: int
@@ -400,6 +400,14 @@ class CacheAppend(AnyProblem):
     normed: bool = False
     """Each head of q and k goes through an RMSNormalization with q_scale or k_scale [D] first."""
     epsilon: float = 0.0
+    cache: str = ""
+    """The type of past and present, int8 or float8_e4m3fn, where they are numbers of steps, of
+    key_step and value_step [kv_heads, D] float32 (0 stands for 1); "": `dtype`."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """The type of past and present."""
+        return self.cache or self.dtype
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,10 @@ def _attention(p: contractions.Attention) -> Iterator[OperandRow]:
         layouts |= {name: p.layout(name) for name in ("dq", "dk", "dv")}
         layouts["dy"] = p.layout("dy" if p.dy_strides else "y")
     for name, (shape, strides) in layouts.items():
-        yield name, p.dtype, _reach(shape, (*strides, 1))
+        dtype = p.cache_dtype if name in ("k", "v") else p.dtype
+        yield name, dtype, _reach(shape, (*strides, 1))
+    if p.cache:
+        yield "key_step value_step", "float32", p.batch[1] // p.group * p.k
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
         yield name, "", _reach((*p.batch, p.m, p.n), strides) if strides else 0
 
@@ -124,8 +127,8 @@ def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
     yield from rows_of(
         p,
         """turned: dtype batch heads rows size;
-        past_key past_value: dtype batch kv_heads size past;
-        present_key present_value: dtype batch kv_heads size length""",
+        past_key past_value: cache_dtype batch kv_heads size past;
+        present_key present_value: cache_dtype batch kv_heads size length""",
     )
     strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
     for name, heads in (("q", p.heads), ("k", p.kv_heads), ("v", p.kv_heads)):
@@ -135,6 +138,8 @@ def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:
     yield "q_scale k_scale", p.dtype, p.size * p.normed
     yield "lengths", "int32", 0 if p.uniform or p.placed else p.batch
     yield "positions", "int64", counts.get(p.placed or p.positions, 0)
+    if p.cache:
+        yield "key_step value_step", "float32", p.kv_heads * p.size
 
 
 def _cached_attention(p: contractions.CachedAttention) -> Iterator[OperandRow]:

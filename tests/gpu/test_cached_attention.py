@@ -16,6 +16,7 @@ from test_caches import (
     QUANTIZED,
     ROOMY,
     ROTARY,
+    TURNED_FLOAT8,
     Buffered,
     Decoder,
     Exported,
@@ -33,18 +34,25 @@ from onnx_fuse.runtime.tensor import DeviceTensor
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", [*DECODERS, *QUANTIZED, *HALF], ids=lambda case: case.name)
+CASES = [*DECODERS, *QUANTIZED, TURNED_FLOAT8, *HALF]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     model, rng = case.model(), np.random.default_rng(5)
-    theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
-    names = [end.name for end in theirs.get_outputs()]
+    ours = InferenceSession(model, device="cuda")
+    names = [end.name for end in ours.get_outputs()]
     count = 0
     for sizes in BATCHES:
         if (feed := case.feeds(*sizes, rng)) is None:
             continue
-        wanted, got = theirs.run(None, feed), ours.run(None, feed)
-        again = ours.run(None, feed)
-        for name, x, y, z in zip(names, wanted, got, again, strict=True):
+        if case is TURNED_FLOAT8:
+            wanted = interpreted(load(model.clone()), feed)
+        else:
+            wanted = case.answers(feed)
+        got, again = ours.run(None, feed), ours.run(None, feed)
+        for name, y, z in zip(names, got, again, strict=True):
+            x = wanted[name]
             assert x.shape == y.shape
             np.testing.assert_array_equal(y, z, err_msg=f"{name}, again")
             for b, end in enumerate(lengths_of(feed)):
@@ -170,19 +178,23 @@ def test_prompts_see_the_tokens_of_their_sequence(head: int, attributes: str) ->
         np.testing.assert_allclose(got, wanted, rtol=4e-3, atol=4e-3, err_msg=note)
 
 
-def test_a_cache_is_filled_where_it_stands() -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("scales", ["", "PER_TENSOR", "PER_CHANNEL"])
+def test_a_cache_is_filled_where_it_stands(scales: str, batch: int) -> None:
     """Past and present are bound to one place, token by token, for sequences of other lengths."""
-    row = Decoder("shared", ROTARY, kind="float16", cache="shared", told="vector")
+    row = Decoder("shared", ROTARY, "float16", cache="shared", told="vector", scales=scales)
     model, rng = row.model(), np.random.default_rng(6)
     theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
-    batch, room = 2, 12
-    lengths = np.array([0, 3], np.int32)
-    caches = {f"past_{x}": np.zeros((batch, 2, room, 16), np.float16) for x in "kv"}
+    room = 12
+    lengths = np.array([0, 3], np.int32)[-batch:]
+    kept, count = np.int8 if scales else np.float16, 1 if scales == "PER_TENSOR" else 32
+    caches = {f"past_{x}": np.zeros((batch, 2, room, 16), kept) for x in "kv"}
+    steps = {f"{x}s": rng.uniform(0.01, 0.1, count).astype(np.float32) for x in "kv" if scales}
     binding = ours.io_binding()
     held = {name: on_gpu(array) for name, array in caches.items()}
     for _ in range(room - 3):
         feed = {"q": rng.standard_normal((batch, 1, 128)).astype(np.float16), "l": lengths,
-                "total": np.array([lengths.max() + 1], np.int32)}  # fmt: skip
+                "total": np.array([lengths.max() + 1], np.int32), **steps}  # fmt: skip
         y, *presents = theirs.run(None, feed | caches)
         caches = dict(zip(caches, presents, strict=True))
         for name, array in feed.items():
@@ -200,3 +212,44 @@ def test_a_cache_is_filled_where_it_stands() -> None:
             np.testing.assert_allclose(
                 place.numpy()[b, :, :end], caches[name][b, :, :end], rtol=2e-3, atol=2e-3
             )
+
+
+@pytest.mark.launches("sdpa/one_query.cu", "sdpa_one_query")
+@pytest.mark.parametrize("steps", ["int8", "float8e4m3fn"])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head", [8, 64, 128, 256])
+def test_a_quantized_cache_is_read_as_it_is(head: int, kind: str, steps: str) -> None:
+    """A token of 1 and of 5 sequences, and a prompt; the floats in it are what tests can feed."""
+    floats = f"float[B,2,P,{head}]"
+    model = text_model(
+        '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+        f" token (float[B,S,{8 * head}] x, {floats} past_k, {floats} past_v, int32[B] l,"
+        f" int32 total, float[1,2,1,{head}] ks, float[1,2,1,{head}] vs) => (float[B,S,{4 * head}]"
+        f" y, {floats} present_k, {floats} present_v) {{"
+        f" q = Cast <to = {10 if kind == 'float16' else 16}> (x)"
+        f" k0 = Cast <to = {3 if steps == 'int8' else 17}> (past_k)"
+        f" v0 = Cast <to = {3 if steps == 'int8' else 17}> (past_v)"
+        " z, k1, v1 = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2,"
+        ' k_quant_type = "PER_CHANNEL", v_quant_type = "PER_CHANNEL">'
+        " (q, , , k0, v0, l, total, , , , , , ks, vs) y = Cast <to = 1> (z)"
+        " present_k = Cast <to = 1> (k1) present_v = Cast <to = 1> (v1) }"
+    )
+    proto, rng = ir.serde.serialize_model(model), np.random.default_rng(head)
+    ours = InferenceSession(model, device="cuda")
+    for batch, new, room in ((1, 1, 700), (5, 1, 300), (1, 9, 40)):
+        feed = {"x": rng.standard_normal((batch, new, 8 * head)).astype(np.float32)}
+        for x in "kv":
+            feed[f"past_{x}"] = rng.integers(-128, 128, (batch, 2, room, head)).astype(np.float32)
+            feed[f"{x}s"] = (2.0 ** -rng.integers(5, 8, (1, 2, 1, head))).astype(np.float32)
+        feed["l"] = rng.integers(new - 1, room, batch).astype(np.int32)
+        feed["total"] = np.array(room, np.int32)
+        wanted = interpreted(load(proto.SerializeToString()), feed)
+        got, again = ours.run(None, feed), ours.run(None, feed)
+        limit = 4e-3 if kind == "float16" else 3e-2
+        for end, x, y in zip(ours.get_outputs(), got, again, strict=True):
+            np.testing.assert_array_equal(x, y)
+            for b, last in enumerate(feed["l"]):
+                part = b if end.name == "y" else (b, slice(None), slice(last + 1))
+                np.testing.assert_allclose(
+                    x[part], wanted[end.name][part], rtol=limit, atol=limit, err_msg=end.name
+                )

@@ -35,17 +35,17 @@ def _refuse(op: Body) -> None:
 
 
 def _scale(op: Body, name: str, kv_heads: int, head: int) -> ir.Value | None:
-    """What a number of an int8 cache of keys ("k") or values stands for: one, or [1, K, 1, h]."""
+    """What a number of a quantized cache of keys ("k") or values stands for, or [1, K, 1, h]."""
     how, at = op.attr(f"{name}_quant_type", "NONE"), "kv".index(name)
     if how == "NONE":
         return None
     past = op.given(3 + at)
     if (
         past is None
-        or past.dtype != ir.DataType.INT8
+        or past.dtype not in (ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN)
         or op.attr("kv_cache_bit_width", 8) not in (0, 8)
     ):
-        raise Unwritable("its cache is quantized, and not a past in int8")
+        raise Unwritable("its cache is quantized, and not a past in int8 or float8e4m3fn")
     shape = (1,) if how == "PER_TENSOR" else (1, kv_heads, 1, head)
     return op.Reshape(op.needed(12 + at), [*shape])
 
@@ -59,13 +59,19 @@ def _cached(
     return op.Where(valid, rows, op.number(0.0, new))
 
 
-def _int8(op: Body, x: ir.Value, scale: ir.Value) -> ir.Value:
-    """x in steps of a scale, for which onnxruntime takes 1 where it is 0; NaN becomes 127."""
+def _in_steps(op: Body, x: ir.Value, scale: ir.Value, stored: ir.DataType) -> ir.Value:
+    """x in steps of a scale, for which onnxruntime takes 1 where it is 0; NaN becomes 127 in int8.
+
+    Those in float8 are numbers of float32: operators that move tensors don't take the type.
+    """
     step = op.Where(op.Equal(scale, op.number(0, scale)), op.number(1, scale), scale)
-    steps_of_x = op.Round(op.Div(op.Cast(x, to=ir.DataType.FLOAT), step))
+    steps_of_x = op.Div(op.Cast(x, to=ir.DataType.FLOAT), step)
+    if stored == ir.DataType.FLOAT8E4M3FN:
+        return op.Cast(op.Cast(steps_of_x, to=stored), to=ir.DataType.FLOAT)
+    steps_of_x = op.Round(steps_of_x)
     low, high = (op.number(n, scale) for n in (-128, 127))
     clipped = op.Where(op.IsNaN(steps_of_x), high, op.Clip(steps_of_x, low, high))
-    return op.Cast(clipped, to=ir.DataType.INT8)
+    return op.Cast(clipped, to=stored)
 
 
 def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
@@ -131,8 +137,15 @@ def group_query_attention(
     groups, caches = heads // kv_heads, []
     for name, past, new in (("k", past_key, k), ("v", past_value, v)):
         scale = _scale(op, name, kv_heads, head)
-        cache = _cached(op, past, new if scale is None else _int8(op, new, scale), index, valid4)
-        read = cache if scale is None else op.to_like(op.Mul(op.to_like(cache, scale), scale), q)
+        if scale is None or past is None or past.dtype is None:
+            cache = read = _cached(op, past, new, index, valid4)
+        else:
+            new, old = _in_steps(op, new, scale, past.dtype), past
+            if new.dtype != past.dtype:
+                old = op.Cast(past, to=new.dtype)
+            cache = _cached(op, old, new, index, valid4)
+            read = op.to_like(op.Mul(op.to_like(cache, scale), scale), q)
+            cache = cache if new.dtype == past.dtype else op.Cast(cache, to=past.dtype)
         caches.append((cache, _shared(op, read, groups, heads, head)))
     (k, all_k), (v, all_v) = caches
     scores = scaled_scores(op, q, all_k, op.attr("scale"), head)

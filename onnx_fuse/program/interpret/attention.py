@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.contractions import (
     CACHE_OPERANDS,
     Attention,
@@ -71,6 +72,8 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
 def attention(p: Attention, of: Operands) -> Results:
     """y, and the largest logit and the log of the sum of each row."""
     q, k, v = (_operand(p, of, name) for name in "qkv")
+    if p.cache:
+        k, v = (t * _steps(p, of, name) for t, name in ((k, "key_step"), (v, "value_step")))
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))
     if p.lengths:  # what stands behind the tokens, or before their window, is not read
         ahead = np.arange(p.n) - of.raw("lengths").reshape(-1, 1)
@@ -79,6 +82,23 @@ def attention(p: Attention, of: Operands) -> Results:
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
         return {"y": weights.w @ v, "lse": weights.lse}
+
+
+def _steps(p: Attention | CacheAppend, of: Operands, name: str) -> np.ndarray:
+    """The steps of a cache's numbers: [1, kv_heads, 1, D]."""
+    heads, size = (
+        (p.kv_heads, p.size) if isinstance(p, CacheAppend) else (p.batch[1] // p.group, p.k)
+    )
+    return of.dense(name, heads, size)[None, :, None]
+
+
+def _in_steps(x: np.ndarray, step: np.ndarray, cache: str) -> np.ndarray:
+    """x in steps, in the range of the cache's type."""
+    with np.errstate(all="ignore"):
+        steps = np.float32(x) / np.where(step == 0, np.float32(1), np.float32(step))
+    if cache == "int8":
+        return np.where(np.isnan(steps), 127, np.rint(steps).clip(-128, 127))
+    return steps.clip(-448, 448).astype(dtype_of(cache)).astype(np.float64)
 
 
 def cache_append(p: CacheAppend, of: Operands) -> Results:
@@ -116,6 +136,9 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
         tables = [of.dense(name, p.context, wide)[angles][:, None] for name in ("cos", "sin")]
         new |= {name: _rotated(p, new[name], *tables) for name in "qk"}
         results["turned"] = new["q"]
+    for name, step in (("k", "key_step"), ("v", "value_step")) if p.cache else ():
+        row = new[name].astype(dtype_of(p.dtype))  # as it is rotated
+        new[name] = _in_steps(row, _steps(p, of, step), p.cache)
     for name, past, present in (
         ("k", "past_key", "present_key"), ("v", "past_value", "present_value")
     ):  # fmt: skip
