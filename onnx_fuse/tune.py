@@ -24,6 +24,7 @@ from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import Selection, candidates, select, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware
 from onnx_fuse.runtime import device
@@ -188,6 +189,10 @@ class Operands:
         self._memory: list[device.Memory] = []
         rng = np.random.default_rng(0)
         filled = {name: _random(rng, name, t) for name, t in call.reads}
+        if "offsets" in filled and isinstance(call.problem, Attention):  # of sequences alike
+            count = len(filled["offsets"])
+            ends = np.arange(count) * int(call.problem.packed) // max(1, count - 1)
+            filled["offsets"] = ends.astype(np.int32)
         for _ in range(max(2, min(SETS, 2 * hw.l2_bytes // max(1, total) + 1))):
             places = {}
             for name, tensor in tensors.items():

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir
+import sdpa_packed
 import sdpa_windows
 import window_gradients
 from conv_cases import CHANNELS_FIRST, CHANNELS_LAST
@@ -604,8 +605,8 @@ def _attention() -> Iterator[Case]:
                 masks.append(m.astype(dtype_of(dtype)))
             yield from _sdpa(rng, kind, (b, h, hkv), (s, t), (d, dv), dtype, masks)
     yield from _sdpa_steps()
-    for row in sdpa_windows.rows():
-        yield from _sdpa(rng, "Mask", *row)
+    for row in (*sdpa_packed.rows(), *(("Mask", *row) for row in sdpa_windows.rows())):
+        yield from _sdpa(rng, *row)
 
 
 def _sdpa_steps() -> Iterator[Case]:

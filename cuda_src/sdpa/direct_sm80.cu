@@ -37,7 +37,11 @@ DEVICE u32 pair(const uint4& row, const uint4& next, int j) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sdpa_direct(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr) {
+#if PACKED
+    after_previous_launch();  // which may have made the offsets
+#endif
     GATHER
+    if (PACKED && (int)blockIdx.x * TILES * 16 >= o.queries) return;
     // a warp's sums: of 8 tiles of 8 columns of v, as the lanes hold them; each row's (top, sum)
     __shared__ float4 shares[TILES][SHARERS][8][32];
     __shared__ float start;
@@ -204,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int out = first + r;
         if (out >= o.queries) continue;
         if (lse && c == 0)
-            ((float2*)lse)[((i64)b * o.heads + h) * o.queries + out] = row_lse(NATURAL ? best : best * (1 / LOG2E), total);
+            ((float2*)lse)[first_row(o, b, h, o.heads, o.queries) + out] = row_lse(NATURAL ? best : best * (1 / LOG2E), total);
         const float factor = GUARD && total == 0 ? 0.0f : __fdividef(1.0f, total);
-        T* to = y + b * yb + h * yh + out * yr + c;
+        T* to = y + b * yb + h * yh + (BEGIN + out) * yr + c;
         *(uint4*)to = {pack2<T>(value[0] * factor, value[1] * factor), pack2<T>(value[2] * factor, value[3] * factor),
                        pack2<T>(value[4] * factor, value[5] * factor), pack2<T>(value[6] * factor, value[7] * factor)};
         for (int j = 0; is_dead(total) && j < 8; j++)

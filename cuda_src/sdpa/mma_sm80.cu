@@ -160,6 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
+    if (PACKED && first >= o.queries) return;
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
@@ -229,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     }
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) sum[i / 2][i % 2] = quad_sum(sum[i / 2][i % 2]);
-    y += b * yb + h * yh;
-    const i64 at = ((i64)b * o.heads + h) * o.queries;
+    y += b * yb + h * yh + BEGIN * yr;
+    const i64 at = first_row(o, b, h, o.heads, o.queries);
     auto finish = [&](float total) { return GUARD && total == 0 ? 0.0f : 1 / total; };
     auto save = [&](int r, float top, float total) {
         if (lse && r < o.queries) ((float2*)lse)[at + r] = row_lse(NATURAL ? top : top * (1 / LOG2E), total);
@@ -322,12 +323,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     constexpr int MASK_TILE = mask_tile<MASK>(ROWS, TILE) + mask_tile<MASK2>(ROWS, TILE);
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
-    const i64 out = ((i64)b * o.heads + h) * o.queries;
+    if (PACKED && first >= o.queries) return;
+    const i64 out = first_row(o, b, h, o.heads, o.queries);
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
     fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-    fetch<ROWS, DV, VP>(dys, dy + b * db + h * dh, dr, first, o.queries);
+    fetch<ROWS, DV, VP>(dys, dy + b * db + h * dh + BEGIN * dr, dr, first, o.queries);
     fetch<TILE, D, DP>(ks, k, o.ks.row, 0, o.keys);
     fetch<TILE, DV, VP>(vs, v, o.vs.row, 0, o.keys);
     fetch_masks<ROWS, TILE>(ms, o, b, h, first, 0);
@@ -390,12 +392,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
-    GATHER
+    KEYS_FIRST
     extern __shared__ __align__(16) T shared[];
     T *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + 2 * TILE * PD;
     T* ms = dys + 2 * TILE * PV;
     constexpr int MASK_TILE = mask_tile<MASK>(TILE, ROWS) + mask_tile<MASK2>(TILE, ROWS);
     const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
+    if (PACKED && first >= o.keys) return;
     const int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 * MT + lane / 4;
     fetch<ROWS, D, DP>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
     fetch<ROWS, DV, VP>(vs, o.v + b * o.vs.batch + kv * o.vs.head, o.vs.row, first, o.keys);
@@ -406,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto fetch_step = [&](int step, int s) {  // one tile of queries of one of the group's heads
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
         fetch<TILE, D, DP>(qs + s * TILE * PD, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, t, o.queries);
-        fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + b * db + h * dh, dr, t, o.queries);
+        fetch<TILE, DV, VP>(dys + s * TILE * PV, dy + b * db + h * dh + BEGIN * dr, dr, t, o.queries);
         fetch_masks<TILE, ROWS>(ms + s * MASK_TILE, o, b, h, t, first);
     };
     if (steps) fetch_step(0, 0);
@@ -417,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (step + 1 < steps) fetch_step(step + 1, s ^ 1);
         cp_async_commit();
         const int h = kv * o.group + step / tiles, t = begin + step % tiles * TILE;
-        const i64 at = ((i64)b * o.heads + h) * o.queries;
+        const i64 at = first_row(o, b, h, o.heads, o.queries);
         float p[MT][TILE / 8][4], dp[MT][TILE / 8][4];
         dots<DP>(p, ks, qs + s * TILE * PD);
         dots<VP>(dp, vs, dys + s * TILE * PV);
@@ -447,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         accumulate<VP>(acc_v, p, dys + s * TILE * PV);
         accumulate<DP>(acc_k, dp, qs + s * TILE * PD);
     }
-    const i64 out = ((i64)b * (o.heads / o.group) + kv) * o.keys;
+    const i64 out = first_row(o, b, kv, o.heads / o.group, o.keys);
     float one[MT][2], factor[MT][2];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) one[i / 2][i % 2] = 1, factor[i / 2][i % 2] = o.scale;

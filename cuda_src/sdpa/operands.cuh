@@ -7,7 +7,10 @@
 //            add: where it is 0, the logit is `fill`), applied in this order; SOFTCAP (before them
 //            z = softcap tanh(z)); FLOOR (T is f16: an added -65504 stands for `floor`, a number beyond
 //            its range); CAUSAL (key j <= query i); GUARD 1: rows all -inf give 0;
-//            2: weights that are NaN are 0.
+//            2: weights that are NaN are 0. PACKED (B is 1, and S = T rows are sequences one behind the
+//            other, by offsets [grid z]; strides of batch are 0. Block z has one each, and the last
+//            what is behind them: rows without keys, which give 0, or where a block's rows are keys
+//            (KEYS_FIRST), without queries).
 #pragma once
 #include "common.cuh"
 
@@ -20,23 +23,59 @@ struct Operands {
     int heads, group, queries, keys;
     float scale, softcap, floor;
     double fill, fill2;
+#if PACKED
+    int begin, rows;  // the sequence's first row, and all rows
+#endif
 };
+#if PACKED
+#define SEQUENCES , const int *offsets_, int rows_
+#define BEGIN o.begin
+#else
+#define SEQUENCES
+#define BEGIN 0
+#endif
 // As kernel parameters (the host passes scalars, no structs), and gathered again inside.
 #define OPERANDS                                                                                   \
     const T *q_, const T *k_, const T *v_, const T *mask_, const T *mask2_, i64 qb_, i64 qh_,      \
         i64 qr_, i64 kb_, i64 kh_, i64 kr_, i64 vb_, i64 vh_, i64 vr_, i64 mb_, i64 mh_, i64 mr_,  \
         i64 mc_, i64 nb_, i64 nh_, i64 nr_, i64 nc_, int heads_, int group_, int queries_,         \
-        int keys_, float scale_, float softcap_, float floor_, double fill_, double fill2_
-#define GATHER                                                                                     \
-    const Operands o = {q_, k_, v_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_},             \
-                        {mask_, mb_, mh_, mr_, mc_}, {mask2_, nb_, nh_, nr_, nc_}, heads_, group_, \
-                        queries_, keys_, scale_, softcap_, floor_, fill_, fill2_};
+        int keys_, float scale_, float softcap_, float floor_, double fill_, double fill2_ SEQUENCES
+#if PACKED
+// The same of a block's own sequence.
+DEVICE Operands of_sequence(Operands o, const int* offsets, int rows, bool keys_first) {
+    const bool behind = blockIdx.z + 1 == gridDim.z;
+    o.begin = offsets[blockIdx.z], o.rows = rows;
+    o.q += (i64)o.begin * o.qs.row, o.k += (i64)o.begin * o.ks.row, o.v += (i64)o.begin * o.vs.row;
+    o.queries = o.keys = (behind ? rows : offsets[blockIdx.z + 1]) - o.begin;
+    if (behind) (keys_first ? o.queries : o.keys) = 0;
+    return o;
+}
+#endif
+#define GATHER_ALL                                                                                 \
+    {q_, k_, v_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_}, {mask_, mb_, mh_, mr_, mc_},   \
+     {mask2_, nb_, nh_, nr_, nc_}, heads_, group_, queries_, keys_, scale_, softcap_, floor_,      \
+     fill_, fill2_}
+#if PACKED
+#define GATHER_FOR(keys_first) const Operands o = of_sequence(GATHER_ALL, offsets_, rows_, keys_first);
+#else
+#define GATHER_FOR(keys_first) const Operands o = GATHER_ALL;
+#endif
+#define GATHER GATHER_FOR(false)
+#define KEYS_FIRST GATHER_FOR(true)
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 #define LOG2E 1.4426950408889634f
 // Whether logits are more than products: then they are kept as they are, else in units of log 2.
 #define NATURAL (MASK || SOFTCAP)
 
+// Where the rows of a head begin in a tensor [B, heads, S, .]; a sequence's, with PACKED.
+DEVICE i64 first_row(const Operands& o, int b, int h, int heads, int rows) {
+#if PACKED
+    return (i64)h * o.rows + o.begin;
+#else
+    return ((i64)b * heads + h) * rows;
+#endif
+}
 // tanh with an absolute error of 1e-7, in half the instructions.
 DEVICE float squash(float x) { return 1 - __fdividef(2.0f, __expf(2 * x) + 1); }
 DEVICE double squash(double x) { return tanh(x); }

@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
     extern __shared__ ACC shared[];
     ACC *qs = shared, *ks = qs + ROWS * PD, *vs = ks + TILE * PD, *ps = vs + TILE * PV;
     const int first = blockIdx.x * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
+    if (PACKED && first >= o.queries) return;
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
         __syncwarp();  // a warp reads the rows it wrote
         accumulate<DV, PV>(acc, ps, vs, ty, tx);
     }
-    const i64 row = ((i64)b * o.heads + h) * o.queries;
+    const i64 row = first_row(o, b, h, o.heads, o.queries);
     ACC factor[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
         if (lse && tx == 0 && first + ty * 4 + i < o.queries)
             ((float2*)lse)[row + first + ty * 4 + i] = row_lse(top[i], sum[i]);
     }
-    y += b * yb + h * yh;
+    y += b * yb + h * yh + BEGIN * yr;
     write<DV>(y, yr, acc, first, o.queries, ty, tx, factor);
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -154,12 +155,13 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     extern __shared__ ACC shared[];
     ACC *qs = shared, *dys = qs + ROWS * PD, *ks = dys + ROWS * PV, *vs = ks + TILE * PD, *ps = vs + TILE * PV;
     const int first = blockIdx.x * ROWS, h = blockIdx.y, b = blockIdx.z, kv = h / o.group;
+    if (PACKED && first >= o.queries) return;
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-    const i64 row = ((i64)b * o.heads + h) * o.queries;
+    const i64 row = first_row(o, b, h, o.heads, o.queries);
     const T* k = o.k + b * o.ks.batch + kv * o.ks.head;
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     fill<ROWS, D, PD>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-    fill<ROWS, DV, PV>(dys, dy + b * db + h * dh, dr, first, o.queries);
+    fill<ROWS, DV, PV>(dys, dy + b * db + h * dh + BEGIN * dr, dr, first, o.queries);
     ACC acc[4][OUT_D] = {}, top[4], spread[4], c[4], factor[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -197,21 +199,22 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 1)
     sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
     after_previous_launch();
-    GATHER
+    KEYS_FIRST
     extern __shared__ ACC shared[];
     ACC *ks = shared, *vs = ks + ROWS * PD, *qs = vs + ROWS * PV, *dys = qs + TILE * PD, *ps = dys + TILE * PV;
     const int first = blockIdx.x * ROWS, kv = blockIdx.y, b = blockIdx.z;
+    if (PACKED && first >= o.keys) return;
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     fill<ROWS, D, PD>(ks, o.k + b * o.ks.batch + kv * o.ks.head, o.ks.row, first, o.keys);
     fill<ROWS, DV, PV>(vs, o.v + b * o.vs.batch + kv * o.vs.head, o.vs.row, first, o.keys);
     ACC acc_k[4][OUT_D] = {}, acc_v[4][OUT_V] = {};
     for (int h = kv * o.group; h < (kv + 1) * o.group; h++) {
-        const i64 row = ((i64)b * o.heads + h) * o.queries;
+        const i64 row = first_row(o, b, h, o.heads, o.queries);
         const T* q = o.q + b * o.qs.batch + h * o.qs.head;
         for (int t = CAUSAL ? first / TILE * TILE : 0; t < o.queries; t += TILE) {
             __syncthreads();
             fill<TILE, D, PD>(qs, q, o.qs.row, t, o.queries);
-            fill<TILE, DV, PV>(dys, dy + b * db + h * dh, dr, t, o.queries);
+            fill<TILE, DV, PV>(dys, dy + b * db + h * dh + BEGIN * dr, dr, t, o.queries);
             __syncthreads();
             ACC s[4][2], dp[4][2];
             dots<D, PD>(s, ks, qs, ty, tx);
@@ -243,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             accumulate<D, PD>(acc_k, ps, qs, ty, tx);
         }
     }
-    const i64 out = ((i64)b * (o.heads / o.group) + kv) * o.keys;
+    const i64 out = first_row(o, b, kv, o.heads / o.group, o.keys);
     const ACC one[4] = {1, 1, 1, 1}, scale[4] = {(ACC)o.scale, (ACC)o.scale, (ACC)o.scale, (ACC)o.scale};
     write<D>(dk + out * D, D, acc_k, first, o.keys, ty, tx, scale);
     write<DV>(dv + out * DV, DV, acc_v, first, o.keys, ty, tx, one);

@@ -33,11 +33,12 @@ ROWS, TILE = 64, 32  # of simt.cu
 
 def _operands(p: Attention) -> tuple[Arg, ...]:
     none = (0, 0, 0, 0)
-    return args(
+    made = args(
         "q k v mask mask2, i64 q_strides k_strides v_strides by by2, i32 heads group m n, "
         "f32 scale softcap lowest, f64 fill fill2", p,
         by=p.mask or none, by2=p.mask2 or none, heads=p.batch[1],
     )  # fmt: skip
+    return (*made, *args("offsets, i32 packed", p)) if p.packed else made
 
 
 def _strides(p: Attention, name: str) -> tuple[Arg, ...]:
@@ -105,6 +106,8 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         return "wgmma is sm_90's"
     if p.cache:
         return f"keys and values are steps in {p.cache}"
+    if p.packed:
+        return "sequences one behind the other, whose ends TMA does not know"
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
@@ -121,7 +124,7 @@ def common_macros(p: Attention) -> dict[str, object]:
         "T": C_TYPES[p.dtype], "D": p.k, "DV": p.dv,
         "MASK": bool(p.mask), "MASK2": bool(p.mask2),
         "KEEP": p.keep, "KEEP2": p.keep2,
-        "SOFTCAP": p.softcap != 0, "CAUSAL": p.causal,
+        "SOFTCAP": p.softcap != 0, "CAUSAL": p.causal, "PACKED": p.packed != 0,
         "GUARD": p.guard, "FLOOR": p.lowest != 0,
     }  # fmt: skip
 
@@ -166,15 +169,16 @@ class _Attention(Planned, ABC):
 
         if not grad:
             return tuple(each("sdpa_forward", p.m, 1, "y", "lse")), 0
-        count = p.batches * p.m
+        count, queries = p.rows, p.packed or p.m
         delta = launch(
             "sdpa/simt.cu", "sdpa_delta", -(-count // 8), 256,
-            *args("dy y workspace, i64 count, i32 heads m", p, count=count, heads=p.batch[1]),
+            *args("dy y workspace, i64 count, i32 heads queries", p, count=count, heads=p.batch[1],
+                  queries=queries),
             *_strides(p, "dy"), *_strides(p, "y"), **common_macros(p), ACC=accumulator(p.dtype),
         )  # fmt: skip
-        queries = each("sdpa_dq", p.m, 1, "lse", "workspace", "dq")
-        keys = each("sdpa_dkv", p.n, p.group, "lse", "workspace", "dk", "dv")
-        return (delta, *queries, *keys), count * (8 if p.dtype == "float64" else 4)
+        dq = each("sdpa_dq", p.m, 1, "lse", "workspace", "dq")
+        dkv = each("sdpa_dkv", p.n, p.group, "lse", "workspace", "dk", "dv")
+        return (delta, *dq, *dkv), count * (8 if p.dtype == "float64" else 4)
 
 
 def parts_of_batch(p: Attention) -> list[tuple[tuple[int, int], dict[str, Ptr]]]:
@@ -240,7 +244,7 @@ class Mma(_Attention):
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.dv)
-        more = self.mask(problem) > 0 or problem.softcap != 0
+        more = self.mask(problem) > 0 or problem.softcap != 0 or (grad and problem.packed != 0)
         tiles = next((t for limit, t in _TILES[problem.op, more] if wide <= limit), ())
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
         if grad and wide > 64 and problem.mask2:
@@ -447,7 +451,7 @@ class Wgmma(Kernel):
 class Simt(_Attention):
     """sdpa/simt.cu: any float type and head size, IEEE products."""
 
-    name, source = "simt", "sdpa/simt.cu"
+    name, source, version = "simt", "sdpa/simt.cu", 2
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
@@ -494,8 +498,8 @@ class OneQuery(Kernel):
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
-        if p.m != 1:
-            return f"for one query, not {p.m}"
+        if p.packed or p.m != 1:
+            return "for one query a sequence"
         if isinstance(p, CachedAttention):
             append, p = p.parts
             if p.guard == 2:

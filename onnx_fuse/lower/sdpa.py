@@ -99,11 +99,14 @@ def _problem(
         more |= {"softcap": float(ctx.attr(node, "softcap", 1.0))} if kind.softcap else {}
         more |= {"lowest": float(ctx.attr(node, FLOOR, 0.0))} if kind.added else {}
     lie = {f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense}
-    return of(
-        m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
-        group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],
-        k_strides=k.strides[:3], v_strides=v.strides[:3], **{**more, **masks.fields, **lie},
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "m": queries, "n": k.shape[2], "k": width, "batch": (batch, heads), "dtype": q.dtype,
+        "dv": v.shape[3], "group": heads // k.shape[1], "scale": float(scale),
+        "q_strides": q.strides[:3], "k_strides": k.strides[:3], "v_strides": v.strides[:3],
+    } | more | masks.fields | lie  # fmt: skip
+    if "packed" in fields:
+        fields |= {name: (0, *by[1:]) for name, by in fields.items() if "strides" in name}
+    return of(**fields)
 
 
 def _window(left: int, right: int, queries: int, keys: int) -> dict[str, Any] | None:
@@ -128,6 +131,11 @@ def _masks(
     """
     kind = KINDS[FusedName.of(node.op_type).kind]
     masks, at = _Masks(), first
+    if kind.packed:
+        masks.reads["offsets"] = offsets = ctx.dense(node, first)
+        longest = ctx.view(node, first + 1).shape[-1]
+        masks.fields.update(m=longest, n=longest, batch=(offsets.shape[0], q.shape[1]))
+        masks.fields["packed"] = q.shape[2]
     for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
         proved = ctx.attr(node, CAUSAL, 0)
@@ -220,7 +228,7 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
     counts further passes over them. Open lengths keep the fused kernel: the choice of products
     depends on what divides the lengths, so that one class of lengths would need several programs.
     """
-    if problem.dtype != "float32" or problem.op in forced(ctx.prefs):
+    if problem.dtype != "float32" or problem.op in forced(ctx.prefs) or problem.packed:
         return False
     if any(isinstance(length, OpenSize) for length in (problem.m, problem.n)):
         return False

@@ -61,6 +61,10 @@ class Attention(AnyProblem):
     window. Pointer: lengths, int32 [B]."""
     cache: str = ""
     """The type of k and v where they are numbers of steps, as in a CacheAppend; "": `dtype`."""
+    packed: int = 0
+    """The rows of sequences one behind the other, in which q, k, v and y are [1, H, rows, D], with
+    strides of 0 for the batch: of B - 1 sequences of m = n rows at most, and of the rows behind
+    them, which give 0. Pointer: offsets, int32 [B]."""
 
     @property
     def cache_dtype(self) -> str:
@@ -80,7 +84,7 @@ class Attention(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """The operations of its two products, of the keys that the queries see."""
+        """The operations of its two products, of the keys that the queries see; padded ones."""
         whole = 2 * self.batches * self.m * self.seen(self.n) * (self.k + self.dv)
         return whole // 2 if self.causal else whole
 
@@ -102,8 +106,16 @@ class Attention(AnyProblem):
         """(shape [B, H, S, D], strides of its first three axes) of q, k, v, y or a gradient."""
         batch, heads = self.batch
         lead = (heads // self.group, self.n) if name[-1] in "kv" else (heads, self.m)
+        if self.packed:
+            batch, lead = 1, (lead[0], self.packed)
         shape = (batch, *lead, self.k if name[-1] in "qk" else self.dv)
-        return shape, getattr(self, f"{name}_strides", ()) or dense_strides(shape)[:3]
+        strides = getattr(self, f"{name}_strides", ()) or dense_strides(shape)[:3]
+        return shape, (0, *strides[1:]) if self.packed else strides
+
+    @property
+    def rows(self) -> int:
+        """The rows of queries of all heads."""
+        return self.batch[1] * self.packed if self.packed else self.batches * self.m
 
 
 CACHE_OPERANDS = {"k": "new_key", "v": "new_value", "past_key": "k", "past_value": "v"}

@@ -52,14 +52,19 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
             z = np.float32(z) + np.float32(np.where(mask == -65504, p.lowest, mask))
         else:
             z = z + mask
-    ahead = np.arange(p.n) - np.arange(p.m)[:, None]
+    ahead = np.arange(z.shape[3]) - np.arange(z.shape[2])[:, None]
     left, right = (np.inf if n < 0 else n for n in p.window or (-1, -1))
     right = min(right, 0) if p.causal else right
     if p.lengths:
         last = of.raw("lengths").reshape(-1, 1, 1, 1)
         places = np.maximum(last + 1 - p.m, 0) + np.arange(p.m)[:, None]
         ahead, right = np.arange(p.n) - places, np.minimum(last - places, 0)
-    z = np.where((ahead >= -left) & (ahead <= right), z, -np.inf)
+    seen = (ahead >= -left) & (ahead <= right)
+    if p.packed:
+        offsets = of.raw("offsets").reshape(-1)
+        sequence = np.searchsorted(offsets, np.arange(p.packed), side="right")
+        seen &= (sequence[:, None] == sequence) & (sequence < len(offsets))
+    z = np.where(seen, z, -np.inf)
     top = z.max(-1, keepdims=True)
     e = np.exp(z - top)
     total = e.sum(-1, keepdims=True)
@@ -202,7 +207,7 @@ def attention_grad(p: AttentionGrad, of: Operands) -> Results:
         dw = dy @ v.swapaxes(2, 3)
         dz = weights.w * (dw - (dy * y).sum(-1, keepdims=True)) * weights.slope * p.scale
         dk, dv = dz.swapaxes(2, 3) @ q, weights.w.swapaxes(2, 3) @ dy
-    batch, heads = p.batch
-    shared = (batch, heads // p.group, p.group, p.n)
+    batch, heads, keys, _ = k.shape
+    shared = (batch, heads // p.group, p.group, keys)
     dk, dv = (g.reshape(*shared, g.shape[-1]).sum(2) for g in (dk, dv))
     return {"dq": dz @ k, "dk": dk, "dv": dv}

@@ -13,7 +13,7 @@ from onnx_fuse.program.passes.callgraph import Calls, whole
 def append_in_attention(calls: Calls, i: int, call: Call) -> None:
     """present = past with a new row, y = attention over it: one launch, where nobody else waits."""
     p, reads = call.problem, dict(call.reads)
-    if type(p) is not Attention or p.m != 1:
+    if type(p) is not Attention or p.packed or p.m != 1:
         return
     at, before = calls.producer(reads["k"]) or (i, call)
     append, presents = before.problem, dict(before.writes)

@@ -7,6 +7,9 @@ A kind's name says what it does, in this order:
     Wide      the logits are cast to float32 for the softmax, its result back to q's dtype
     Softcap   z = softcap · tanh(z)
     Causal    query i sees the keys j <= i
+    Packed    sequences stand one behind the other on the axes S and T, B is 1: query i sees the
+              keys of its own; offsets [sequences + 1] int32 say where each begins and the last one
+              ends, the rows behind it give 0; no sequence is longer than the last axis of `longest`
     Mask      z = z + mask, broadcastable to [B, H, S, T]
     Where     z = Where(keep, z, fill): keep bool, broadcastable to [B, H, S, T], fill a scalar
     Guard     a row whose mask is -inf everywhere gives 0
@@ -39,6 +42,7 @@ class Kind:
     wide: bool = False
     softcap: bool = False
     causal: bool = False
+    packed: bool = False
     steps: tuple[str, ...] = ()
     guard: str = ""
     """"" , "Guard" or "NanGuard"."""
@@ -51,13 +55,14 @@ class Kind:
             "Wide": self.wide,
             "Softcap": self.softcap,
             "Causal": self.causal,
+            "Packed": self.packed,
         }
         return "".join((*(n for n, on in flags.items() if on), *self.steps, self.guard))
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the body's inputs: q, k, v, then mask or keep and fill for each step."""
-        names = ["q", "k", "v"]
+        names = ["q", "k", "v", *(("offsets", "longest") if self.packed else ())]
         for i, step in enumerate(self.steps, 1):
             names += [f"mask{i}"] if step == "Mask" else [f"keep{i}", f"fill{i}"]
         return tuple(names)
@@ -80,11 +85,13 @@ class Kind:
 def _kinds() -> Iterator[Kind]:
     for grouped, wide, softcap in product((False, True), repeat=3):
         for steps, guard in product(STEPS, ("", "NanGuard")):
-            yield Kind(grouped, wide, softcap, False, steps, guard)
-        yield Kind(grouped, wide, softcap, False, ("Mask",), "Guard")
+            yield Kind(grouped, wide, softcap, steps=steps, guard=guard)
+        yield Kind(grouped, wide, softcap, steps=("Mask",), guard="Guard")
         # causal ones come from the standard's Attention, whose guard this is
         yield Kind(grouped, wide, softcap, True)
-        yield Kind(grouped, wide, softcap, True, ("Mask",), "Guard")
+        yield Kind(grouped, wide, softcap, True, steps=("Mask",), guard="Guard")
+        for causal, guard in product((False, True), ("Guard", "NanGuard")):
+            yield Kind(grouped, wide, softcap, causal, packed=True, guard=guard)
 
 
 FLOOR = "floor"
@@ -148,6 +155,31 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
     if kind.softcap:
         lines += ["t = Tanh (s)", _number("cap", "@softcap", "s"), "zc = t * cap"]
         z = "zc"
+    if kind.packed:
+        lines += [
+            "start = Constant <value_int: int = 0> ()",
+            "step = Constant <value_int: int = 1> ()",
+            "first_axis = [0]",
+            "second_axis = [1]",
+            "place = Range (start, Squeeze (Shape <start: int = 2, end: int = 3> (q)), step)",
+            "begins = Unsqueeze (Cast <to: int = 7> (offsets), second_axis)",
+            "passed = Cast <to: int = 7> (LessOrEqual (begins, place))",
+            "sequence = ReduceSum <keepdims: int = 0> (passed, first_axis)",
+            "own = Equal (Unsqueeze (sequence, second_axis), sequence)",
+            "there = Less (sequence, Shape (offsets))",  # those behind the last have passed all
+            "seen = And (own, there)",
+        ]
+        seen = "seen"
+        if kind.causal:
+            lines += ["past = LessOrEqual (place, Unsqueeze (place, second_axis))"]
+            seen = "And (seen, past)"
+        lines += [
+            "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
+            _number("nil", "0.0", "s"),
+            f"mask = Where ({seen}, nil, low)",
+            f"z1 = {z} + mask",
+        ]
+        return lines, "z1"
     if kind.causal:
         lines += [
             "q_size = Shape <start: int = 2, end: int = 3> (q)",
@@ -194,7 +226,10 @@ def body(kind: Kind) -> str:
     y = "yn" if kind.guard else "y"
     if kind.guard == "Guard":
         # Rows are told by the mask, which heads and layers share, not by the far larger weights.
-        mask, logits = ("mask" if kind.causal else "mask1"), ("zc" if kind.softcap else "s")
+        mask, logits = (
+            ("mask" if kind.causal or kind.packed else "mask1"),
+            ("zc" if kind.softcap else "s"),
+        )
         lines += [
             f"highest = ReduceMax <keepdims: int = 1> ({mask}, last)",
             "dead = IsInf <detect_positive: int = 0> (highest)",

@@ -82,7 +82,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     capped = bool(softcap)
     q, k, v, grouped = grouping(wide, k, v)
     steps, guard = (("Mask",), "Guard") if mask is not None else ((), "")
-    kind = Kind(grouped is not None, False, capped, causal, steps, guard)
+    kind = Kind(grouped is not None, False, capped, causal, steps=steps, guard=guard)
     inputs = [q, k, v] + ([mask] if mask is not None else [])
     step = causal_step([MaskStep(mask, mask)] if mask is not None else [])
     if capped:

@@ -99,7 +99,9 @@ def _fused(
     steps, masks = steps_of(op, rw, scores, frame)
     guard = "NanGuard" if ending.guarded else ""
     q, k, v, heads = grouping(*frame.qkv)
-    kind = Kind(heads is not None, scores.wide, scores.softcap is not None, False, steps, guard)
+    kind = Kind(
+        heads is not None, scores.wide, scores.softcap is not None, steps=steps, guard=guard
+    )
     step = causal_step(scores.steps)
     y = emit(op, kind, heads, [q, k, v, *masks], scale, scores.softcap, step)
     y = frame.back(op, y)

@@ -1,0 +1,27 @@
+"""Attention over sequences one behind the other: kinds, sizes and operands of cases."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+# kind, (H, Hkv), (D, Dv), lengths, the most that one may have, rows behind the last
+ROWS = (
+    ("PackedGuard", (2, 2), (64, 64), (70, 0, 1, 33), 72, 5),
+    ("PackedGuard", (4, 2), (64, 64), (130, 7, 200), 200, 70),
+    ("PackedGuard", (1, 1), (40, 24), (1, 2, 1), 2, 0),
+    ("CausalPackedGuard", (2, 2), (64, 64), (300, 0, 70), 310, 64),
+    ("CausalPackedGuard", (2, 1), (128, 72), (65, 1, 64), 65, 1),
+    ("SoftcapPackedGuard", (2, 2), (32, 32), (20, 40), 40, 3),
+    ("PackedNanGuard", (2, 2), (64, 64), (70, 100), 100, 9),
+)
+
+
+def rows() -> Iterator[tuple[str, Any, Any, Any, str, list[np.ndarray]]]:
+    """Kind, heads, sizes, widths, type, and the offsets and what is as long as the longest."""
+    for kind, heads, widths, lengths, longest, behind in ROWS:
+        offsets = np.cumsum([0, *lengths]).astype(np.int32)
+        tokens = int(offsets[-1]) + behind
+        more = [offsets, np.zeros((len(lengths), longest), np.int64)]
+        for dtype in ("float32", "float16", "bfloat16"):
+            yield kind, (1, *heads), (tokens, tokens), widths, dtype, more
