@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 
@@ -347,10 +347,11 @@ def run_once(
     compiled: Path | None = None,
     gpus: int = 1,
     providers: Sequence[Any] | None = None,
+    pack: bool | Literal["zero"] = False,
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the Profile of a run.
 
-    `providers` take the place of `device`, as in InferenceSession.
+    `providers` take the place of `device`, and `pack` is as in InferenceSession.
 
     With several `gpus` each takes its part of the batch, and there is no profile.
     `compiled` is a file of `deploy.compile` that has the graph and runs in its place.
@@ -358,7 +359,7 @@ def run_once(
     if gpus > 1:
         return _run_on(gpus, compiled or graph, feeds, device, precision)
     where: dict[str, Any] = {"providers": providers} if providers else {"device": device}
-    session = InferenceSession(compiled or graph, precision=precision, **where)
+    session = InferenceSession(compiled or graph, precision=precision, pack=pack, **where)
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     result = _timed(session, feeds)
     result.providers = session.get_providers()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onnx_fuse import cache
     from onnx_fuse.adapters.held import HeldAdapters, Rows
     from onnx_fuse.ir.constants import Model
+    from onnx_fuse.rewrite.padding import Packing
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.graphs import Portable
     from onnx_fuse.runtime.program_cache import Origin
@@ -65,9 +66,14 @@ class InferenceSession:
             or six in bfloat16 (relative errors of 4e-6, and of float32 itself), and "bf16" and
             "fp16" compute in 16 bits. Inputs and outputs keep their types.
         recompile: Compile the graph that is in a compiled file here, as any other model's.
+        pack: Compute on "cuda" only the tokens that the model's attention mask shows, not the
+            padding (docs/padding.md). "zero" does so where an output has a row for each token, too:
+            it is zero at the padding. A batch that cannot be packed runs with its padding, with
+            one warning.
 
     Raises:
-        ModelError: The model is malformed or unsupported.
+        ModelError: The model is malformed or unsupported, or `pack` finds that its padding may be
+            read.
         DeviceError: `device` is "cuda" and there is no usable GPU.
         UsageError: There is no such device, precision or provider, or none of the providers.
     """
@@ -83,8 +89,15 @@ class InferenceSession:
         level: int = 2,
         precision: str = "fp32",
         recompile: bool = False,
+        pack: bool | Literal["zero"] = False,
     ) -> None:
         self.device, gpu, self._providers = _device(device, providers)
+        if pack not in (False, True, "zero"):
+            raise UsageError(f"there is no pack={pack!r}: it is False, True or 'zero'")
+        if pack and (self.device != "cuda" or not optimize or _is_compiled(model)):
+            raise UsageError("pack is for device 'cuda', for a model that is optimized here")
+        self._pack, self._warned = pack, False
+        self._packing: Packing | None = None
         if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
             raise UsageError(
                 f"there is no precision '{precision}' on device '{self.device}': "
@@ -123,9 +136,15 @@ class InferenceSession:
 
     def _on_gpu(self, precision: str, gpu: int) -> Executable:
         """The graph's Executable; what optimizing and `precision` make of it may be kept."""
-        entry = self._entry(precision=precision)
+        more = {"pack": self._pack} if self._pack else {}
+        entry = self._entry(precision=precision, **more)
         cached = entry.load() if entry else None
-        self._interface = _Interface.of_graph(self.model if cached is None else cached[0])
+        graph = self.model if cached is None else cached[0]
+        if self._pack:
+            from onnx_fuse.rewrite.padding import Packing
+
+            self._packing = Packing.of(graph)
+        self._interface = _Interface.of_graph(graph, self._packing.added if self._packing else ())
         if cached is None:
             executable = _executable(self.model, precision, gpu)
             if entry:
@@ -166,6 +185,10 @@ class InferenceSession:
             from onnx_fuse import rewrite
 
             rewrite.optimize(graph, level=self._level, own_kernels=self.device == "cuda")
+        if self._pack:
+            from onnx_fuse.rewrite.padding import pack
+
+            graph = pack(graph, zero=self._pack == "zero")
         return graph
 
     @cached_property
@@ -266,7 +289,8 @@ class InferenceSession:
             for name in names:
                 if name not in self._output_names:
                     raise invalid(f"Invalid output name:{name}")
-        return self._executable.run(names, self._feeds(input_feed))
+        executable, prepared = self._prepared(input_feed)
+        return list(executable.run(names, prepared))
 
     @cached_property
     def _adapters(self) -> HeldAdapters:
@@ -295,8 +319,10 @@ class InferenceSession:
 
         Raises:
             DataError: The file is no adapter of this model.
-            UsageError: The session is of a compiled file.
+            UsageError: The session is of a compiled file, or has `pack`.
         """
+        if self._pack:
+            raise UsageError("a session with pack takes no adapters: leave pack out")
         if _is_compiled(self._source) and self._level is None:
             raise UsageError(
                 "the programs of a compiled file have no inputs for adapters: open it with "
@@ -316,7 +342,10 @@ class InferenceSession:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.
 
         On "cuda" both may be GPU memory, which is read and written in place (docs/binding.md).
+        Raises UsageError for a session with `pack`, which reads its mask on the host at each run.
         """
+        if self._packing is not None:
+            raise UsageError("a session with pack reads its mask on the host: call run")
         return (self._executable or self._session).io_binding()
 
     def run_with_iobinding(
@@ -356,15 +385,21 @@ class InferenceSession:
 
         Raises UsageError unless the device is "cuda".
         """
-        return str(self._on_cuda().instance(self._feeds(input_feed)))
+        executable, feeds = self._prepared(input_feed)
+        listing = str(executable.instance(feeds))
+        if self._packing is None or self._packing.rows not in feeds:
+            return listing
+        mask = feeds[self._packing.mask].shape
+        rows = feeds[self._packing.rows].shape[1]
+        return f"padding is packed: {rows} rows for {mask[0]} x {mask[1]}\n{listing}"
 
     def program(self, input_feed: Mapping[str, Any]) -> tuple[Any, Any]:
         """The program.call.Program that these feeds run, and its program.problem.Hardware.
 
         Raises UsageError unless the device is "cuda".
         """
-        executable = self._on_cuda()
-        return executable.instance(self._feeds(input_feed)).program, executable.hw
+        executable, feeds = self._prepared(input_feed)
+        return executable.instance(feeds).program, executable.hw
 
     def profile(self, input_feed: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
         """Number of calls and microseconds in all by kernel, the longest first.
@@ -372,7 +407,8 @@ class InferenceSession:
         Each call is timed by itself. Raises UsageError unless the device is "cuda".
         """
         times: dict[str, tuple[int, float]] = {}
-        for call, seconds in self._on_cuda().instance(self._feeds(input_feed)).profile():
+        executable, feeds = self._prepared(input_feed)
+        for call, seconds in executable.instance(feeds).profile():
             calls, us = times.get(call.kernel, (0, 0.0))
             times[call.kernel] = (calls + 1, us + 1e6 * seconds)
         return dict(sorted(times.items(), key=lambda item: -item[1][1]))
@@ -413,6 +449,25 @@ class InferenceSession:
         }
         return checked_feeds(self._input_specs, {**self._interface.defaults, **feeds})
 
+    def _prepared(self, input_feed: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """What runs these feeds, and all that it is fed."""
+        executable, feeds = self._on_cuda(), self._feeds(input_feed)
+        if self._packing is None:
+            return executable, feeds
+        mask = executable.host_value(feeds[self._packing.mask])
+        more = self._packing.feeds(mask, {name: value.shape for name, value in feeds.items()})
+        if not isinstance(more, str):
+            return executable, {**feeds, **more}
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"a batch runs with its padding, as others may: {more}", stacklevel=3)
+        return self._padded._prepared(input_feed)
+
+    @cached_property
+    def _padded(self) -> InferenceSession:
+        """The session of the same model for batches that cannot be packed."""
+        return self._alike(self._source)
+
     def __repr__(self) -> str:
         source = self._source if isinstance(self._source, str | os.PathLike) else ""
         ends = (self.get_inputs(), self.get_outputs())
@@ -450,12 +505,13 @@ class _Interface:
     defaults: dict[str, np.ndarray[Any, Any]]
 
     @classmethod
-    def of_graph(cls, model: ir.Model) -> _Interface:
+    def of_graph(cls, model: ir.Model, hidden: Collection[str] = ()) -> _Interface:
+        """Those of a graph but for `hidden` inputs, which the session itself feeds."""
         from onnx_fuse.ir.build import defaults, required_inputs
 
         arrays = defaults(model)
         overridable = [argument(v) for v in model.graph.inputs if v.name in arrays]
-        inputs = [argument(v) for v in required_inputs(model)]
+        inputs = [argument(v) for v in required_inputs(model) if v.name not in hidden]
         return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], arrays)
 
     @classmethod

@@ -298,7 +298,14 @@ class FakeGpu(IdleDriver):
         if call.kernel.startswith("Copy x"):
             results = [reads[f"0{name[1:]}"] for name, _ in call.writes]
         elif call.expression is not None:
-            results = evaluate(call.expression, list(reads.values()), writes)
+            arrays = list(reads.values())
+            for row in call.expression.rows:  # of any of which an element may be
+                name, t = call.reads[row.load]
+                last = replace(t, shape=(row.size, *t.shape), strides=(row.step, *t.strides))
+                every = at(operands[name], last)
+                places = np.broadcast_to(arrays[row.index], t.shape)
+                arrays[row.load] = every[(places, *np.indices(t.shape))]
+            results = evaluate(call.expression, arrays, writes)
         else:
             of = Operands(SimpleNamespace(view=stored), call.reads, call.writes)
             answers = ANSWERS[type(call.problem)](call.problem, of)

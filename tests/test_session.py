@@ -62,7 +62,7 @@ def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch
     runner = object.__new__(Executable)
     runner.device_id = 1
     runner.shared = SimpleNamespace(stream=Stream())  # type: ignore[assignment]
-    runner._host_value(DeviceTensor(256, (2,), "int64", 1, None))
+    runner.host_value(DeviceTensor(256, (2,), "int64", 1, None))
     assert calls == ["context 1", "16 bytes from 256", "reading a feed"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import with_options
@@ -15,6 +15,7 @@ EXAMPLES = (
     "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
     "onnx-fuse run model.onnx --device cuda --precision fp16 --dim batch=8 --profile",
 )
+PACKS: dict[str, bool | Literal["zero"]] = {"": False, "exact": True, "zero": "zero"}
 OPTIONS = """
     output (-o, --output OUT.npz): Write the outputs to this file.
     profile (--profile): Show the time by operator (as onnxruntime counts it) or, on cuda, by
@@ -23,6 +24,8 @@ OPTIONS = """
         the CPU.
     recompile (--recompile): Compile the graph that is in a compiled file anew, for this GPU and
         any shape.
+    pack (--pack WHAT): Compute on cuda the tokens alone, not the padding that the model's attention
+        mask hides: "exact", or "zero" where outputs are to be zero at the padding.
     explain (--explain): List each kernel on cuda, its predicted time and why it was chosen.
     """
 
@@ -37,6 +40,7 @@ def run(
     profile: bool = False,
     gpus: int = 1,
     recompile: bool = False,
+    pack: str = "",
     explain: bool = False,
     trace: Path | None = None,
     reports: show.Reports,
@@ -62,6 +66,8 @@ def run(
         raise UsageError("--providers shows outputs and time: leave out --gpus and --profile")
     if gpus > 1 and (profile or trace or explain or reports.html):
         raise UsageError("--gpus shows outputs and time: leave out --profile, --explain and --html")
+    if pack and (device != "cuda" or gpus > 1 or pack not in PACKS):
+        raise UsageError("--pack takes exact or zero, with --device cuda and without --gpus")
     if explain and device != "cuda":
         raise UsageError(
             "--explain needs --device cuda; without a GPU, onnx-fuse optimize MODEL --target h200 "
@@ -83,6 +89,7 @@ def run(
             compiled=model if compiled else None,
             gpus=gpus,
             providers=names,
+            pack=PACKS[pack],
         ),
         str(model),
         names[0] if names else device,

@@ -586,18 +586,19 @@ class Executable:
         key = tuple([(feeds[n].shape, feeds[n].dtype) for n in self._fed_names if n in feeds])
         if not self._deciding:
             return key
-        return key, tuple(self._host_value(feeds[name]).tobytes() for name in self._deciding)
+        return key, tuple(self.host_value(feeds[name]).tobytes() for name in self._deciding)
 
     def _lowered(self, feeds: Feeds) -> PlannedProgram:
         shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
         while True:
-            values = {name: self._host_value(feeds[name]) for name in self._deciding}
+            values = {name: self.host_value(feeds[name]) for name in self._deciding}
             try:
                 return self._specialized(shapes, values)
             except NeedsValues as needs:
                 self._deciding += [name for name in needs.names if name not in self._deciding]
 
-    def _host_value(self, value: Any) -> np.ndarray:
+    def host_value(self, value: Any) -> np.ndarray:
+        """A feed as an array on the host."""
         if not isinstance(value, DeviceTensor):
             array = np.asarray(value)
             # objects are addresses; of characters, equal bytes are equal strings

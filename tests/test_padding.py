@@ -1,0 +1,265 @@
+"""Sessions without padding: packed against padded, and graphs whose padding is read."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from cases import real_cases
+from fake_gpu import FakeGpu
+from lowering import interpreted
+from support import table, with_weights
+
+from onnx_fuse import InferenceSession, rewrite, session
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite.padding import NotPacked, Packing, pack
+from onnx_fuse.runtime import ort
+
+ENCODER = Path(__file__).parents[1] / "models" / "encoder.onnx"
+NAMES = ("bert__ts13", "bert_mlm__ts17", "gpt2__ts17", "gpt2__dynamo23", "llama__dynamo23")
+MODELS = {"encoder": ENCODER} | {c.name: c.path for c in real_cases() if c.name in NAMES}
+BATCHES = {
+    "mixed": ((3, 7, 1, 5), 7), "ones": ((1, 1), 4), "full": ((6, 6), 6), "one": ((4,), 9),
+    "of one": ((1,), 1),
+}  # fmt: skip
+"""(the lengths of sequences, S)"""
+LEFT = "the padding before the tokens"
+
+LAYER = """
+    <ir_version: 10, opset_import: ["" : 23]>
+    g (float[B,S,8] x, int64[B,S] m, float[8,8] w, float[8,4] u) => (float[B,4] y) {
+        keep = Cast <to = 9> (m)
+        at = Constant <value_ints = [1, 2]> ()
+        %s
+        head = Constant <value_ints = [0, 0, 2, 4]> ()
+        p = MatMul (x, w)
+        r = Reshape (p, head)
+        h = Transpose <perm = [0, 2, 1, 3]> (r)
+        a = Attention (h, h, h, k)
+        t = Transpose <perm = [0, 2, 1, 3]> (a)
+        flat = Constant <value_ints = [0, 0, 8]> ()
+        z = Reshape (t, flat)
+        s = Add (z, x)
+        n = Tanh (s)
+        zero = Constant <value_int = 0> ()
+        %s
+        y = MatMul (c, u)
+    }"""
+MASK = """own = Unsqueeze (keep, at) b = Shape <end = 1> (m) l = Shape <start = 1> (m)
+        single = Constant <value_ints = [1]> () to = Concat <axis = 0> (b, single, l, l)
+        k = Expand (own, to)"""
+FIRST = "c = Gather <axis = 1> (n, zero)"
+
+
+def layer(end: str = FIRST, mask: str = MASK) -> ir.Model:
+    """One attention over rows that are inputs, how its mask is made, and what reads its result."""
+    rng = np.random.default_rng(3)
+    weights = {"w": rng.standard_normal((8, 8)), "u": rng.standard_normal((8, 4))}
+    model = text_model(LAYER % (mask, end))
+    return with_weights(model, {n: w.astype(np.float32) for n, w in weights.items()})
+
+
+def optimized(model: ir.Model) -> ir.Model:
+    rewrite.optimize(model, own_kernels=True)
+    return model
+
+
+@cache
+def stored(name: str) -> tuple[ir.Model, ir.Model]:
+    """A stored model, optimized, and packed."""
+    model = optimized(session.load(MODELS[name]))
+    return model, pack(model, zero=True)
+
+
+def batch(
+    packing: Packing, model: ir.Model, lengths: Sequence[int], size: int, left: bool = False
+) -> dict[str, np.ndarray]:
+    """Feeds with so many tokens a sequence; where there are floats, of NaN at the padding."""
+    there = np.arange(size) < np.array(lengths)[:, None]
+    there = there[:, ::-1] if left else there
+    rng = np.random.default_rng(len(lengths))
+    feeds = {packing.mask: there.astype(np.int64)}
+    for value in model.graph.inputs:
+        if value.name in packing.inputs and value.dtype == ir.DataType.FLOAT:
+            rows = rng.standard_normal((*there.shape, value.shape[2])).astype(np.float32)
+            feeds[value.name] = rows
+        elif value.name in packing.inputs:
+            most = 2 if "type" in value.name else 30
+            feeds[value.name] = rng.integers(0, most, there.shape)
+    return feeds
+
+
+def packed_feeds(packing: Packing, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    more = packing.feeds(feeds[packing.mask], {n: a.shape for n, a in feeds.items()})
+    assert not isinstance(more, str), more
+    return feeds | more
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_have_the_rows_that_they_have_among_padding(name: str, left: bool) -> None:
+    padded, packed = stored(name)
+    packing = Packing.of(packed)
+    whole, part = ort.session(padded), ort.session(packed)
+    for lengths, size in BATCHES.values():
+        feeds = batch(packing, padded, lengths, size, left=left and not packing.picked)
+        there = feeds[packing.mask] != 0
+        found = part.run(None, packed_feeds(packing, feeds))
+        for got, want in zip(found, whole.run(None, feeds), strict=True):
+            if got.ndim == 3:
+                assert not got[~there].any()
+                want = np.where(there[..., None], want, 0)
+            np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_the_program_of_a_gpu_gives_the_same() -> None:
+    _, packed = stored("encoder")
+    packing = Packing.of(packed)
+    feeds = packed_feeds(packing, batch(packing, packed, *BATCHES["mixed"]))
+    found = interpreted(packed, {v.name: feeds[v.name] for v in packed.graph.inputs})
+    for value, want in zip(packed.graph.outputs, ort.session(packed).run(None, feeds), strict=True):
+        np.testing.assert_allclose(found[value.name], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
+def test_what_stands_at_the_padding_reaches_nothing(hostile: float) -> None:
+    padded = optimized(layer())
+    packed = pack(padded)
+    packing = Packing.of(packed)
+    feeds = batch(packing, padded, (3, 1, 5), 5)
+    (want,) = ort.session(padded).run(None, feeds)
+    x = np.where(feeds["m"][..., None] != 0, feeds["x"], np.float32(hostile))
+    (found,) = ort.session(packed).run(None, packed_feeds(packing, feeds | {"x": x}))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-6)
+
+
+# why the padding is read; what stands behind the attention's layer
+REFUSED = table(globals())("""
+an_output: "has a row for each token, at the padding too"
+  c = Identity (n)
+a_sum: "(ReduceSum) may read rows of padding"
+  one = Constant <value_ints = [1]> () c = ReduceSum <keepdims = 0> (n, one)
+a_shift: "(Slice) may read rows of padding"
+  from = Constant <value_ints = [1]> () end = Constant <value_ints = [9]> ()
+  f = Slice (n, from, end, single) c = Gather <axis = 1> (f, zero)
+a_number: "(Gather) may read rows of padding"
+  i = ReduceMax <keepdims = 0> (m) j = Abs (i) c = Gather <axis = 1> (n, j)
+""")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_padding_that_is_read_is_refused(name: str) -> None:
+    end, reason = REFUSED[name]
+    model = layer(end)
+    if name == "an_output":
+        model.graph.outputs[0].shape = ir.Shape(["B", "S", 4])
+    with pytest.raises(NotPacked, match=reason.replace("(", r"\(").replace(")", r"\)")):
+        pack(optimized(model))
+
+
+# why a mask does not serve, nothing where it does; how it is made
+MASKS = table(globals())("""
+plain: ""
+  k = Unsqueeze (keep, at)
+causal: ""
+  own = Unsqueeze (keep, at) l = Shape <start = 1> (m) q = Concat <axis = 0> (l, l)
+  o = ConstantOfShape <value = int64[1] {1}> (q) lower = Trilu <upper = 0> (o)
+  past = Cast <to = 9> (lower) k = And (own, past)
+of_queries: "hides other keys"
+  far = Constant <value_ints = [1, 3]> () k = Unsqueeze (keep, far)
+of_both: "hides other keys"
+  far = Constant <value_ints = [1, 3]> () keys = Unsqueeze (keep, at)
+  rows = Unsqueeze (keep, far) k = And (keys, rows)
+turned: "hides other keys"
+  n0 = Not (keep) k = Unsqueeze (n0, at)
+a_window: "hides other keys"
+  own = Unsqueeze (keep, at) l0 = Shape <start = 1> (m) no = Constant <value_ints = [0]> ()
+  l = Squeeze (l0, no)
+  nil = Constant <value_int = 0> () each = Constant <value_int = 1> ()
+  i = Range (nil, l, each) ax = Constant <value_ints = [1]> () j = Unsqueeze (i, ax)
+  d0 = Sub (i, j) d = Abs (d0)
+  most = Constant <value_int = 9> () near = LessOrEqual (d, most) k = And (own, near)
+summed: "its mask is made by CumSum"
+  o1 = Constant <value_int = 1> () s0 = CumSum (m, o1) b0 = Cast <to = 9> (s0)
+  k = Unsqueeze (b0, at)
+""")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_must_hide_padding_and_nothing_else(name: str) -> None:
+    mask, reason = MASKS[name]
+    model = optimized(layer(mask=mask))
+    if reason:
+        with pytest.raises(NotPacked, match=reason):
+            pack(model)
+        return
+    packed = pack(model)
+    assert any("Causal" in n.op_type for n in packed.graph) == (name == "causal")
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape", "reason"),
+    [
+        ([[1, 1], [0, 0]], (2, 2), "a sequence has no token"),
+        ([[1, 2]], (1, 2), "other numbers than 0 and 1"),
+        ([[0, 1]], (1, 2), "a row that is read is padding"),
+        ([[1, 1]], (1, 3), "other sizes than the mask"),
+        (np.ones((0, 4)), (0, 4), "its mask has shape"),
+        (np.ones((2, 0)), (2, 0), "its mask has shape"),
+    ],
+)
+def test_a_batch_that_cannot_be_packed_says_why(mask, shape, reason) -> None:
+    packing = Packing("m", "r", "p", "o", ("x",), (0,))
+    assert reason in packing.feeds(np.array(mask), {"x": shape})
+
+
+def test_few_sizes_of_tokens_serve_all_batches() -> None:
+    packing, found = Packing("m", "r", "p", "o", ()), set()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = rng.integers(1, 129, 32)
+        mask = np.arange(128) < lengths[:, None]
+        feeds = packing.feeds(mask, {})
+        rows, offsets = feeds["r"], feeds["o"]
+        assert offsets[-1] == mask.sum() <= rows.shape[1] < mask.sum() + 128
+        assert mask.ravel()[rows[0]].all()
+        found.add(rows.shape[1])
+    assert len(found) < 16
+
+
+def test_a_session_packs_what_it_can(gpu: FakeGpu) -> None:
+    rows = layer("c = Identity (n)")
+    rows.graph.outputs[0].shape = ir.Shape(["B", "S", 4])
+    plain = InferenceSession(to_proto(rows), device="cuda")
+    packed = InferenceSession(to_proto(rows), device="cuda", pack="zero")
+    ends = [[v.name for v in s.get_inputs()] for s in (plain, packed)]
+    assert ends[0] == ends[1]
+    x = np.random.default_rng(1).standard_normal((2, 6, 8)).astype(np.float32)
+    mask = (np.arange(6) < np.array([[2], [5]])).astype(np.int64)
+    for there in (mask, np.ones_like(mask), mask, mask):
+        (want,) = plain.run(None, {"x": x, "m": there})
+        (found,) = packed.run(None, {"x": x, "m": there})
+        np.testing.assert_allclose(found, want * there[..., None], rtol=0, atol=1e-5)
+    assert "padding is packed: 7 rows for 2 x 6" in packed.explain({"x": x, "m": mask})
+    empty = {"x": x, "m": mask * [[1], [0]]}
+    with pytest.warns(UserWarning, match="runs with its padding, as others may: a sequence has no"):
+        (found,) = packed.run(None, empty)
+    np.testing.assert_array_equal(found, plain.run(None, empty)[0])
+    assert "packed" not in packed.explain(empty)
+    with pytest.raises(UsageError, match="call run"):
+        packed.io_binding()
+    with pytest.raises(UsageError, match="takes no adapters"):
+        packed.add_adapter("a", "a.safetensors")
+
+
+def test_what_a_session_refuses(gpu: FakeGpu) -> None:
+    with pytest.raises(ModelError, match="pack='zero' gives zeros there"):
+        InferenceSession(ENCODER, device="cuda", pack=True)
+    with pytest.raises(UsageError, match="pack is for device 'cuda'"):
+        InferenceSession(ENCODER, pack=True)
+    with pytest.raises(UsageError, match="there is no pack='all'"):
+        InferenceSession(ENCODER, device="cuda", pack="all")
