@@ -1,6 +1,7 @@
 """A GPT-2 style decoder: `python models/gpt.py -o gpt.onnx [--size gpt2-small]`.
 
 input_ids [batch, sequence] int64 -> logits [batch, sequence, vocab] float32; sequence <= context.
+With `--masked`, attention_mask [batch, sequence] int64 is 0 for padding, whose keys nobody sees.
 """
 
 import math
@@ -19,6 +20,7 @@ class Config:
     vocab: int = 256
     context: int = 128
     tied: bool = True  # the head multiplies by the transposed token embedding
+    masked: bool = False  # an input hides the keys of padding
 
 
 SIZES = {"tiny": Config(), "gpt2-small": Config(12, 12, 768, 50257, 1024)}
@@ -52,10 +54,16 @@ def residual_std(c: Config) -> float:
     return 0.02 / math.sqrt(2 * c.layers)
 
 
-def causal_mask(net: Net, positions: ir.Value) -> ir.Value:
-    """[T, T] float32 for positions [T]: 0 where key <= query, else the lowest float."""
-    future = net.Greater(net.Unsqueeze(positions, [0]), net.Unsqueeze(positions, [1]))
-    return net.Where(future, float(np.finfo(np.float32).min), 0.0)
+def causal_mask(net: Net, positions: ir.Value, padding: ir.Value | None = None) -> ir.Value:
+    """[T, T] float32 for positions [T]: 0 where key <= query, else the lowest float.
+
+    [B, 1, T, T] with the mask [B, T] of padding.
+    """
+    hidden = net.Greater(net.Unsqueeze(positions, [0]), net.Unsqueeze(positions, [1]))
+    if padding is not None:
+        keep = net.Cast(net.Unsqueeze(padding, [1, 2]), to=ir.DataType.BOOL)
+        hidden = net.Or(hidden, net.Not(keep))
+    return net.Where(hidden, float(np.finfo(np.float32).min), 0.0)
 
 
 def build(c: Config, seed: int = 0) -> ir.Model:
@@ -63,6 +71,9 @@ def build(c: Config, seed: int = 0) -> ir.Model:
         raise ValueError(f"width {c.width} is not a multiple of heads {c.heads}")
     net = Net("gpt", seed)
     ids = net.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
+    padding = None
+    if c.masked:
+        padding = net.input("attention_mask", ir.DataType.INT64, ["batch", "sequence"])
     length = net.Squeeze(net.Shape(ids, start=1, end=2), [0])
     positions = net.Range(0, length, 1)
     with net.scope("wte"):
@@ -71,7 +82,7 @@ def build(c: Config, seed: int = 0) -> ir.Model:
     with net.scope("wpe"):
         x = net.Add(x, net.Gather(net.normal("weight", (c.context, c.width), 0.02), positions))
     with net.scope("mask"):
-        mask = causal_mask(net, positions)
+        mask = causal_mask(net, positions, padding)
     for layer in range(c.layers):
         with net.scope(f"blocks.{layer}"):
             h = net.layer_norm("ln_1", x, c.width)

@@ -10,14 +10,16 @@ import pytest
 from cases import real_cases
 from fake_gpu import FakeGpu
 from lowering import interpreted
-from support import table, with_weights
+from support import step_results, table, with_weights
 
-from onnx_fuse import InferenceSession, rewrite, session
+from onnx_fuse import InferenceSession, Trainer, optim, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.rewrite.padding import NotPacked, Packing, pack
 from onnx_fuse.runtime import ort
+from onnx_fuse.training import backends, tokens
+from onnx_fuse.training.step import training_model
 
 ENCODER = Path(__file__).parents[1] / "models" / "encoder.onnx"
 NAMES = ("bert__ts13", "bert_mlm__ts17", "gpt2__ts17", "gpt2__dynamo23", "llama__dynamo23")
@@ -263,3 +265,60 @@ def test_what_a_session_refuses(gpu: FakeGpu) -> None:
         InferenceSession(ENCODER, pack=True)
     with pytest.raises(UsageError, match="there is no pack='all'"):
         InferenceSession(ENCODER, device="cuda", pack="all")
+
+
+@pytest.mark.parametrize("name", ["encoder", "gpt2__dynamo23"])
+def test_a_step_over_tokens_makes_the_same_update(name: str) -> None:
+    options = {"loss": "cross_entropy", "optimizer": "sgd", "fused": True, "level": 2}
+    options |= {"output": "pooler_output"} if name == "encoder" else {}
+    graph, spec = training_model(MODELS[name], **options)
+    packed, over = training_model(MODELS[name], pack=True, **options)
+    feeds = batch(over.packing, packed, *BATCHES["mixed"])
+    rng = np.random.default_rng(5)
+    there = feeds[over.packing.mask] != 0
+    feeds["labels"] = np.where(there, rng.integers(0, 20, there.shape), -100)
+    if name == "encoder":
+        feeds["labels"] = rng.integers(0, 20, len(there))
+    more = tokens.feeds(over.packing, over.targets, feeds)
+    assert not isinstance(more, str), more
+    first = {state.name: np.asarray(state.initial) for state in spec.states}
+    want = step_results(graph, spec, feeds | first)
+    found = step_results(packed, over, feeds | more | first)
+    assert len(want) > 20
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_trainer_packs_what_it_can(
+    each: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both run on onnxruntime: what launches several kernels is beyond the GPU of host memory."""
+    monkeypatch.setattr(backends, "backend", lambda states, *_: backends.Portable(states))
+    model = layer("c = Identity (n)" if each else FIRST)
+    model.graph.outputs[0].shape = ir.Shape(["B", "S", 4] if each else ["B", 4])
+    options = {"loss": "cross_entropy", "device": "cuda", "optimizer": optim.SGD(lr=0.1)}
+    padded, packed = (Trainer(to_proto(model), pack=pack, **options) for pack in (False, True))
+    rng = np.random.default_rng(1)
+    mask = (np.arange(6) < np.array([[2], [5]])).astype(np.int64)
+
+    def step(there: np.ndarray, counted: np.ndarray) -> None:
+        x = rng.standard_normal((2, 6, 8)).astype(np.float32)
+        labels = rng.integers(0, 4, (2, 6) if each else 2)
+        labels = np.where(counted, labels, -100) if each else labels
+        feeds = {"x": x, "m": there, "labels": labels}
+        assert float(packed.step(feeds)) == pytest.approx(float(padded.step(feeds)), rel=1e-5)
+
+    for _ in range(4):
+        step(mask, mask != 0)
+    with pytest.warns(UserWarning, match="counts at the padding" if each else "has no token"):
+        step(mask if each else mask * [[1], [0]], mask == mask)
+    for name, w in padded.weights().items():
+        np.testing.assert_allclose(packed.weights()[name], w, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_trainer_refuses() -> None:
+    with pytest.raises(UsageError, match="pack is for steps on one GPU"):
+        Trainer(ENCODER, loss="mse", pack=True)
+    with pytest.raises(NotPacked, match="compares each token with more than a class"):
+        training_model(ENCODER, loss="mse", pack=True, level=2)

@@ -64,6 +64,8 @@ class Packing:
     picked: tuple[int, ...] = ()
     """Places of which the graph reads the row in every sequence, so that a token must stand there;
     negative ones count from the end."""
+    outputs: tuple[str, ...] = ()
+    """The outputs that have stayed rows of tokens, [1, T, ..]."""
 
     @classmethod
     def of(cls, model: ir.Model) -> Packing | None:
@@ -120,14 +122,15 @@ class _Rows:
         return None if self.batch is None else self.batch - size, self.row - size
 
 
-def pack(model: ir.Model, *, zero: bool = False) -> ir.Model:
+def pack(model: ir.Model, *, zero: bool = False, tokens: bool = False) -> ir.Model:
     """A copy of an optimized model that works on tokens alone; `Packing.of` says what it is fed.
 
     Outputs that have a row for each token are refused, since the model defines those at the padding
-    too; with `zero` they are zero there. Raises NotPacked with the reason.
+    too; with `zero` they are zero there, and with `tokens` they stay [1, T, ..]. Raises NotPacked
+    with the reason.
     """
     model = model.clone()
-    packer = _Packer(model, zero)
+    packer = _Packer(model, zero, tokens)
     packing = packer.run()
     refresh(model)
     model.metadata_props[PROPERTY] = json.dumps(asdict(packing))
@@ -135,8 +138,9 @@ def pack(model: ir.Model, *, zero: bool = False) -> ir.Model:
 
 
 class _Packer:
-    def __init__(self, model: ir.Model, zero: bool) -> None:
-        self.model, self.graph, self.zero = model, model.graph, zero
+    def __init__(self, model: ir.Model, zero: bool, tokens: bool) -> None:
+        self.model, self.graph = model, model.graph
+        self.zero, self.as_tokens = zero, tokens
         self.rows: dict[ir.Value, _Rows] = {}
         self.shapes: dict[ir.Value, list[int | ir.SymbolicDim]] = {}
         """Of values that are packed now, the shapes that they had."""
@@ -172,8 +176,11 @@ class _Packer:
                 self._fed_rows(value)
         for node in nodes:
             self._visit(node)
-        for value in list(self.graph.outputs):
-            if value in self.rows:
+        ends = [value for value in self.graph.outputs if value in self.rows]
+        for value in ends:
+            if self.rows[value] != _Rows(0, 1):
+                raise NotPacked(f"its output '{value.name}' has rows that are no second axis")
+            if not self.as_tokens:
                 self._spread(value)
         if not any(kind is not None and kind.packed for kind in map(_kind, self.graph)):
             raise NotPacked("no attention is over rows of its inputs")
@@ -183,6 +190,7 @@ class _Packer:
             places=str(self.places.name),
             offsets=str(offsets.name),
             inputs=tuple(str(v.name) for v in self.fed),
+            outputs=tuple(str(v.name) for v in ends if self.as_tokens),
             picked=tuple(sorted(self.picked)),
         )
 
@@ -229,8 +237,6 @@ class _Packer:
                 f"its output '{value.name}' has a row for each token, at the padding too: "
                 "pack='zero' gives zeros there"
             )
-        if self.rows[value] != _Rows(0, 1):
-            raise NotPacked(f"its output '{value.name}' has rows that are no second axis")
         op, dtype, name = self.op, required(value.dtype), value.name
         wide = op.Gather(op.Squeeze(value, [0]), self.places, axis=0)
         there = op.Cast(self.mask, to=int(ir.DataType.BOOL))

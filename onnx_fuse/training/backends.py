@@ -318,11 +318,14 @@ def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
 
         begin(gpu)
     float8.check(options.precision, options.hardware, gpu, ranks=options.distributed)
+    if options.pack and (kind != "cuda" or options.distributed or options.teacher is not None):
+        raise UsageError("pack is for steps on one GPU, and without a teacher")
+    if options.pack and (options.compiled is not None or options.hardware is not None):
+        raise UsageError("pack is for steps that are compiled here: leave out compiled")
     level = options.level
     if level is None:
-        level = (
-            2 if kind == "cuda" and TRAINING_PRECISIONS[options.precision][0] != "float32" else 0
-        )
+        short = TRAINING_PRECISIONS[options.precision][0] != "float32"
+        level = 2 if kind == "cuda" and (short or options.pack) else 0
     return dataclasses.replace(options, device=kind, device_id=gpu, memory=memory, level=level)
 
 

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from onnx_fuse.arrays import Array
-from onnx_fuse.training.step import Mode, Spec
+from onnx_fuse.training.step import Spec
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Run:
     """A pending step; `index` counts all steps."""
 
     index: int
-    mode: Mode
+    mode: str
     spec: Spec
     feeds: dict[str, Array]
     lr: float

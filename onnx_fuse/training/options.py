@@ -114,6 +114,9 @@ class TrainingOptions(StepOptions):
             states; the weights are gathered once a step) or all (the weights, too; they are
             gathered for the forward and for the backward, which takes the least memory). | All
             ranks then call what reads weights (`evaluate`, `weights`, `save`) together.
+        pack (--pack): Compute on a GPU the tokens alone, not the padding that the model's attention
+            mask hides. | Labels at the padding must be the ignored one. A batch that cannot be
+            packed is computed with its padding, with one warning (docs/padding.md).
         sync_batchnorm (--sync-batchnorm): Normalize batches by the statistics of all GPUs' rows.
         """
     teacher: Any = None
@@ -134,6 +137,7 @@ class TrainingOptions(StepOptions):
     distributed: bool = False
     reduce_dtype: str = "fp32"
     shard: str = ""
+    pack: bool = False
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:

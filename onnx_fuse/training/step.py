@@ -23,12 +23,12 @@ from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
-from onnx_fuse.rewrite import batch
+from onnx_fuse.rewrite import batch, padding
 from onnx_fuse.rewrite.canonicalize import clean
 from onnx_fuse.rewrite.patches import patches_as_products
 from onnx_fuse.rewrite.precision import cast_frozen, lower_precision
 from onnx_fuse.rewrite.rotation import split_rotations
-from onnx_fuse.training import float8, losses, optim, sharding
+from onnx_fuse.training import float8, losses, optim, sharding, tokens
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import TrainableSelection
@@ -81,6 +81,8 @@ class Spec:
     """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
     untrained: Mapping[str, str] = field(default_factory=dict)
     """The weights that were to train and have no gradient, with the reason."""
+    packing: padding.Packing | None = None
+    """What a step over tokens alone is fed besides."""
 
     @cached_property
     def strict(self) -> bool:
@@ -111,6 +113,7 @@ class _StepArguments(StepOptions):
     whole: autodiff.CombinesGradients | None = field(default=None, kw_only=True)
     ranks: Ranks | None = field(default=None, kw_only=True)
     merging: Merging | None = field(default=None, kw_only=True)
+    pack: bool = field(default=False, kw_only=True)
 
 
 @takes(_StepArguments)
@@ -128,6 +131,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
         merging: The low-rank adapters that are added to weights.
+        pack: Compute tokens alone (`rewrite.padding`); the labels are fed with their padding.
         {options}
 
     The errors are those of `training.trainer.Trainer`.
@@ -146,6 +150,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
     optimizer = optim.chosen(options.optimizer)
     choice = TrainableSelection(options.trainable, options.frozen, optimizer.groups)
     prepared = _prepare(source, choice, optimizer, options.level or 0, *float8.skipped(precision))
+    prepared = padding.pack(prepared, tokens=True) if options.pack else prepared
     if options.fused:
         split_rotations(prepared)
         patches_as_products(prepared)
@@ -231,7 +236,8 @@ class _Step:
         self.untrained: dict[str, str] = {}
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
-        self.feeds = list(self.graph.inputs)
+        self.packing = of = padding.Packing.of(model)
+        self.feeds = [v for v in self.graph.inputs if of is None or v.name not in of.added]
         self.states: list[tuple[ir.Value, str, Array]] = []
         self.next: ByWeight = {}
         self.scalars: dict[str, ir.Value] = {}
@@ -361,8 +367,9 @@ class _Step:
             counts.shape = ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(counts, self.measures)
             self.place()
-        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares, fused)
+        self.loss, labels, self.targets = losses.attach(self.model, terms, shares, fused)
         self.op = autodiff.Emitter(self.model)
+        self.labels = tokens.taken(self.op, self.graph, self.packing, self.targets, labels, terms)
 
     def fuse_loss(self) -> None:
         """Let the loss take over the product that makes its scores, which no step returns."""
@@ -688,5 +695,6 @@ class _Step:
             counts=str(self.counts.name) if self.counts is not None else "",
             measures=self.measures,
             untrained=self.untrained,
+            packing=self.packing,
         )
         return self.model, spec

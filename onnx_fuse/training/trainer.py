@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 
@@ -35,7 +35,17 @@ from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.session import load
 from onnx_fuse.textwrap import html_table
-from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, sources
+from onnx_fuse.training import (
+    adapters,
+    backends,
+    checkpoint,
+    data,
+    fit,
+    optim,
+    settings,
+    sources,
+    tokens,
+)  # fmt: skip
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.distillation import distilled
 from onnx_fuse.training.fault import fault_of
@@ -65,6 +75,8 @@ class _TrainerArguments(TrainingOptions):
 
 
 _WEIGHTS = ("parameter", "statistic", "average")
+PACKED = "packed "
+"""Begins the name of a mode whose graph is over tokens alone."""
 
 
 class Trainer:
@@ -148,6 +160,8 @@ class Trainer:
         self._fitting = data.Fitting()
         self.extra: dict[str, Any] = {}
         """The JSON values that `checkpoint` was given to keep besides the states."""
+        self._unpacked = False
+        """Whether a batch has run with its padding although it was to be packed."""
         graph, spec = self._build("update")
         for unread in (False, True):
             reasons = {n: why for n, why in spec.untrained.items() if (why == UNREAD) == unread}
@@ -155,13 +169,15 @@ class Trainer:
             self.notes += notes
             for note in () if unread else notes:
                 warnings.warn(note, NoGradientWarning, stacklevel=3)
-        self._specs: dict[Mode, Spec] = {"update": spec}
+        self._specs: dict[str, Spec] = {"update": spec}
         if self.world is not None:
             common = self._ranks and dataclasses.replace(self._ranks, rank=0)
             identity = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(identity.encode()).hexdigest())
         self._device = backends.backend(spec.states, options, self.world)
         self._device.add("update", graph)
+        if options.pack:
+            self.spec(PACKED + "update")
 
     def __repr__(self) -> str:
         sizes = [s.initial.size for s in self._specs["update"].states if s.kind == "parameter"]
@@ -185,10 +201,10 @@ class Trainer:
 
     # -- graphs --
 
-    def _build(self, mode: Mode) -> tuple[ir.Model, Spec]:
-        options = self._options.of_step()
+    def _build(self, key: str) -> tuple[ir.Model, Spec]:
+        options, mode = self._options.of_step(), cast(Mode, key.removeprefix(PACKED))
         options |= {"trainable": self._trainable, "optimizer": self.optimizer}
-        if mode != "update":
+        if key != "update":
             # The same states as in "update", whichever those came to be.
             names = settings.weight_names(self._specs["update"])
             options |= {"trainable": [literal(n) for n in names], "frozen": ()}
@@ -199,11 +215,15 @@ class Trainer:
             whole=self._whole,
             ranks=self._ranks,
             merging=self._merging,
+            pack=key != mode,
             **options,
         )
 
-    def spec(self, mode: Mode = "update") -> Spec:
-        """The inputs, outputs and states of the graph of a mode, which its first use builds."""
+    def spec(self, mode: str = "update") -> Spec:
+        """The inputs, outputs and states of the graph of a mode, which its first use builds.
+
+        "packed update" and "packed accumulate" are those over tokens alone.
+        """
         if mode not in self._specs:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
@@ -296,14 +316,30 @@ class Trainer:
             arrays[spec.counts] = count
             rows *= self.world.size
         rate = self.optimizer.rate(self.updates)
+        key, spec, arrays = self._packed(mode, spec, arrays)
         arrays |= self._scalars(spec, rate)
-        begin = partial(self._device.start, mode, spec, arrays)
+        begin = partial(self._device.start, key, spec, arrays)
         shapes = (a.shape for a in arrays.values())
         result = begin() if self.world is None else self.world.watch.step((mode, *shapes), begin)
-        run = Run(self.calls, mode, spec, arrays, rate, rows, result)
+        run = Run(self.calls, key, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
         return run
+
+    def _packed(
+        self, mode: Mode, spec: Spec, arrays: dict[str, Array]
+    ) -> tuple[str, Spec, dict[str, Array]]:
+        """The graph over tokens alone and what it is fed, where that is asked for and possible."""
+        if not self._options.pack:
+            return mode, spec, arrays
+        packed = self.spec(PACKED + mode)
+        more = tokens.feeds(required(packed.packing), packed.targets, arrays)
+        if not isinstance(more, str):
+            return PACKED + mode, packed, arrays | more
+        if not self._unpacked:
+            self._unpacked = True
+            warnings.warn(f"a batch runs with its padding, as others may: {more}", stacklevel=4)
+        return mode, spec, arrays
 
     def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
         """The inputs of a step other than its batch and the states, such as the learning rate."""
