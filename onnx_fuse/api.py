@@ -160,7 +160,8 @@ def gradient(
         wrt: Initializers, outputs of Constant nodes or graph inputs to differentiate by. The
             default is every weight that has a gradient: float initializers, and Constant nodes
             that stand where weights do, except scalars.
-        loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, or the name of a scalar output.
+        loss: A loss by name, such as cross_entropy or mse (`docs/training.md` has all of them), or
+            the name of a scalar output.
         **options: Options of the loss, such as ignore_index or label_smoothing
             (docs/training.md).
 

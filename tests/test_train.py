@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[OnnxFuseError], str]] = {
     "no weights": (NO_WEIGHTS, {}, ModelError, "no float weights"),
     "all frozen": (LINEAR, {"frozen": ["*"]}, UsageError, "every weight of the model is frozen"),
     "no match": (LINEAR, {"trainable": ["head.*"]}, UsageError, "'head.*' matches no weight"),
-    "loss": (LINEAR, {"loss": "hinge"}, UsageError, "unknown loss 'hinge'"),
+    "loss": (LINEAR, {"loss": "hing"}, UsageError, "unknown loss 'hing'"),
     "output": (LINEAR, {"output": "z"}, UsageError, "no output 'z'"),
     "precision": (LINEAR, {"precision": "bf16"}, UsageError, "precision 'bf16' needs a GPU"),
     "no precision": (

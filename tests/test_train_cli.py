@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
         1,
         "not an .npz file or a folder of .npy files: it is",
     ),
-    "loss": ({}, ["--loss", "hinge"], 2, "unknown loss 'hinge': choose"),
+    "loss": ({}, ["--loss", "hing"], 2, "unknown loss 'hing' (did you mean 'hinge'"),
     "optimizer": ({}, ["--optimizer", "lbfgs"], 2, "unknown optimizer 'lbfgs'"),
     "momentum": ({}, ["--momentum", "0.9"], 2, "adamw has no momentum"),
     "option": ({}, ["--optimizer-option", "beta=0.9"], 2, "beta: it has lr, weight_decay,"),

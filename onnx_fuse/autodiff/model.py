@@ -15,7 +15,14 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, open_sizes_not_shown, without_gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, listed, unknown
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, add_initializer, rank, reads, rename_shadowing_values
+from onnx_fuse.ir.build import (
+    Builder,
+    add_initializer,
+    rank,
+    reads,
+    rename_shadowing_values,
+    required,
+)
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.ir.traits import SIZE_INPUTS, only_sizes
 from onnx_fuse.ops.loss import LOSSES, label_value
@@ -53,8 +60,9 @@ def attach_loss(
     """Append the loss named `loss` of an output (the first); returns it and its new label input.
 
     `loss` is a name of `ops.loss.LOSSES`, or a scalar output of the model that is the loss already.
-    Options that are arrays (weight, pos_weight) become initializers. `fused` allows operators of
-    ours. Raises UsageError.
+    Options that are arrays (weight, pos_weight) become initializers. Those that name inputs of
+    lengths become inputs where the model has none of the name. `fused` allows operators of ours.
+    Raises UsageError.
     """
     graph, settings = model.graph, dict(options or {})
     named = {v.name: v for v in graph.outputs}
@@ -68,10 +76,26 @@ def attach_loss(
     if output is not None and output not in named:
         raise UsageError(f"the model has no output '{output}': it has {', '.join(map(str, named))}")
     logits = named[output] if output is not None else graph.outputs[0]
-    op = Emitter(model, fused=fused)
+    row, op = LOSSES[loss], Emitter(model, fused=fused)
     op.stem = "loss"
+    for name in settings:
+        if name not in row.names:
+            raise UsageError(unknown(f"option of {loss}", name, row.names))
+    rest = [v for v in graph.outputs if v is not logits]
+    for key in row.outputs:
+        chosen = settings.get(key)
+        if (not rest) if chosen is None else (chosen not in named):
+            raise UsageError(
+                f"{loss} reads {1 + len(row.outputs)} outputs of the model, which has "
+                f"{', '.join(map(str, named))}: name them by {', '.join(row.outputs)}"
+            )
+        settings[key] = rest.pop(0) if chosen is None else named[chosen]
     label = label_value(logits, loss, op.fresh("labels"), settings)
-    graph.inputs.append(label)
+    if label is not None:
+        graph.inputs.append(label)
+    for key in row.lengths:
+        if settings.get(key) is not None:
+            settings[key] = _lengths(graph, op, settings[key], required(label))
     for key in ("weight", "pos_weight"):
         if settings.get(key) is not None:
             dtype = (logits.dtype or ir.DataType.FLOAT).numpy()
@@ -83,6 +107,16 @@ def attach_loss(
     graph.extend(op.nodes)
     graph.outputs.append(value)
     return value, label
+
+
+def _lengths(graph: ir.Graph, op: Emitter, name: str, label: ir.Value) -> ir.Value:
+    """The input of this name as int64 [N]; a new one where there is none."""
+    value = next((v for v in graph.inputs if v.name == name), None)
+    if value is None:
+        shape = label.shape and ir.Shape(label.shape[:1])
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
+        graph.inputs.append(value)
+    return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=7)
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:

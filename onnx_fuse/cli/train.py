@@ -65,6 +65,7 @@ OPTIONS = """
     weight_decay (--weight-decay): Set the weight decay, instead of the optimizer's default.
     ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
     label_smoothing (--label-smoothing, 0.0 to 1.0): Smooth the labels of cross_entropy.
+    loss_option (--loss-option NAME=VALUE): Set another option of the loss, such as gamma=3.
     add_loss (--add-loss NAME,output=Y,weight=1,labels=T): Add this loss to the first one, by
         its weight, from another output or labels.
     group (--group GLOB:lr=R,weight_decay=D): Train these weights with other settings: lr or
@@ -116,6 +117,7 @@ def train(
     weight_decay: float | None = None,
     ignore_index: int | None = None,
     label_smoothing: float | None = None,
+    loss_option: list[str] | None = None,
     add_loss: list[str] | None = None,
     group: list[str] | None = None,
     layer_decay: float | None = None,
@@ -316,6 +318,7 @@ def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
     get = options.__getitem__
     loss_options = {k: get(k) for k in ("ignore_index", "label_smoothing") if get(k) is not None}
+    loss_options |= parse_values("--loss-option", get("loss_option"))
     more, groups = parse_terms(get("add_loss")), parse_groups(get("group"))
     if get("layer_decay") is not None:
         groups += optim.layer_decay(model, get("layer_decay"))

@@ -25,14 +25,21 @@ __all__ = [
     "batch_norm",
     "binary_cross_entropy_with_logits",
     "cat",
+    "contrastive_loss",
     "conv2d",
+    "cosine_embedding_loss",
     "cross_entropy",
+    "ctc_loss",
+    "dice_loss",
     "dropout",
     "einsum",
     "elu",
     "embedding",
+    "focal_loss",
     "gelu",
+    "hinge_loss",
     "huber_loss",
+    "kl_div",
     "l1_loss",
     "layer_norm",
     "leaky_relu",
@@ -41,9 +48,11 @@ __all__ = [
     "max_pool2d",
     "merge_heads",
     "mse_loss",
+    "multi_margin_loss",
     "nll_loss",
     "one_hot",
     "pad",
+    "poisson_nll_loss",
     "relu",
     "rms_norm",
     "scaled_dot_product_attention",
@@ -54,6 +63,7 @@ __all__ = [
     "split_heads",
     "stack",
     "tanh",
+    "triplet_margin_loss",
     "where",
 ]
 __dir__ = __all__.copy
@@ -362,38 +372,49 @@ def merge_heads(x: Tensor) -> Tensor:
 
 @operation
 def _loss(
-    op: Writer, x: Any, target: Any, weight: Any, pos_weight: Any, *, kind: str, **options: Any
-) -> Any:
-    return LOSSES[kind].build(
-        op, x, target, {**options, "weight": weight, "pos_weight": pos_weight}
-    )
+    op: Writer, x: Any, target: Any, weight: Any, pos_weight: Any, *more: Any,
+    kind: str, names: tuple[str, ...], **options: Any,
+) -> Any:  # fmt: skip
+    options |= {"weight": weight, "pos_weight": pos_weight, **dict(zip(names, more, strict=True))}
+    return LOSSES[kind].build(op, x, target, options)
 
 
 def _loss_of(
-    kind: str, x: Tensor, target: Tensor, options: Mapping[str, Any],
-    weight: Tensor | None = None, pos_weight: Tensor | None = None,
+    kind: str, x: Tensor, target: Tensor | None, options: Mapping[str, Any],
+    weight: Tensor | None = None, pos_weight: Tensor | None = None, **more: Tensor,
 ) -> Tensor:  # fmt: skip
-    if options["reduction"] not in ("mean", "sum"):
-        raise UsageError(f"unknown reduction '{options['reduction']}': choose mean or sum")
+    """The loss `kind` of `ops.loss.LOSSES`; `more` are its further outputs and its lengths."""
+    reductions = ("mean", "sum", "batchmean")[: 3 if kind == "kl_div" else 2]
+    if options["reduction"] not in reductions:
+        choices = f"{', '.join(reductions[:-1])} or {reductions[-1]}"
+        raise UsageError(f"unknown reduction '{options['reduction']}': choose {choices}")
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
     if not 0 <= options.get("label_smoothing", 0) <= 1:
         raise UsageError(f"label_smoothing is from 0 to 1, not {options['label_smoothing']}")
     if options.get("delta", 1) <= 0:
         raise UsageError(f"delta is a number above 0, not {options['delta']}")
-    sizes = x._data.shape
-    if LOSSES[kind].classes:
+    sizes, labels = x._data.shape, LOSSES[kind].labels
+    if any(more[name]._data.shape != sizes for name in LOSSES[kind].outputs):
+        raise UsageError("the embeddings that this loss compares are of one shape")
+    if target is not None and labels == "sequence":
+        within(target, sizes[-1], besides=-100)
+    elif target is not None and labels == "classes":
         axis = class_axis(len(sizes), {})
         sizes = sizes[:axis] + sizes[axis + 1 :]
         within(target, besides=options["ignore_index"])
-    if LOSSES[kind].classes or kind == "bce_with_logits":
+    elif labels == "rows":
+        sizes = sizes[:1]
+    if target is not None and labels != "sequence" and kind not in ("mse", "l1", "huber"):
         if target._data.shape != sizes:
             raise UsageError(f"the target of this loss is of shape {[*sizes]}, as x says")
         if MODE.recorder is not None:
             MODE.recorder.equal_sizes = True
     if 0 in sizes:
-        return x.sum() / 0.0 if options["reduction"] == "mean" else x.sum()
-    return _loss(x, target, weight, pos_weight, kind=kind, **options)
+        return x.sum() / 0.0 if options["reduction"] != "sum" else x.sum()
+    return _loss(
+        x, target, weight, pos_weight, *more.values(), kind=kind, names=(*more,), **options
+    )
 
 
 def cross_entropy(
@@ -461,6 +482,136 @@ def binary_cross_entropy_with_logits(
     """
     options = {"reduction": reduction}
     return _loss_of("bce_with_logits", x, target, options, pos_weight=pos_weight)
+
+
+def focal_loss(
+    x: Tensor, target: Tensor, alpha: float = 0.25, gamma: float = 2.0, reduction: str = "mean"
+) -> Tensor:
+    """The binary cross-entropy of scores `x`, times (1 - p)^gamma of the label's probability p.
+
+    The term of `target` has the factor `alpha`, the other 1 - alpha; `reduction` is mean or sum.
+    """
+    options = {"alpha": float(alpha), "gamma": float(gamma), "reduction": reduction}
+    return _loss_of("focal", x, target, options)
+
+
+def dice_loss(x: Tensor, target: Tensor, smooth: float = 1.0, reduction: str = "mean") -> Tensor:
+    """1 - (2 Σ p t + smooth) / (Σ p + Σ t + smooth), for p = σ(x) and t = `target`.
+
+    The sums are over what follows the first two axes, or the first; `reduction` is over the rest.
+    """
+    return _loss_of("dice", x, target, {"smooth": float(smooth), "reduction": reduction})
+
+
+def hinge_loss(x: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean") -> Tensor:
+    """max(0, margin - target x) for a `target` of 1 and -1, the mean or sum (`reduction`)."""
+    return _loss_of("hinge", x, target, {"margin": float(margin), "reduction": reduction})
+
+
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, reduction: str = "mean"
+) -> Tensor:
+    """Σ max(0, `margin` - x[target] + x[c])^p / C over classes c but the `target`.
+
+    `x` is [N, C], `p` 1 or 2; the mean or sum (`reduction`) is over N.
+    """
+    options = {"p": p, "margin": float(margin), "ignore_index": -100, "reduction": reduction}
+    return _loss_of("multi_margin", x, target, options)
+
+
+def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Tensor:
+    """target (log target - x) of logarithms `x` of probabilities, reduced by `reduction`.
+
+    That is mean, batchmean (the sum over the rows' number) or sum. With `log_target` the target is
+    logarithms, too.
+    """
+    return _loss_of("kl_div", x, target, {"log_target": log_target, "reduction": reduction})
+
+
+def poisson_nll_loss(
+    x: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    eps: float = 1e-8,
+    reduction: str = "mean",
+) -> Tensor:
+    """exp(x) - target x, or x - target log(x + `eps`) where not `log_input`.
+
+    `full` adds Stirling's formula of log target! where that is above 1; `reduction` is mean or sum.
+    """
+    options = {"log_input": log_input, "full": full, "eps": float(eps), "reduction": reduction}
+    return _loss_of("poisson_nll", x, target, options)
+
+
+def cosine_embedding_loss(
+    x: Tensor, other: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
+) -> Tensor:
+    """1 - cos(x, other) where `target` [N] is 1, max(0, cos - `margin`) where it is -1.
+
+    `x` and `other` are [N, D]; `reduction` is mean or sum.
+    """
+    options = {"margin": float(margin), "reduction": reduction}
+    return _loss_of("cosine_embedding", x, target, options, other=other)
+
+
+def triplet_margin_loss(
+    x: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """max(0, |x - `positive` + eps| - |x - `negative` + eps| + `margin`) of rows [N, D].
+
+    With `swap`, the distance of positive and negative counts where it is less; `eps` keeps a
+    distance from 0, and `reduction` is mean or sum.
+    """
+    options = {"margin": float(margin), "eps": float(eps), "swap": swap, "reduction": reduction}
+    return _loss_of("triplet", x, None, options, positive=positive, negative=negative)
+
+
+def contrastive_loss(
+    x: Tensor,
+    other: Tensor,
+    temperature: float = 0.07,
+    symmetric: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """InfoNCE: the cross-entropy of cos(x, other) / `temperature`, in which row i belongs to row i.
+
+    `x` and `other` are [N, D]. `symmetric` takes the mean with that of `other` by `x`; `reduction`
+    is mean or sum.
+    """
+    options = {"temperature": float(temperature), "symmetric": symmetric, "reduction": reduction}
+    return _loss_of("contrastive", x, None, options, other=other)
+
+
+def ctc_loss(
+    x: Tensor,
+    target: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """-log p(target) of scores [T, N, C], summed over all ways to spread labels over time.
+
+    Args:
+        x: Scores, or logarithms of probabilities.
+        target: Class numbers [N, S], filled up with any class or -100.
+        input_lengths: The steps of each sequence, [N].
+        target_lengths: The labels of each sequence, [N].
+        blank: The class between labels.
+        reduction: "mean" of each loss over its number of labels, or "sum".
+        zero_infinity: Whether a sequence without any way counts 0, not inf.
+    """
+    options = {"blank": blank, "zero_infinity": zero_infinity, "reduction": reduction}
+    lengths = {"input_lengths": input_lengths, "target_lengths": target_lengths}
+    return _loss_of("ctc", x, target, {**options, "time_major": True}, **lengths)
 
 
 # ---- putting together --------------------------------------------------------------------------

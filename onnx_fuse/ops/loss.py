@@ -1,14 +1,13 @@
 """The two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
 
-A builder takes (op, logits, labels, options) and returns a scalar loss. Options, all with PyTorch's
-meaning: reduction ("mean", "sum"), ignore_index, label_smoothing, weight (an initializer [C]),
-class_axis, delta (huber), pos_weight (bce_with_logits).
+A builder takes (op, logits, labels, options) and returns a scalar loss. Options have PyTorch's
+meanings and defaults. Those that are arrays, outputs of the model or lengths come as Values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim, required
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.ctc import ctc
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, known_rank, text
 
@@ -227,56 +227,267 @@ def nll(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Ten
     )
 
 
+def _reduced(op: Writer, each: Tensor, options: Options) -> Tensor:
+    """The mean of all entries, their sum, or by "batchmean" their sum over the number of rows."""
+    reduction = options.get("reduction", "mean")
+    if reduction == "batchmean":
+        rows = op.to_like(op.Squeeze(op.Shape(each, start=0, end=1), [0]), each)
+        return op.Div(op.ReduceSum(each, keepdims=0), rows)
+    return (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, keepdims=0)
+
+
 @dataclass(frozen=True)
 class _Each:
-    """The mean or the sum of a formula of scores x, labels t and at most one option."""
+    """A formula of scores x, labels t and options, which are numbers or Values, and its mean."""
 
     formula: str
-    option: str = ""
-    default: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-        value = options.get(self.option)
-        value = self.default if value is None else value
-        number: Any = value if isinstance(value, ir.Value) else float(value)
-        each = op.formula(self.formula, x=logits, t=labels, **{self.option: number})
-        mean = options.get("reduction", "mean") == "mean"
-        return (op.ReduceMean if mean else op.ReduceSum)(each, keepdims=0)
+        given = {name: options.get(name) for name in self.numbers}
+        values: dict[str, Any] = {
+            name: self.numbers[name] if v is None else v if isinstance(v, ir.Value) else float(v)
+            for name, v in given.items()
+        }
+        return _reduced(op, op.formula(self.formula, x=logits, t=labels, **values), options)
 
 
 def bce_with_logits(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """(1 - t) x + (1 + (p - 1) t) softplus(-x), with p = pos_weight (1 where none is given)."""
     weighted = options.get("pos_weight") is not None
     weight = " * ((pos_weight - 1) * t + 1)" if weighted else ""
-    each = _Each(f"negative = Softplus(-x){weight}; (1 - t) * x + negative", "pos_weight")
-    return each(op, logits, labels, options)
+    formula = f"negative = Softplus(-x){weight}; (1 - t) * x + negative"
+    return _Each(formula, {"pos_weight": 1.0} if weighted else {})(op, logits, labels, options)
+
+
+def kl_div(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """t (log t - x) of logarithms x of probabilities; log_target: labels are logarithms, too."""
+    formula = "s = Where(t == 0, 1, t); s * Log(s) - t * x"
+    return _Each("Exp(t) * (t - x)" if options.get("log_target") else formula)(
+        op, logits, labels, options
+    )
+
+
+def poisson_nll(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """exp(x) - t x, or x - t log(x + eps) without log_input; `full` adds Stirling's log t!."""
+    linear = options.get("log_input") is not None and not options["log_input"]
+    formula = "x - t * Log(x + eps)" if linear else "Exp(x) - t * x"
+    if options.get("full"):
+        stirling = "Where(t > 1, s * Log(s) - s + 0.5 * Log(s * 6.283185307179586), 0)"
+        formula = f"s = Where(t > 1, t, 1); {formula} + {stirling}"
+    return _Each(formula, {"eps": 1e-8} if linear else {})(op, logits, labels, options)
+
+
+def _numbers(op: Writer, x: ir.Value, axis: int) -> Tensor:
+    """0, 1, ... along an axis of x."""
+    zero, one = (op.constant(np.array(i, np.int64)) for i in (0, 1))
+    return op.Range(zero, op.Squeeze(op.Shape(x, start=axis, end=axis + 1), [0]), one)
+
+
+def _number(options: Options, name: str, default: float) -> float:
+    value = options.get(name)
+    return default if value is None else float(value)
+
+
+def softmax_focal(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """-(1 - p)^gamma log p of the label's probability p, over the labels that count."""
+    x, labels, _ = _rows(op, logits, labels, options)
+    ignore = ignored_label(options)
+    each = op.SoftmaxCrossEntropyLoss(x, labels, reduction="none", ignore_index=ignore)
+    each.dtype = x.dtype
+    hard = f"e * Pow({_AT_LEAST.format('1 - Exp(-e)')}, gamma)"
+    each = op.formula(hard, e=each, gamma=_number(options, "gamma", 2.0))
+    loss = op.ReduceSum(each, keepdims=0)
+    if options.get("reduction", "mean") != "mean":
+        return loss
+    counted = counted_rows(op, labels, ignore, x)
+    return mean_of(op, loss, counted, counted)
+
+
+def multi_margin(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """Σ max(0, margin - x[label] + x[c])^p / C over the classes c but the label, p being 1 or 2."""
+    x, labels, _ = _rows(op, logits, labels, options)
+    if known_rank(x) != 2:
+        raise UsageError("multi_margin takes scores whose classes are the last axis")
+    power, ignore = _number(options, "p", 1), ignored_label(options)
+    if power not in (1, 2):
+        raise UsageError(f"p is {power}: multi_margin takes 1 or 2")
+    one = op.constant([1])
+    index = op.Unsqueeze(labels, one)
+    kind = (labels.dtype or ir.DataType.INT64).numpy()
+    ignored = op.Equal(index, op.constant(np.array(ignore, kind)))
+    safe = op.Where(ignored, op.constant(np.array(0, kind)), index)
+    each = op.formula(
+        "z = margin - own + x; h = Where(z < 0, 0, z)",
+        **{"x": x, "own": op.GatherElements(x, safe, axis=1)},
+        margin=_number(options, "margin", 1.0),
+    )
+    each = op.Mul(each, each) if power == 2 else each
+    left_out = op.Or(ignored, op.Equal(_numbers(op, x, 1), op.Cast(index, to=7)))
+    each = op.Where(left_out, op.constant(0.0, x.dtype), each)
+    count = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), [0]), x)
+    loss = op.Div(op.ReduceSum(each, keepdims=0), count)
+    if options.get("reduction", "mean") != "mean":
+        return loss
+    counted = counted_rows(op, labels, ignore, x)
+    return mean_of(op, loss, counted, counted)
+
+
+def dice(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """1 - (2 Σ p t + smooth) / (Σ p + Σ t + smooth) with p = σ(x), for each row and channel.
+
+    Of [N, C, ...] the sums are over what follows C; of [N, K] over K.
+    """
+    rank = known_rank(logits)
+    axes = list(range(min(2, rank - 1), rank))
+    each = op.formula(
+        """p = Sigmoid(x)
+        both = ReduceSum(p * t, axes)
+        1 - (2 * both + smooth) / (ReduceSum(p, axes) + ReduceSum(t, axes) + smooth)""",
+        **{"x": logits, "t": labels, "axes": axes, "smooth": _number(options, "smooth", 1.0)},
+    )
+    return _reduced(op, each, options)
+
+
+# ---- losses of several outputs -----------------------------------------------------------------
+
+_LENGTH = "Sqrt(ReduceSum <keepdims = 0> ({0} * {0}, [-1]){1})"
+
+
+def cosine_embedding(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+    """1 - cos(x, other) of the rows whose label is 1, max(0, cos - margin) of those with -1."""
+    each = op.formula(
+        f"""lengths = {_LENGTH.format("x", " + 1e-12")} * {_LENGTH.format("y", " + 1e-12")}
+        c = ReduceSum <keepdims = 0> (x * y, [-1]) / lengths; z = c - margin
+        Where(t == 1, 1 - c, 0) + Where(t == -1, Where(z < 0, 0, z), 0)""",
+        **{"x": logits, "y": options["other"], "t": labels},
+        margin=_number(options, "margin", 0.0),
+    )
+    return _reduced(op, each, options)
+
+
+def triplet(op: Writer, logits: ir.Value, labels: Any, options: Options) -> Tensor:
+    """max(0, |x - positive + eps| - |x - negative + eps| + margin).
+
+    With `swap`, |positive - negative + eps| takes the place of the second where it is less.
+    """
+    lines = ["a = x - p + eps", "b = x - n + eps"]
+    lines += [f"near = {_LENGTH.format('a', '')}", f"far = {_LENGTH.format('b', '')}"]
+    if options.get("swap"):
+        lines += ["c = p - n + eps", f"far = Min(far, {_LENGTH.format('c', '')})"]
+    each = op.formula(
+        "; ".join([*lines, "z = near - far + margin", "Where(z < 0, 0, z)"]),
+        **{"x": logits, "p": options["positive"], "n": options["negative"]},
+        **{"margin": _number(options, "margin", 1.0), "eps": _number(options, "eps", 1e-6)},
+    )
+    return _reduced(op, each, options)
+
+
+def contrastive(op: Writer, logits: ir.Value, labels: Any, options: Options) -> Tensor:
+    """InfoNCE: cross-entropy of cos(x, other) / temperature, row i of `other` being the label of x.
+
+    `symmetric` adds that of other by x, and halves the sum.
+    """
+    unit = "v / Sqrt(Max(ReduceSum <keepdims = 1> (v * v, [-1]), 1e-24))"
+    x, y = (op.formula(unit, v=op.wide(each)) for each in (logits, options["other"]))
+    scores = op.formula(
+        "MatMul(x, Transpose <perm = [1, 0]> (y)) / t",
+        x=x,
+        y=y,
+        t=_number(options, "temperature", 0.07),
+    )
+    own = _numbers(op, x, 0)
+    reduction = options.get("reduction", "mean")
+    ways = [scores, op.Transpose(scores, perm=[1, 0])] if options.get("symmetric") else [scores]
+    losses = [op.SoftmaxCrossEntropyLoss(way, own, reduction=reduction) for way in ways]
+    loss = losses[0] if len(losses) == 1 else op.Mul(op.Add(*losses), 0.5)
+    return op.to_like(loss, logits)
+
+
+# ---- the table -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss by name: its builder, and whether its labels are class numbers (int64)."""
+    """A loss by name."""
 
-    build: Callable[[Writer, ir.Value, ir.Value, Options], ir.Value]
-    classes: bool = False
+    build: Callable[[Writer, ir.Value, Any, Options], ir.Value]
+    """The builder."""
+    labels: str = "scores"
+    """The input of labels: "scores" (of the output's type and shape), "classes" (class numbers
+    without the axis of classes), "rows" (a number for each row), "sequence" (class numbers [N, S])
+    or "" for none."""
+    options: tuple[str, ...] = ()
+    """The options that it takes beside reduction."""
+    outputs: tuple[str, ...] = ()
+    """Further outputs that it reads: options that name them, by default those that follow."""
+    lengths: tuple[str, ...] = ()
+    """Options that name an input of int64, a number for each row."""
+
+    @property
+    def classes(self) -> bool:
+        """Whether labels are class numbers (int64), of which each has its row of scores."""
+        return self.labels == "classes"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All options."""
+        return ("reduction", *self.options, *self.outputs, *self.lengths)
 
 
+_CLASSES = ("ignore_index", "class_axis")
+_AT_LEAST = "Max({}, 1e-7)"  # a power below 1 has no slope at 0
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, classes=True),
-    "nll": Loss(nll, classes=True),
+    "cross_entropy": Loss(cross_entropy, "classes", (*_CLASSES, "weight", "label_smoothing")),
+    "nll": Loss(nll, "classes", (*_CLASSES, "weight")),
+    "softmax_focal": Loss(softmax_focal, "classes", (*_CLASSES, "gamma")),
+    "multi_margin": Loss(multi_margin, "classes", (*_CLASSES, "margin", "p")),
     "mse": Loss(_Each("d = x - t; d * d")),
     "l1": Loss(_Each("Abs(x - t)")),
     # ½ d² for |d| ≤ δ, δ (|d| - ½ δ) beyond
-    "huber": Loss(_Each("d = Abs(x - t); c = Min(d, delta); c * (d - c * 0.5)", "delta", 1.0)),
-    "bce_with_logits": Loss(bce_with_logits),
+    "huber": Loss(
+        _Each("d = Abs(x - t); c = Min(d, delta); c * (d - c * 0.5)", {"delta": 1.0}),
+        options=("delta",),
+    ),
+    "bce_with_logits": Loss(bce_with_logits, options=("pos_weight",)),
+    # α_t (1 - p_t)^γ (-log p_t), where p_t is the probability of the label
+    "focal": Loss(
+        _Each(
+            f"""q = Sigmoid(x) * (1 - t) + Sigmoid(-x) * t
+            e = ((1 - t) * x + Softplus(-x)) * Pow({_AT_LEAST.format("q")}, gamma)
+            e * (alpha * t + (1 - alpha) * (1 - t))""",
+            {"alpha": 0.25, "gamma": 2.0},
+        ),
+        options=("alpha", "gamma"),
+    ),
+    "dice": Loss(dice, options=("smooth",)),
+    "hinge": Loss(
+        _Each("z = margin - t * x; Where(z < 0, 0, z)", {"margin": 1.0}), options=("margin",)
+    ),
+    "kl_div": Loss(kl_div, options=("log_target",)),
+    "poisson_nll": Loss(poisson_nll, options=("log_input", "full", "eps")),
+    "cosine_embedding": Loss(cosine_embedding, "rows", ("margin",), ("other",)),
+    "triplet": Loss(triplet, "", ("margin", "eps", "swap"), ("positive", "negative")),
+    "contrastive": Loss(contrastive, "", ("temperature", "symmetric"), ("other",)),
+    "ctc": Loss(
+        *(ctc, "sequence", ("blank", "ignore_index", "zero_infinity", "time_major"), ()),
+        ("input_lengths", "target_lengths"),
+    ),
 }
 
 
-def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> Tensor:
-    """The label input that a loss wants: class numbers without the class axis, or logits' like."""
-    if not LOSSES[loss].classes or logits.shape is None:
-        dtype = ir.DataType.INT64 if LOSSES[loss].classes else logits.dtype
-        shape = None if LOSSES[loss].classes else logits.shape
-        return ir.Value(name=name, type=ir.TensorType(dtype or ir.DataType.FLOAT), shape=shape)
-    axis = class_axis(len(logits.shape), options)
-    shape = ir.Shape([d for i, d in enumerate(logits.shape) if i != axis])
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
+def label_value(logits: ir.Value, loss: str, name: str, options: Options) -> Tensor | None:
+    """The label input that a loss wants, if any (`Loss.labels`)."""
+    kind, sizes = LOSSES[loss].labels, logits.shape
+    if not kind:
+        return None
+    floats = kind in ("scores", "rows")
+    dtype = (logits.dtype or ir.DataType.FLOAT) if floats else ir.DataType.INT64
+    if kind == "rows":
+        sizes = sizes and ir.Shape(sizes[:1])
+    elif kind == "sequence":
+        sizes = sizes and ir.Shape([sizes[1 if options.get("time_major") else 0], None])
+    elif kind == "classes" and sizes is not None:
+        axis = class_axis(len(sizes), options)
+        sizes = ir.Shape([d for i, d in enumerate(sizes) if i != axis])
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=sizes)

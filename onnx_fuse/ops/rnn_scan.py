@@ -19,7 +19,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 # A step reads the function's inputs, and makes its own constants: onnx_ir (1.1) does not find what
 # nodes of the function around it made.
 # A Scan has at least one step: where there is none, one that is past every length is cut again.
-_TIMES = """
+TIMES = """
     zero = Constant <value = int64 {0}> ()
     one = Constant <value = int64 {1}> ()
     steps = Shape <start = 0, end = 1> (z)
@@ -32,7 +32,7 @@ _TIMES = """
 _UNIT = """
         unit = CastLike (Constant <value = float {1}> (), dh)
 """
-_ALIVE = """
+ALIVE = """
         last = Constant <value = int64[1] {-1}> ()
         alive = Unsqueeze (Less (t, lengths), last)
 """
@@ -52,11 +52,11 @@ def _steps(name: str, inputs: str, states: str, body: str) -> OpDef:
     return OpDef(
         name,
         domain=FUSE,
-        body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{_TIMES}
+        body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{TIMES}
     z_some = Pad (z, more)
     {finals}, y_some = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = step ({olds}, zt, t) => ({new}, yt) {{
-{_NONE.replace("STATE", "h")}{body}{_ALIVE}{updates}
+{_NONE.replace("STATE", "h")}{body}{ALIVE}{updates}
         yt = Where (alive, h1, none)
     }}> ({starts}, z_some, times)
     y = Slice (y_some, start, steps, start)
@@ -88,13 +88,13 @@ def _grad(
         name,
         domain=FUSE,
         body=f"""{name} <{attributes}> ({inputs})
-        => ({", ".join(ends)}, {results}) {{{_TIMES}{padded}{before}
+        => ({", ".join(ends)}, {results}) {{{TIMES}{padded}{before}
     {results}, {", ".join(f"{o}_some" for o in ends)} = Scan <num_scan_inputs = {len(reads) + 1},
         scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
         body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in ends)}) {{
 {_NONE.replace("STATE", "dh")}{_UNIT}
         dhy = dh + dy_t
-{body}{_ALIVE}{updates}
+{body}{ALIVE}{updates}
 {zeros}
     }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(f"{s}_some" for s in reads)}, times)
 {cut}
@@ -132,7 +132,7 @@ _LSTM_GRAD = (
 _LSTM_STATES = f"""
     c_T, c_some = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = cell (c, s, t) => (cn, ct) {{
-{_LSTM_GATES}{_ALIVE}
+{_LSTM_GATES}{ALIVE}
         cn = Where (alive, c1, c)
         ct = Identity (c)
     }}> (c0, z_some, times)

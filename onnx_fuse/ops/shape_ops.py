@@ -179,6 +179,14 @@ class Writer(Builder):
             return value
         return self.Cast(value, to=int(like.dtype)) if like.dtype else self.CastLike(value, like)
 
+    def wide(self, value: Tensor) -> Tensor:
+        """`value` in float32 where it is of 16 bits."""
+        if value.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+            return value
+        wide = self.Cast(value, to=ir.DataType.FLOAT.value)
+        wide.dtype, wide.shape = ir.DataType.FLOAT, value.shape
+        return wide
+
     def emit(self, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
         """A node of ours whose outputs have the types and shapes of `like`."""
         values = self.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)

@@ -42,24 +42,32 @@ class Target:
     """The axis of `logits` that counts classes."""
     ignored: int = -100
     """The label that does not count."""
+    symbols: int = 0
+    """The number of classes where a row of labels is a sequence of them, otherwise 0."""
+
+    @property
+    def checked(self) -> int:
+        """The number of classes where labels are numbers of them, otherwise 0."""
+        return self.classes or self.symbols
 
     def check(self, labels: Array, first: int = 0) -> None:
         """Raise DataError for one of `labels` that is neither a class nor the ignored label.
 
         `first` is the number of the first row, for the message.
         """
+        classes = self.checked
         # as numbers without a sign, those below 0 are the largest
         unsigned = labels.view(np.uint64) if labels.dtype == np.int64 and labels.size else None
-        if unsigned is not None and int(unsigned.max()) < self.classes:
+        if unsigned is not None and int(unsigned.max()) < classes:
             return
-        wrong = ((labels < 0) | (labels >= self.classes)) & (labels != self.ignored)
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != self.ignored)
         if wrong.any():
             place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
             label = labels[tuple(place)]
             place[0] += first
             raise DataError(
                 f"'{self.labels}' holds {label} at {place}: the model has the classes 0 to "
-                f"{self.classes - 1}"
+                f"{classes - 1}"
             )
 
 
@@ -68,8 +76,8 @@ class Term:
     """One of several losses, whose weighted sum is minimized."""
 
     loss: Given
-    """The loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, a scalar output, or an ONNX
-    model or function. The inputs of a model that have the name of an output are that output; where
+    """The loss: a name such as cross_entropy or mse, a scalar output, or an ONNX model or
+    function. The inputs of a model that have the name of an output are that output; where
     there is none, the first one is `output`. Those that have the name of an input are that input.
     All others are fed, and its first output is the loss, a scalar."""
     output: str | None = None
@@ -183,11 +191,13 @@ def _shared(model: ir.Model, label: ir.Value, name: str) -> ir.Value:
 
 def _target(term: Term, logits: ir.Value, label: ir.Value) -> Target:
     classes = axis = 0
-    if LOSSES[term.loss].classes and logits.shape is not None:
-        axis = class_axis(len(logits.shape), term.options)
+    kind, names = LOSSES[term.loss].labels, (str(logits.name), str(label.name))
+    if kind in ("classes", "sequence") and logits.shape is not None:
+        axis = class_axis(len(logits.shape), term.options if kind == "classes" else {})
         count = logits.shape[axis]
         classes = count if isinstance(count, int) else 0
-    names = str(logits.name), str(label.name)
+    if kind == "sequence":
+        return Target(*names, ignored=ignored_label(term.options), symbols=classes)
     return Target(*names, classes, axis, ignored_label(term.options))
 
 

@@ -23,13 +23,15 @@ class StepOptions:
     """What the graph of a training step depends on."""
 
     TEXTS: ClassVar = """
-        loss (--loss NAME): Minimize this loss: cross_entropy, nll, mse, l1, huber, bce_with_logits,
-            a scalar output, or an .onnx file that computes it. | A named one compares an output
-            with the input "labels". An ONNX model or function is a loss, too, as
+        loss (--loss NAME): Minimize this loss: cross_entropy, nll, softmax_focal, multi_margin,
+            mse, l1, huber, bce_with_logits, focal, dice, hinge, kl_div, poisson_nll,
+            cosine_embedding, triplet, contrastive, ctc, a scalar output, or an .onnx file that
+            computes it. | A named one compares an output with the input "labels", or outputs with
+            each other. An ONNX model or function is a loss, too, as
             `training.losses.Term` says; a list of Term is several.
         optimizer: An optimizer of `onnx_fuse.optim`, or its name; the default is AdamW().
-        loss_options: ignore_index, label_smoothing, weight, pos_weight, delta, reduction or
-            class_axis, with PyTorch's meanings.
+        loss_options: Options of a named loss, such as ignore_index, label_smoothing, weight or
+            reduction, with PyTorch's meanings; docs/training.md has a table of them.
         output (--logits NAME): Compute the loss from this output, not from the first.
         trainable (--trainable GLOB): Train these weights. The default is all. | Globs over the
             names of float initializers; all are those that have an axis and reach the loss.

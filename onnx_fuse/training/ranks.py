@@ -93,12 +93,13 @@ def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure,
         if not term.named or term.loss not in LOSSES:
             all_measures.append(Measure())
             continue
-        target, sums = rest.pop(0), term.options.get("reduction", "mean") == "sum"
-        classes = LOSSES[term.loss].classes
+        sums, kind = term.options.get("reduction", "mean") == "sum", LOSSES[term.loss].labels
+        target = rest.pop(0) if kind else Target("", "")
+        classes = kind == "classes"
         weight = term.options.get("weight") if classes else None
         all_measures.append(
             Measure(
-                target.labels,
+                target.labels if kind != "sequence" else "",
                 target.ignored if classes else None,
                 () if weight is None else tuple(np.asarray(weight, np.float64).tolist()),
                 sums,

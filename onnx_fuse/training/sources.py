@@ -244,7 +244,7 @@ def _check_arrays(trainer: Learner, data: Mapping[str, Array]) -> int:
     examples = arrays_of.count(data, spec.feeds)
     for target in spec.targets:
         labels = data[target.labels]
-        for i in range(0, len(labels) if target.classes else 0, _CHUNK):
+        for i in range(0, len(labels) if target.checked else 0, _CHUNK):
             target.check(labels[i : i + _CHUNK], i)
     return examples
 

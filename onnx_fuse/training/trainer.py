@@ -464,7 +464,7 @@ class Trainer:
         empty = next((t.labels for t in spec.targets if 0 in arrays[t.labels].shape), None)
         if empty is not None and self.world is None:
             raise DataError(f"'{empty}' is empty: a batch needs at least one row with a label")
-        for target in [t for t in spec.targets if t.classes]:  # few bytes, wherever they are
+        for target in [t for t in spec.targets if t.checked]:  # few bytes, wherever they are
             arrays[target.labels] = np.asarray(arrays[target.labels])
             target.check(arrays[target.labels])
         return arrays
