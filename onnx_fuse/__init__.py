@@ -1,10 +1,11 @@
 """Fuse, run, check, differentiate and train ONNX models.
 
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
-with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
-fine-tunes it, `quantize` stores it in few bits, `generate` continues prompts with a decoder, and
-`deploy.compile` writes a file that runs without a compiler. `nn` has eager tensors and modules, of
-which `capture` makes models; `register_op` and `register_kernel` add operators and kernels.
+with its original, `gradient` appends its backward, `hvp` multiplies by a Hessian, `Trainer` (with
+the optimizers of `optim`) fine-tunes it, `quantize` stores it in few bits, `generate` continues
+prompts with a decoder, and `deploy.compile` writes a file that runs without a compiler. `nn` has
+eager tensors and modules, of which `capture` makes models; `register_op` and `register_kernel` add
+operators and kernels.
 `backend` is the interface of onnx.backend; `torch` has fused operators and graphs for PyTorch.
 """
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from onnx_fuse import nn as nn
     from onnx_fuse import plugins as plugins
     from onnx_fuse.api import gradient as gradient
+    from onnx_fuse.api import hvp as hvp
     from onnx_fuse.api import load as load
     from onnx_fuse.api import optimize as optimize
     from onnx_fuse.errors import CheckFailed as CheckFailed
@@ -69,6 +71,7 @@ _NAMES = {
     "check_gradients": "validation",
     "generate": "generation.generator",
     "gradient": "api",
+    "hvp": "api",
     "load": "api",
     "optimize": "api",
     "plan": "nn.plans",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from onnx_fuse import session
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from onnx_fuse.rewrite import Report
 
-__all__ = ["gradient", "load", "optimize"]
+__all__ = ["gradient", "hvp", "load", "optimize"]
 __dir__ = __all__.copy
 
 Result: TypeAlias = "onnx.ModelProto | bytes | onnx_ir.Model"
@@ -131,7 +131,11 @@ FILE_PRECISIONS = ("fp32", "fp16", "bf16")
 
 @overload
 def gradient(
-    model: Kind, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
+    model: Kind,
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    order: int = 1,
+    **options: Any,
 ) -> Kind: ...
 
 
@@ -140,12 +144,17 @@ def gradient(
     model: str | os.PathLike[str],
     wrt: Sequence[str] | None = None,
     loss: str | None = None,
+    order: int = 1,
     **options: Any,
 ) -> onnx.ModelProto: ...
 
 
 def gradient(
-    model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
+    model: Model,
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    order: int = 1,
+    **options: Any,
 ) -> Result:
     """Append the backward of a model to it: a graph that computes gradients on any runtime.
 
@@ -162,6 +171,8 @@ def gradient(
             that stand where weights do, except scalars.
         loss: A loss by name, such as cross_entropy or mse (`docs/training.md` has all of them), or
             the name of a scalar output.
+        order: 2 adds Hessian-vector products: an input `w.vector` for each `w.grad`, and the output
+            `w.hvp`, the gradient by w of the sum of all `w.grad` times their `w.vector`.
         **options: Options of the loss, such as ignore_index or label_smoothing
             (docs/training.md).
 
@@ -176,9 +187,46 @@ def gradient(
     from onnx_fuse import autodiff
     from onnx_fuse.runtime import ort
 
-    result = autodiff.gradient(model, wrt, loss, **options)
+    result = autodiff.gradient(model, wrt, loss, order, **options)
     ort.guarded(lambda: bool(ort.session(result)), "the gradient graph")
     return in_kind(model, result, shapes=True)  # by which its own gradient can be taken
+
+
+def hvp(
+    model: Model,
+    feeds: Mapping[str, Any],
+    vectors: Mapping[str, Any],
+    *,
+    loss: str,
+    device: str = "cpu",
+    **options: Any,
+) -> dict[str, Any]:
+    """The product of a loss's Hessian with vectors, by the names of weights or inputs.
+
+    For many products, take `gradient(..., order=2)` once and run it in a session.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model.
+        feeds: The model's inputs and the labels.
+        vectors: What the Hessian multiplies: arrays by the names of the weights and inputs that it
+            is taken by, of their shapes. Others count as constants.
+        loss: As of `gradient`, and so are `options`.
+        device: "cpu", "cuda" or "cuda:1".
+        **options: Options of the loss.
+
+    Returns:
+        An array for each of `vectors`.
+
+    Raises the errors of `gradient`, and of a session that runs its result.
+    """
+    from onnx_fuse import autodiff
+
+    graph = autodiff.gradient(model, list(vectors), loss, 2, **options)
+    results = autodiff.gradient_names(graph.graph.outputs)
+    seeds = dict(zip(results, autodiff.gradient_names(graph.graph.inputs).values(), strict=True))
+    given = {seeds[name]: vector for name, vector in vectors.items()}
+    run = session.InferenceSession(graph, device=device)
+    return dict(zip(results, run.run([*results.values()], {**feeds, **given}), strict=True))
 
 
 def in_kind(source: Model, result: onnx_ir.Model, *, shapes: bool = False) -> Result:

@@ -1,5 +1,6 @@
 """The gradient of a gradient: of fused and of plain graphs, they are equal."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from support import answers, assert_near, stock
 
 import onnx_fuse
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError
 
 NORM = "n = LayerNormalization (x, g, b)"
 GRAPHS = {
@@ -111,3 +112,65 @@ def test_a_gradient_of_a_gradient_of_inputs_that_share_a_size() -> None:
     assert set(found) > {"y", "w.grad"}
     with pytest.raises(Exception, match="must be equal"):
         answers(session, {v.name: feeds[v.name] for v in session.get_inputs()} | {"ids": ids[:1]})
+
+
+HESSIANS = {
+    "a network": (
+        """f (float[B,3] x, float[3,4] w, float[4] c, float[4,2] v) => (float[B,2] y) {
+        m = MatMul (x, w) a = Add (m, c) t = Tanh (a) y = MatMul (t, v) }""",
+        *("mse", np.float32([[0.5, -1], [2, 1]])),
+    ),
+    "classes": (
+        """f (float[B,3] x, float[3,4] w, float[4] c) => (float[B,4] y) {
+        n = Softplus (x) m = MatMul (n, w) y = Add (m, c) }""",
+        *("cross_entropy", np.array([3, 1])),
+    ),
+    "sequences": (
+        """f (float[B,5,2] x, float[2,3] w) => (float[B,5,3] y) { y = MatMul (x, w) }""",
+        *("ctc", np.array([[1, 2], [2, -100]])),
+    ),
+    "a straight line": (
+        "f (float[B,3] x, float[3,2] w) => (float[B,2] y) { y = MatMul (x, w) }",
+        *("hinge", np.float32([[1, -1], [-1, 1]])),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HESSIANS)
+def test_a_hessian_times_vectors_is_the_change_of_gradients(case: str) -> None:
+    """Of weights that are inputs here, by differences of the graph's own gradients."""
+    text, loss, labels = HESSIANS[case]
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> {text}')
+    rng = np.random.default_rng(4)
+    feeds: dict[str, Any] = {"labels": labels}
+    for value in model.graph.input:
+        sizes = [d.dim_value or 2 for d in value.type.tensor_type.shape.dim]
+        feeds[value.name] = rng.normal(size=sizes).astype("f")
+    names = [v.name for v in model.graph.input][1:]
+    vectors = {name: rng.normal(size=feeds[name].shape).astype("f") for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGradientWarning)  # where a comparison alone reads w
+        found = onnx_fuse.hvp(model, feeds, vectors, loss=loss)
+    first = stock(onnx_fuse.gradient(model, names, loss), optimized=True)
+    h = 1e-2
+    up, down = (
+        answers(first, feeds | {n: feeds[n] + np.float32(s * h) * vectors[n] for n in names})
+        for s in (1, -1)
+    )
+    assert list(found) == names
+    for name in names:
+        change = (up[f"{name}.grad"] - down[f"{name}.grad"]) / (2 * h)
+        np.testing.assert_allclose(found[name], change, rtol=2e-2, atol=5e-3, err_msg=name)
+    assert (case == "a straight line") == all((a == 0).all() for a in found.values())
+
+
+def test_second_derivatives_of_what_the_loss_does_not_read_are_zero() -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+      f (float[2] x, float[2] z) => (float[2] y, float[2] u) { y = Exp (x) u = Exp (z) }""")
+    with pytest.raises(UsageError, match="order is 3: it must be 1 or 2"):
+        onnx_fuse.gradient(model, ["x"], "mse", order=3)
+    ones = np.ones(2, np.float32)
+    feeds = {"x": ones, "z": ones, "labels": 0 * ones}
+    found = onnx_fuse.hvp(model, feeds, {"x": ones, "z": ones}, loss="mse")
+    np.testing.assert_allclose(found["x"], 2 * np.exp(2 * ones), rtol=1e-6)
+    np.testing.assert_array_equal(found["z"], 0 * ones)

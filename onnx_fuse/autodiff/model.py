@@ -150,9 +150,12 @@ def only_measured(graph: ir.Graph) -> dict[str, str]:
 
 
 def gradient(
-    model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, **options: Any
-) -> ir.Model:
+    model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, order: int = 1,
+    **options: Any,
+) -> ir.Model:  # fmt: skip
     """Append the backward of a model to it; arguments and errors are those of `api.gradient`."""
+    if order not in (1, 2):
+        raise UsageError(f"order is {order!r:.20}: it must be 1 or 2")
     result, names, stopped = append_gradients(model, wrt, loss, options)
     notes = without_gradient(stopped)
     if not names:
@@ -160,6 +163,10 @@ def gradient(
         raise ModelError(f"the model has nothing to differentiate by: {why}")
     for note in notes:
         warnings.warn(note, NoGradientWarning, stacklevel=3)
+    if order == 2:
+        result, _, stopped = append_gradients(result, names, second=True)
+        for note in without_gradient(stopped):  # such a derivative is 0, as of a straight line
+            warnings.warn(note, NoGradientWarning, stacklevel=3)
     return result
 
 
@@ -168,12 +175,17 @@ def append_gradients(
     wrt: Sequence[str] | None = None,
     loss: str | None = None,
     options: Mapping[str, Any] | None = None,
+    second: bool = False,
 ) -> tuple[ir.Model, list[str], dict[str, str]]:
     """The model with its backward, the names that have a gradient there, and {name: why not}.
 
     Arguments are those of `api.gradient`, and so are errors, except that there may be no gradient.
+    For the `second` one, outputs are the gradients that the model has already.
     """
     model = load(model)
+    firsts = gradient_names(model.graph.outputs) if second else {}
+    for value in (*model.graph.inputs, *model.graph.outputs) if second else ():
+        value.metadata_props.pop(GRADIENT_OF, None)
     wrt = None if wrt is None else listed("wrt", wrt)
     if loss is not None and not isinstance(loss, str):
         raise UsageError(f"loss is {loss!r:.80}: it takes the name of a loss or of an output")
@@ -210,7 +222,9 @@ def append_gradients(
         dys[value] = None
     else:
         op = Emitter(model)
-        for y in graph.outputs:
+        by_name = {v.name: v for v in graph.outputs}
+        ends = {by_name[name]: f"{_typeable(of)}.vector" for of, name in firsts.items()}
+        for y in ends or graph.outputs:
             maker = y.producer()
             if MAP_TYPE in y.meta and maker is not None:
                 raise ModelError(
@@ -218,9 +232,8 @@ def append_gradients(
                     "node, has no gradient"
                 )
             if _differentiable(y) and y not in dys:
-                dy = ir.Value(
-                    name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
-                )
+                name = ends.get(y, f"{_typeable(y.name)}.grad")
+                dy = ir.Value(name=op.fresh(name), type=y.type, shape=y.shape)
                 dy.metadata_props[GRADIENT_OF] = y.name or ""
                 dys[y] = dy
                 graph.inputs.append(dy)
@@ -228,7 +241,7 @@ def append_gradients(
         return model, [], dict.fromkeys(targets, "no output is of a floating-point type")
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
     groups = _groups(graph, inputs)
-    dxs = backward(model, dys, values, stopped=stopped if wrt is None else None)
+    dxs = backward(model, dys, values, stopped=stopped if wrt is None or second else None)
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
     for x in values:
@@ -237,10 +250,17 @@ def append_gradients(
             unpacked = unpack_values(op, x, dxs[x.name]) if packed else {x.name: dxs[x.name]}
             for name, g in unpacked.items():
                 grads[name] = (op.Add(grads[name][0], g) if name in grads else g, x)
+    if second:
+        for name in (n for n in targets if n not in grads):  # no gradient depends on it
+            x = holders[name][0]
+            sizes = [p.shape for p in parts(x)[1] if p.name == name and not x.is_graph_input()]
+            zeros = op.Expand(op.constant(0.0, x.dtype), list(sizes[0])) if sizes else None
+            grads[name] = op.zeros_like(x) if zeros is None else zeros, x
     for name in targets:
         if name in grads:
             g, x = grads[name]
-            out = op.node("Identity", [g], outputs=[op.fresh(f"{_typeable(name)}.grad")])
+            kind = "hvp" if second else "grad"
+            out = op.node("Identity", [g], outputs=[op.fresh(f"{_typeable(name)}.{kind}")])
             out.metadata_props[GRADIENT_OF] = name
             out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
             graph.outputs.append(out)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from onnx_fuse.cli import checking, files, show
 from onnx_fuse.cli.options import split_names, with_options
+from onnx_fuse.cli.train_options import parse_values
 from onnx_fuse.errors import CheckFailed
 from onnx_fuse.options import SizeOptions, shared
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "onnx-fuse gradient model.onnx --loss cross_entropy -o model.grad.onnx",
     "onnx-fuse gradient model.onnx --wrt x --wrt layer1.weight --check",
+    "onnx-fuse gradient model.onnx --loss mse --order 2 -o model.hvp.onnx",
 )
 OPTIONS = """
     output (-o, --output OUT): Write to this file. The default is MODEL with the ending
@@ -24,6 +26,9 @@ OPTIONS = """
     loss (--loss NAME): Differentiate this loss (cross_entropy, mse, ...) or this scalar output.
         Without it, the graph computes a vector-Jacobian product: it has an input y.grad for
         each output y.
+    loss_option (--loss-option NAME=VALUE): Set an option of the loss, such as gamma=3.
+    order (--order, 1 to 2): 2 adds Hessian-vector products: an input w.vector for each w.grad,
+        and an output w.hvp.
     wrt (--wrt NAME): Differentiate by this weight or input. The default is every weight.
     check (--check): Compare the gradients with central differences.
     """
@@ -35,6 +40,8 @@ def gradient(
     model: Path,
     output: Path | None = None,
     loss: str | None = None,
+    loss_option: list[str] | None = None,
+    order: int = 1,
     wrt: list[str] | None = None,
     check: bool = False,
     inputs: Path | None = None,
@@ -61,7 +68,8 @@ def gradient(
     original = read(model)
     progress.report("making the backward")
     result = autodiff.gradient(
-        files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
+        *(files.load(original, str(model)), split_names(wrt) or None, loss, order),
+        **parse_values("--loss-option", loss_option),
     )
     request = Request(**shared(Request, sizes))
     checked: GradientCheck | None = None
