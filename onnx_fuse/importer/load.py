@@ -46,9 +46,6 @@ from onnx_fuse.ir.build import all_nodes, subgraphs
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE, MAP_TYPE, PREVIEW, Model, one_line
 from onnx_fuse.ops.bodies import body_of, carries_body
 
-_READ = "onnx_fuse.read"
-"""meta key of what `read` gave back: a command that loads it next need not check it again."""
-
 
 def standard(source: Model) -> ir.Model:
     """Parse, check and canonicalize the opset of `source`: a path, bytes, ModelProto or ir.Model.
@@ -57,7 +54,6 @@ def standard(source: Model) -> ir.Model:
     put back by `save`. Raises ModelError for anything that is not a valid model.
     """
     model = read(source)
-    model.meta.pop(_READ, None)
     with file_faults(source):
         late, called = _checked_late(model), bool(model.functions)
         with declarations_as_hints(model):
@@ -87,8 +83,6 @@ def read(source: Model) -> ir.Model:
     with file_faults(source):
         if isinstance(source, ir.Model):
             model = source.clone()
-            if model.meta.pop(_READ, False):
-                return model
         else:
             if not isinstance(source, onnx.ModelProto):
                 refuse_foreign(source if isinstance(source, bytes) else Path(source))
@@ -126,7 +120,6 @@ def read(source: Model) -> ir.Model:
             if folders or weights is not None:
                 _map_external(model, folders, weights)
         _check_graph(model)
-    model.meta[_READ] = True
     return model
 
 
