@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from lowering import interpreted
 from shape_graphs import SIZES, shape_graph
@@ -169,3 +170,12 @@ def test_a_node_that_is_read_no_more_does_not_count_as_a_change() -> None:
     infer_shapes(model)
     assert infer_reshapes(model)
     assert not infer_reshapes(model)  # the Reshape stands there still, without a reader
+
+
+def test_known_sizes_are_not_inferred_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnx_fuse.importer.shapes.inferred", None)
+    model = text_model(f"{HEAD} g (float[a,4] x) => (float[a,4] y) {{ y = Relu (x) }}")
+    infer_shapes(model)
+    model.graph.outputs[0].shape = ir.Shape(["b", 4])  # no input's: inference may know more
+    with pytest.raises(TypeError):
+        infer_shapes(model)

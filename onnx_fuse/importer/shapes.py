@@ -20,6 +20,8 @@ from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
 from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, infer_actual
 from onnx_fuse.ir.build import all_nodes, required, subgraphs
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.bodies import carries_body
 
 _LONGEST_SHAPE = 1 << 20
 MAKES_SEQUENCES = {
@@ -28,23 +30,36 @@ MAKES_SEQUENCES = {
 }
 
 
-def infer_shapes(model: ir.Model) -> None:
-    """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
-    # onnx follows the entries of every vector, shape or not, at 60 bytes each (1.23).
-    _infer(model, data_prop=all(_vector_length(v) <= _LONGEST_SHAPE for v in _values(model)))
+def infer_shapes(model: ir.Model, *, again: bool = False) -> None:
+    """Fill in dtypes and shapes, fused ops through their bodies; what was known stays.
+
+    `again`: after a rewrite, where a size that inference has named before has no better name.
+    """
+    if not _is_known(model, again):
+        # onnx follows the entries of every vector, shape or not, at 60 bytes each (1.23).
+        _infer(model, data_prop=all(_vector_length(v) <= _LONGEST_SHAPE for v in _values(model)))
+
+
+def _is_known(model: ir.Model, again: bool) -> bool:
+    """Whether every axis has a number or an input's symbol, and what fused nodes need is there."""
+    fused = any(carries_body(node) for node in all_nodes(model.graph))
+    values = set(_values(model)).difference(model.graph.inputs)
+    known = all(v.dtype and v.shape is not None for v in values)
+    symbols = {dim for v in model.graph.inputs for dim in _dims(v) if dim is not None}
+    open_sizes = {dim for v in values for dim in _dims(v) if not isinstance(dim, int)}
+    known &= None not in open_sizes if again else open_sizes <= symbols
+    return known and fused == (FUSE in model.graph.opset_imports)
 
 
 def _vector_length(value: ir.Value) -> int:
-    shape = value.shape
-    dim = shape[0] if shape is not None and len(shape) == 1 else 0
-    return dim if isinstance(dim, int) else 0
+    dims = _dims(value)
+    return dims[0] if len(dims) == 1 and isinstance(dims[0], int) else 0
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     yield from model.graph.inputs
     yield from model.graph.initializers.values()
-    for node in all_nodes(model.graph):
-        yield from node.outputs
+    yield from _results(model)
 
 
 def check_sizes(model: ir.Model) -> None:
@@ -351,7 +366,7 @@ def _results(model: ir.Model) -> Iterator[ir.Value]:
     return (value for node in all_nodes(model.graph) for value in node.outputs)
 
 
-def _replace_symbols(values: Iterable[ir.Value], names: Mapping[_Dim, _Dim]) -> None:
+def _replace_symbols(values: Iterable[ir.Value], names: Mapping[Any, _Dim]) -> None:
     for value in values if names else ():
         dims = _dims(value)
         if not names.keys().isdisjoint(dims):
@@ -366,8 +381,7 @@ def fix_shapes(
     A symbolic axis that gets a size gets it wherever its name stands. Raises UsageError.
     """
     inputs = {v.name: v for v in model.graph.inputs}
-    open_dims = [d for v in inputs.values() for d in v.shape or () if not isinstance(d, int)]
-    symbols = {d.value for d in open_dims if d.value}
+    symbols = {d for v in inputs.values() for d in _dims(v) if isinstance(d, str)}
     sizes: dict[str, int] = {}
     for named, size in (dims or {}).items():
         if named not in symbols:
@@ -383,23 +397,16 @@ def fix_shapes(
             raise UsageError(f"the shape of '{name}' is {shape!r}: it takes whole numbers")
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
-        dimensions = list(inputs[name].shape or [None] * len(shape))
+        dimensions = _dims(inputs[name]) or [None] * len(shape)
         if len(dimensions) != len(shape):
             raise UsageError(f"input '{name}' has {len(dimensions)} dimensions, not {len(shape)}")
         for axis, (dim, size) in enumerate(zip(dimensions, shape, strict=True)):
             if size < 0:
                 continue
-            symbol = dim.value if isinstance(dim, ir.SymbolicDim) else None
-            fixed = dim if isinstance(dim, int) else size
-            if symbol:
-                fixed = sizes.setdefault(symbol, size)
-            if fixed != size:
-                raise UsageError(f"input '{name}': axis {axis} is {fixed}, not {size}")
+            known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+            if known not in (None, size):
+                raise UsageError(f"input '{name}': axis {axis} is {known}, not {size}")
             dimensions[axis] = size
         inputs[name].shape = ir.Shape(dimensions)
-    for graph in (model.graph, *model.graph.subgraphs()) if sizes else ():
-        values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
-        for value in values:
-            if value.shape is not None:
-                symbolic = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
-                value.shape = ir.Shape([sizes.get(str(d), d) for d in symbolic])
+    inner = (value for graph in model.graph.subgraphs() for value in graph.inputs)
+    _replace_symbols((*model.graph.inputs, *inner, *_results(model)), sizes)

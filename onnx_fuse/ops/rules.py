@@ -130,8 +130,9 @@ class Rewriter:
         Nodes that nobody reads any more go with the next dead-code pass. Returns True, for a rule
         to return.
         """
-        graph = required(at.graph)
-        graph.insert_before(at, op.nodes)
+        required(at.graph).insert_before(at, op.nodes)
+        for domain in dict.fromkeys(node.domain for node in op.nodes if node.domain):
+            self.graph.opset_imports.setdefault(domain, 1)
         for old_value, new_value in zip(old, new, strict=True):
             new_value.type = old_value.type or new_value.type
             new_value.shape = old_value.shape or new_value.shape

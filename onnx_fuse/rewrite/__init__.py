@@ -135,7 +135,7 @@ def optimize(
         rw.for_kernels = FUSIONS if own_kernels else fuse
         rw.notes += canonicalize(model, training=training)
         shape_of_source(model)
-        infer_shapes(model)
+        infer_shapes(model, again=True)
         before = regions(model)
         if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
             rw.fusions[FOLD_BATCH_NORM] = folded
@@ -161,7 +161,7 @@ def optimize(
             operators = {node.op_type for node in all_nodes(model.graph)}
         tidied = level >= 2 and tidy_layout(model)
         if tidied and not training:
-            infer_shapes(model)
+            infer_shapes(model, again=True)
         if not training and wanted(GATHER_ROWS, 2) and (gathered := gather_rows(model.graph)):
             rw.fusions[GATHER_ROWS] = gathered
             tidied = True
@@ -169,7 +169,7 @@ def optimize(
             tidied |= bool(grow_caches(rw))
         clean(model)
         if tidied:
-            infer_shapes(model)
+            infer_shapes(model, again=True)
         return rw, taken
 
     report = Report(before=op_counts(model))

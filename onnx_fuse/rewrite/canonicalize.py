@@ -65,7 +65,7 @@ def _stays_apart(node: ir.Node) -> bool:
 def refresh(model: ir.Model) -> None:
     """Clean the model after a rewrite, and infer the shapes of what is new."""
     clean(model)
-    infer_shapes(model)
+    infer_shapes(model, again=True)
 
 
 def rewrite_each(
