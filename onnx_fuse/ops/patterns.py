@@ -33,8 +33,9 @@ from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, is_float, 
 
 Bound = dict[Any, Any]
 """Values of a graph by those of a pattern, attributes by name, and under _MISS why it is none."""
-Condition = Callable[[dict[str, ir.Value]], bool]
-"""What must be true of the values of a graph that the names of a formula stand for."""
+Match = dict[str, Any]
+"""What the names of a formula stand for: values of a graph, and those of attributes."""
+Condition = Callable[[Match], bool]
 _MISS = object()
 _COMMUTES = frozenset(("Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal"))
 _NEAR = 2e-3
@@ -80,7 +81,7 @@ def text_rule(name: str, level: int, formulas: Sequence[Formula], conditions: st
             for top, bound in pattern.around(node):
                 reason = bound.get(_MISS, "").format(result[-1].op_type)
                 if not reason and "readers" in conditions.split():
-                    reason = _other_reader(_inside(top, [*node.inputs, *pattern.inputs(bound)]))
+                    reason = other_reader(inside(top, [*node.inputs, *pattern.inputs(bound)]))
                 if not reason and not pattern.computed(top, bound):
                     reason = f"it overflows, or loses a sign, where {result[-1].op_type} does not"
                 if not reason:
@@ -106,13 +107,12 @@ def body_rule(definition: OpDef, level: int) -> Rule:
         for y, bound in pattern.around(node):
             if None in (inputs := pattern.inputs(bound)):
                 return False
-            nodes = _inside(y, inputs)
-            if reason := _other_reader(nodes):
+            nodes = inside(y, inputs)
+            if reason := other_reader(nodes):
                 return rw.refuse(name, nodes, reason)
             op = Builder()
             attributes = {key: a.value for key, a in bound.items() if isinstance(key, str)}
             result = op.node(name, inputs, domain=domain, attributes=attributes)
-            rw.model.graph.opset_imports[domain] = 1
             return rw.replace(node, op, [y], [result])
         return False
 
@@ -136,7 +136,7 @@ def _written(result: ir.Function, op: Builder, pattern: _Pattern, bound: Bound) 
     return copier.values[result.outputs[0]]
 
 
-def _inside(top: ir.Value, leaves: Sequence[ir.Value | None]) -> list[ir.Node]:
+def inside(top: ir.Value, leaves: Sequence[ir.Value | None]) -> list[ir.Node]:
     """The nodes that compute `top` from the leaves, the last one first."""
     nodes: dict[ir.Node, None] = {}
     todo = [top]
@@ -148,7 +148,7 @@ def _inside(top: ir.Value, leaves: Sequence[ir.Value | None]) -> list[ir.Node]:
     return list(nodes)
 
 
-def _other_reader(nodes: Sequence[ir.Node]) -> str:
+def other_reader(nodes: Sequence[ir.Node]) -> str:
     """Why the nodes after the first would stay; "" where nothing else reads what they compute."""
     for value in (v for node in nodes[1:] for v in node.outputs):
         if value.is_graph_output() or any(use.node not in nodes for use in value.uses()):
@@ -181,9 +181,10 @@ class _Pattern:
         """The values of a graph that the inputs of the function are."""
         return [bound.get(formal) for formal in self.function.inputs]
 
-    def names(self, bound: Bound) -> dict[str, ir.Value]:
-        """The values of a graph by the names of the function, its result as y."""
-        return {str(v.name): actual for v, actual in bound.items() if isinstance(v, ir.Value)}
+    def names(self, bound: Bound) -> Match:
+        """What the names of the function stand for, its result as y."""
+        values = {str(v.name): actual for v, actual in bound.items() if isinstance(v, ir.Value)}
+        return {k: a.value for k, a in bound.items() if isinstance(k, str)} | values
 
     def around(self, node: ir.Node) -> Iterator[tuple[ir.Value, Bound]]:
         """What computes the function by way of a node, and what it does that with."""
@@ -319,11 +320,12 @@ class Spellings:
     """Whether no constant may add axes."""
     _patterns: dict[str, _Pattern] = field(default_factory=dict)
 
-    def find(self, text: str, value: ir.Value | None) -> dict[str, ir.Value] | None:
+    def find(self, text: str, value: ir.Value | None, fits: Condition = bool) -> Match | None:
         """What the names in a formula are where it computes a value of a graph, the value as y."""
         pattern = self._pattern(text)
         bindings = pattern.matches(pattern.root, value, {}) if value is not None else iter(())
-        return next((pattern.names(bound) for bound in bindings if _MISS not in bound), None)
+        found = (pattern.names(bound) for bound in bindings if _MISS not in bound)
+        return next(filter(fits, found), None)
 
     def ways(self, operator: str, value: ir.Value) -> Iterator[tuple[_Pattern, Bound]]:
         """The formulas of an operator that compute a value, and what they compute it from."""
@@ -343,6 +345,10 @@ class Spellings:
         if text not in self._patterns:
             self._patterns[text] = _Pattern(_function(text), spellings=self)
         return self._patterns[text]
+
+
+NODES = Spellings({}, views=())
+"""Finds formulas as they are written, but for the order of operands."""
 
 
 def _adds_axes(node: ir.Node) -> bool:

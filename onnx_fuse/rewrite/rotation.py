@@ -6,14 +6,14 @@ gradient. A training step has two expressions over the halves instead, with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ir.copying import replace_node
-from onnx_fuse.ops.rules import cut_of, producer
+from onnx_fuse.ops.patterns import NODES, Match, inside, other_reader
+from onnx_fuse.ops.rules import cut_of
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
 FIRST_OPSET = 13
@@ -34,57 +34,44 @@ class Rotation:
     x: ir.Value
     cos: ir.Value
     sin: ir.Value
-    parts: tuple[ir.Value, ...]
-    """What lies between x and the sum."""
+    halves: tuple[ir.Value, ir.Value]
+
+
+_ROTATION = "x * cos + Concat <axis: int = @axis> (Neg (second), first) * sin"
 
 
 def rotation_of(total: ir.Node | None) -> Rotation | None:
     """x cos + (-x2, x1) sin, the products and the factors in any order."""
-    if total is None or total.op_type != "Add" or total.domain:
+    match = NODES.find(_ROTATION, total.outputs[0], _is_rotation) if total is not None else None
+    if match is None:
         return None
-    for product, straight in (total.inputs, total.inputs[::-1]):
-        for joined, sin in _factor_pairs(product):
-            if (x := _turned(joined)) is None:
-                continue
-            cos = next((other for one, other in _factor_pairs(straight) if one is x), None)
-            if cos is not None and sin is not None and _are_tables(x, cos, sin):
-                negated = required(required(joined.producer()).inputs[0])
-                parts = (negated, joined, required(product), required(straight))
-                return Rotation(x, cos, sin, parts)
-    return None
+    return Rotation(match["x"], match["cos"], match["sin"], (match["first"], match["second"]))
 
 
-def _factor_pairs(product: ir.Value | None) -> Sequence[Sequence[ir.Value]]:
-    node = producer(product, "Mul")
-    factors = [v for v in node.inputs if v is not None] if node is not None else []
-    return (factors, factors[::-1]) if len(factors) == 2 else ()
-
-
-def _turned(joined: ir.Value) -> ir.Value | None:
-    """The x of (-x2, x1)."""
-    join = producer(joined, "Concat")
-    if join is None or len(join.inputs) != 2 or not _last_axis(join, joined):
-        return None
-    neg = producer(join.inputs[0], "Neg")
-    second, first = _half(neg.inputs[0] if neg is not None else None), _half(join.inputs[1])
-    if first is None or second is None or (first[1], second[1]) != (0, 1):
-        return None
-    return first[0] if first[0] is second[0] else None
-
-
-def _are_tables(x: ir.Value, *tables: ir.Value) -> bool:
-    size, level = dim(x, -1), rank(x)
-    if level is None or not isinstance(size, int):
+def _is_rotation(match: Match) -> bool:
+    """Whether x's halves are joined along the last axis, and the tables are as wide as x."""
+    x, size, axes = match["x"], dim(match["x"], -1), rank(match["x"])
+    if not size or size % 2 or axes is None or match["axis"] not in (-1, axes - 1):
         return False
-    return all(0 < (rank(t) or 0) <= level and dim(t, -1) == size for t in tables)
+    for half, start in ((match["first"], 0), (match["second"], size // 2)):
+        cut = cut_of(half)
+        if cut is None or (cut.source, cut.axis, cut.start) != (x, axes - 1, start):
+            return False
+        if dim(half, -1) != size // 2:
+            return False
+    return all(
+        0 < (rank(t) or 0) <= axes and dim(t, -1) == size for t in (match["cos"], match["sin"])
+    )
 
 
 def _split(graph: ir.Graph, total: ir.Node) -> bool:
     """Replace an Add that rotates, if nothing else reads a part of it."""
     rotation = rotation_of(total)
-    if rotation is None or any(len(v.uses()) > 1 or v.is_graph_output() for v in rotation.parts):
+    if rotation is None:
         return False
     x, cos, sin = rotation.x, rotation.cos, rotation.sin
+    if other_reader(inside(total.outputs[0], [x, cos, sin, *rotation.halves])):
+        return False
     size = required(dim(x, -1))
     op = Builder()
     (x1, x2), (c1, c2), (s1, s2) = (
@@ -95,19 +82,3 @@ def _split(graph: ir.Graph, total: ir.Node) -> bool:
     )
     replace_node(total, op.nodes, [y], named=False)
     return True
-
-
-def _last_axis(node: ir.Node, value: ir.Value) -> bool:
-    level = rank(value)
-    return level is not None and node.attributes.get_int("axis", 0) in (-1, level - 1)
-
-
-def _half(value: ir.Value | None) -> tuple[ir.Value, int] | None:
-    """(x, 0 or 1) where a value is the first or second half of x along the last axis."""
-    cut = cut_of(value)
-    if cut is None or cut.axis is None or cut.axis + 1 != rank(cut.source):
-        return None
-    size = dim(cut.source, -1)
-    if not size or size % 2 or dim(value, -1) != size // 2 or cut.start not in (0, size // 2):
-        return None
-    return cut.source, 2 * cut.start // size

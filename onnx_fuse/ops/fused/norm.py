@@ -20,7 +20,7 @@ from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.opdef import fused_op, register
-from onnx_fuse.ops.patterns import Condition, Spellings, tops
+from onnx_fuse.ops.patterns import Condition, Match, Spellings, tops
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
@@ -199,12 +199,12 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
     return changed
 
 
-def _reduces_last_axis(values: dict[str, ir.Value]) -> bool:
+def _reduces_last_axis(values: Match) -> bool:
     axes, size = constant_ints(values["axes"]), rank(values["x"])
     return axes in ([-1], [size - 1] if size is not None else None)
 
 
-def _keeps_axis(values: dict[str, ir.Value]) -> bool:
+def _keeps_axis(values: Match) -> bool:
     x, y = values["x"].shape, values["y"].shape
     sizes = [getattr(size, "value", size) for size in x[:-1]] if x is not None else [None]
     return (
@@ -213,10 +213,6 @@ def _keeps_axis(values: dict[str, ir.Value]) -> bool:
         and y is not None
         and tuple(y) == (*sizes, 1)
     )
-
-
-def _by_width(values: dict[str, ir.Value]) -> bool:
-    return scalar(values["width"]) == dim(values["x"], -1)
 
 
 _REDUCED = "<keepdims: int = {}, noop_with_empty_axes: int = @noop> (x, axes)"
@@ -228,7 +224,10 @@ _TABLE: dict[str, dict[str, Condition | None]] = {
     }
     for kind in ("Mean", "Sum")
 }
-_TABLE["Average"] = {"RowMean (x)": None, "RowSum (x) / width": _by_width}
+_TABLE["Average"] = {
+    "RowMean (x)": None,
+    "RowSum (x) / width": lambda match: scalar(match["width"]) == dim(match["x"], -1),
+}
 _TABLE["Square"] = {"x * x": None, "Pow (x, 2)": None}
 _TABLE["Root"] = {"Sqrt (x)": None, "Pow (x, 0.5)": None}
 _TABLE["InverseRoot"] = {

@@ -166,23 +166,20 @@ def _split(op: Builder, traced: Scores, q: ir.Value, k: ir.Value, v: ir.Value) -
 
 def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | None:
     """[B, H, S, D] behind [B·H, S, D]; under a Transpose of the last two axes, too."""
-    node = producer(value, "Reshape")
-    source = node.inputs[0] if node is not None else None
-    if source is not None:
-        same = dim(source, -1) is not None and dim(source, -1) == dim(value, -1)
-        return source if same and rank(source) == 4 and heads and dim(source, 1) == heads else None
     turn = producer(value, "Transpose")
-    if turn is None or list(attribute(turn, "perm", ())) != [0, 2, 1]:
+    if turn is not None and list(attribute(turn, "perm", ())) != [0, 2, 1]:
         return None
-    below = producer(turn.inputs[0], "Reshape")
+    below = producer(value if turn is None else turn.inputs[0], "Reshape")
     source = below.inputs[0] if below is not None else None
     if source is None or rank(source) != 4 or not heads or dim(source, 1) != heads:
         return None
-    if dim(source, -2) is None or dim(source, -2) != dim(value, -1):
+    width = dim(source, -1 if turn is None else -2)
+    if width is None or width != dim(value, -1):
         return None
-    y: ir.Value = op.Transpose(source, perm=[0, 1, 3, 2])
+    if turn is None:
+        return source
     sizes = required(source.shape)
-    return typed(y, source, [sizes[i] for i in (0, 1, 3, 2)])
+    return typed(op.Transpose(source, perm=[0, 1, 3, 2]), source, [sizes[i] for i in (0, 1, 3, 2)])
 
 
 def _merged(op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Value) -> Frame | str:

@@ -22,6 +22,7 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     trace_scores,
     whole_rows,
 )
+from onnx_fuse.ops.patterns import NODES
 from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
@@ -112,8 +113,7 @@ def _fused(
 
 def _why_not_fused(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None) -> str:
     product = scores.product.outputs[0]
-    kinds = [tuple("Where" if s.fill is not None else "Mask" for s in scores.steps)]
-    if kinds[0] not in STEPS:
+    if tuple("Where" if s.fill is not None else "Mask" for s in scores.steps) not in STEPS:
         return f"{len(scores.steps)} masks and conditions follow each other; two are the most"
     if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
         return "queries and keys are multiplied in float32, weights and values in 16 bits"
@@ -339,17 +339,14 @@ def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     right, outer = strip_scales(right)
     if (unflattened := _unflattened(op, right)) is not None:
         return unflattened, outer
-    size = rank(right) or 4
-    swap = swapped(size)
-    node = producer(right, "Transpose")
-    perm = attribute(node, "perm") if node is not None else None
-    if node is None or perm is None or node.inputs[0] is None:
+    swap = swapped(rank(right) or 4)
+    match = NODES.find("Transpose <perm: ints = @perm> (x)", right)
+    if match is None:
         return transposed(op, right, swap), outer
-    composed = [perm[i] for i in swap]
-    source, inner = strip_scales(node.inputs[0])
-    if composed == list(range(size)):
-        return source, outer * inner
-    return transposed(op, source, composed), outer * inner
+    source, inner = strip_scales(match["x"])
+    order = [match["perm"][i] for i in swap]
+    k = source if order == sorted(order) else transposed(op, source, order)
+    return k, outer * inner
 
 
 def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
