@@ -22,23 +22,14 @@ from onnx_fuse.runtime import ort
 _UNCONDITIONAL = ("Log", "SwiGLU")
 
 
-def _anchor(rule: Rule) -> str:
-    """The first by name: anchors of some rules come from sets, whose order differs by process."""
-    return min(rule.anchors)
-
-
-def _number(rule: Rule) -> int:
-    return next((k for k, each in enumerate(RULES) if each is rule), -1)
-
-
-def applied(case: FusionCase, level: int) -> Counter[int]:
-    """How often each rule, by its place in RULES, rewrites the graph."""
-    counts: Counter[int] = Counter()
+def applied(case: FusionCase, level: int) -> Counter[Rule]:
+    """How often each rule rewrites the graph."""
+    counts: Counter[Rule] = Counter()
     run = rewrite._applied
 
     def counted(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
         changed = run(rule, rw, node)
-        counts[_number(rule)] += bool(changed)
+        counts[rule] += bool(changed)
         return changed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -48,42 +39,41 @@ def applied(case: FusionCase, level: int) -> Counter[int]:
 
 
 @cache
-def rows() -> dict[int, list[FusionCase]]:
+def rows() -> dict[Rule, list[FusionCase]]:
     """The smallest rows that each rule rewrites."""
-    found: dict[int, list[FusionCase]] = {k: [] for k in range(len(RULES))}
+    found: dict[Rule, list[FusionCase]] = {rule: [] for rule in RULES}
     cases = [c for c in (*ROWS, *FUSION_CASES) if c in ROWS or c.opset <= NEWEST_OPSET]
     for case in sorted(cases, key=lambda c: len(c.model().graph)):
-        for k in +applied(case, 3):
-            if k >= 0 and len(found[k]) < 3:
-                found[k].append(case)
+        for rule in +applied(case, 3):
+            if rule in found and len(found[rule]) < 3:
+                found[rule].append(case)
     return found
 
 
-RULE = pytest.mark.parametrize(
-    "k", range(len(RULES)), ids=lambda k: f"{RULES[k].name}-{_anchor(RULES[k])}"
-)
+# The first anchor by name: those of some rules come from sets, whose order differs by process.
+RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name}-{min(rule.anchors)}")
 
 
 @RULE
-def test_a_rule_states_its_conditions(k: int) -> None:
+def test_a_rule_states_its_conditions(rule: Rule) -> None:
     """Those that stop it in a row, and no others: the rows break each one alone."""
-    rule, stopping = RULES[k], set[str]()
-    for row in rows()[k]:
+    stopping = set[str]()
+    for row in rows()[rule]:
         level = max(row.level, rule.level)
-        whole = applied(row, level)[k]
+        whole = applied(row, level)[rule]
         for miss in near_misses(row):
-            if miss.condition not in stopping and applied(miss, level)[k] < whole:
+            if miss.condition not in stopping and applied(miss, level)[rule] < whole:
                 stopping.add(miss.condition)
     assert stopping == set(rule.conditions.split())
-    assert rows()[k] or _anchor(rule) == "Log"
-    assert rule.conditions or _anchor(rule) in _UNCONDITIONAL
+    assert rows()[rule] or min(rule.anchors) == "Log"
+    assert rule.conditions or min(rule.anchors) in _UNCONDITIONAL
 
 
 @RULE
-def test_a_near_miss_is_computed_right(k: int) -> None:
+def test_a_near_miss_is_computed_right(rule: Rule) -> None:
     """Of the rule's smallest row: fused or not, at every level, on hostile numbers."""
     wrong = {}
-    for row in rows()[k][:1]:
+    for row in rows()[rule][:1]:
         if row.opset > NEWEST_OPSET:
             pytest.skip("onnxruntime is older")
         for miss in near_misses(row):
