@@ -136,6 +136,10 @@ PROBLEMS = (
                zero="packed", static_b=True, epilogue=Epilogue(bias=True)),
     PackedProduct(m=8, n=64, k=4096, dtype="float32", bits=4, block=32, blocks=128,
                zero=""),
+    PackedProduct(m=1, n=64, k=2048, dtype="float16", bits=4, block=32, blocks=64, tiled=True,
+               zero="packed", norm="layer", epilogue=Epilogue(gate=True, act="silu")),
+    PackedProduct(m=64, n=64, k=8192, dtype="bfloat16", bits=4, block=128, blocks=64, tiled=True,
+               epilogue=Epilogue(residual=True)),
     IntegerProduct(m=64, n=64, k=64, dtype="uint8", b_dtype="int8",
                za="each", zb="each", lda=64, ldb=64),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, sqrt
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES
@@ -111,7 +111,7 @@ class TiledRows(Kernel):
 
     name = "tiles"
     source = "quant/tiled_nbits.cu"
-    version = 2
+    version = 3
     free_axes = "z"
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
@@ -145,15 +145,10 @@ class TiledRows(Kernel):
             return False
         if warps == 32 and not few:
             return False
-        team, steps = self._team(problem, warps)
-        normed = not problem.norm or (team and steps <= 8)
-        shares = self._units(problem) >= warps and self._chunks(problem, config) <= 16
-        return bool(normed) and shares and self._smem(problem, config) <= 220 << 10
-
-    def _team(self, problem: PackedProduct, warps: int) -> tuple[int, int]:
-        """The warps that normalise a row, all rows at once, and how often each takes 256."""
-        team = 1 << (warps // problem.m).bit_length() >> 1
-        return team, ceil(problem.k / 256 / team) if team else 0
+        chunks = self._chunks(problem, config)
+        normed = not problem.norm or problem.m == 1 or self._held(problem, config) == chunks
+        shares = self._units(problem) >= warps and chunks <= 16
+        return normed and shares and self._smem(problem, config) <= 220 << 10
 
     def _sets(self, problem: PackedProduct) -> int:
         """Columns of 8 rows of a, 1, 2 or 4: registers hold the sums of each."""
@@ -168,13 +163,18 @@ class TiledRows(Kernel):
         units = ceil(self._units(problem) / config.integer("warps"))
         return units * max(1, problem.block // CHUNK)
 
+    def _held(self, problem: PackedProduct, config: KernelConfig) -> int:
+        """The chunks of a that registers hold at once; all, where each lane normalises its own."""
+        few = problem.m == 1 or config.integer("warps") == 32
+        most = 4 if few else {1: 8, 2: 2, 4: 1}[self._sets(problem)]
+        return min(most, self._chunks(problem, config))
+
     def _smem(self, problem: PackedProduct, config: KernelConfig) -> int:
         warps, tiles = config.integer("warps"), config.integer("tiles")
-        chunks, rows = self._chunks(problem, config), 8 * self._sets(problem)
+        chunks = self._chunks(problem, config)
         scales = ceil(chunks * CHUNK / problem.block) * (64 if problem.zero else 32)
-        weights = warps * tiles * (512 * chunks + scales)
-        normed = min(rows, problem.m) * (problem.k + 8) * ITEMSIZE[problem.dtype]
-        return max(weights + (normed if problem.norm else 0), 64 * warps * rows * tiles)
+        row = chunks * CHUNK * ITEMSIZE[problem.dtype] if problem.m == 1 else 0
+        return warps * (tiles * (512 * max(chunks, self._sets(problem)) + scales) + row)
 
     def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
         """What follows the wait, the bytes of the weights or the instructions of their use.
@@ -188,27 +188,29 @@ class TiledRows(Kernel):
         waves = max(1.0, blocks / (hw.sm_count * resident))
         sets, chunks = self._sets(problem), self._chunks(problem, config)
         each = 1.75 + 0.6 * sets
-        issue = problem.n * problem.k * passes * each / (0.5 * hw.rate("float32"))
+        busy = min(16.0, warps * max(1.0, blocks / hw.sm_count / waves))  # warps of an SM
+        issue = problem.n * problem.k * passes * each / (0.5 * hw.rate("float32")) * sqrt(16 / busy)
         stream = problem.bytes * passes / (0.85 * hw.bandwidth)
         chain = 1e-7 * chunks * sets + 5e-8 * chunks * tiles * sets
-        norm = 0.7e-6 + 0.3e-6 * problem.m if problem.norm else 0.0
-        again = 2.5e-6 * (waves - 1)  # blocks that come up behind others
-        return 1.1e-6 + norm + again + 2e-8 * warps + max(stream, issue) + 0.3 * chain
+        norm = 0.15e-6 + 0.35e-6 * problem.m if problem.norm else 0.0
+        # blocks that come up behind others, or beside them, where they keep the next launch's out
+        again = 2.5e-6 * (waves - 1) + 5e-7 * max(0.0, blocks / hw.sm_count - 2)
+        begun = 0.4e-6 + 1e-7 * warps + 4e-6 / warps
+        return begun + norm + again + max(stream, issue) + 0.3 * chain
 
     def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
         warps, tiles = config.integer("warps"), config.integer("tiles")
         sets, epilogue, kind = self._sets(problem), problem.epilogue, C_TYPES[problem.dtype]
-        team, steps = self._team(problem, warps) if problem.norm else (0, 0)
         flags = {"EPI_BIAS": epilogue.bias, "EPI_RES": epilogue.residual, "GATE": epilogue.gate}
         text = "a q scale bias c gamma beta y, i32 m n k, f32 epsilon act_alpha"
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
         return self.one(
             "tiled_nbits", grid, 32 * warps, *args(text, problem, act_alpha=epilogue.act_alpha),
-            smem=self._smem(problem, config), T=kind, TO=kind, BLOCK=problem.block, SETS=sets,
-            TILES=tiles, WARPS=warps, CHUNKS=self._chunks(problem, config),
+            smem=self._smem(problem, config), T=kind, TO=kind, SCALED=problem.block, SETS=sets,
+            ONE=problem.m == 1, TILES=tiles, WARPS=warps, CHUNKS=self._chunks(problem, config),
+            HELD=self._held(problem, config),
             WHOLE=self._units(problem) % warps == 0,
             ZERO=bool(problem.zero), NORM=["", "rms", "layer"].index(problem.norm),
-            **({"TEAM": team, "STEPS": steps} if team else {}),
             **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
         )  # fmt: skip
 
