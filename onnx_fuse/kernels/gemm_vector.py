@@ -40,6 +40,7 @@ class Gemv(Kernel):
 
     name = "vector"
     source = "gemm/vector.cu"
+    version = 2
     free_axes = "yz"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
@@ -105,11 +106,14 @@ class Gemv(Kernel):
             fold_norm(types, epilogue)
         epilogue |= {"EACH": each} if each else {"COLS": columns}
         epilogue |= {"RMS": 1} if norm and problem.rms else {}
+        blocks = ceil(problem.n / (columns * warps if each else columns))
+        # few large blocks stay off SMs that others want for themselves (kernel.apart)
+        smem = 0 if each or blocks > hw.sm_count else hw.smem_per_block // 4
         text = "a b y z c, i32 n k, i64 ldb, f32 epsilon, mean rstd"
         launches = self.one(
-            "gemm_vector", ceil(problem.n / (columns * warps if each else columns)), 32 * warps,
+            "gemm_vector", blocks, 32 * warps,
             *args(text, problem, ldb=ld(problem)[1]), *epilogue_args(problem),
-            TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm, STATIC_B=problem.static_b,
-            **types, **epilogue,
+            smem=smem, TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm,
+            STATIC_B=problem.static_b, **types, **epilogue,
         )  # fmt: skip
         return as_norm(problem, launches) if norm else launches

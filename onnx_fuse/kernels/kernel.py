@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Protocol, TypeAlias
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
@@ -18,6 +19,7 @@ from onnx_fuse.program.problem import (
     Table,
     TensorMap,
 )
+from onnx_fuse.program.size import upper_bound
 
 Blocks = int | tuple[int, int, int]
 
@@ -57,6 +59,15 @@ class Arena:
         place = Ptr("workspace", self.size)
         self.size += -(-nbytes // self.aligned) * self.aligned
         return place
+
+
+def apart(blocks: int, hw: Hardware) -> int:
+    """Shared memory by which so many blocks stand on SMs of their own, where others hold a quarter.
+
+    The loads of others would hold up theirs. Of more blocks than SMs, some stand side by side.
+    """
+    beside = ceil(upper_bound(blocks) / hw.sm_count)
+    return hw.smem_per_block * 3 // 4 if beside <= 1 else hw.smem_per_block // (2 * beside)
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:

@@ -9,7 +9,7 @@ from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Kernel, Kernels, launch, rename
+from onnx_fuse.kernels.kernel import Kernel, Kernels, apart, launch, rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, access_width, typed
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.data_movement import CacheAppend
@@ -585,9 +585,10 @@ class OneQuery(Kernel):
             how |= {"APPEND": 1, "KEEP_PAST": append.keep, **_row_macros(append)}
         made += _steps(p)
         how |= _cache_macro(p)
+        smem = max(self._smem(p, config), apart(cluster * p.batches // config.integer("heads"), hw))
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
-            32 * config.integer("warps"), *made, smem=self._smem(p, config), cluster=cluster,
+            32 * config.integer("warps"), *made, smem=smem, cluster=cluster,
             **{**common_macros(p), **how},
         )  # fmt: skip
 
