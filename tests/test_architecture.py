@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7328, "validation": 4569,
     "generation": 1688,
     "adapters": 955, "quantization": 1231,
-    "tests": 53278, "tools": 10723,
+    "tests": 53288, "tools": 10723,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

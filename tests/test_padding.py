@@ -55,6 +55,11 @@ MASK = """own = Unsqueeze (keep, at) b = Shape <end = 1> (m) l = Shape <start = 
         single = Constant <value_ints = [1]> () to = Concat <axis = 0> (b, single, l, l)
         k = Expand (own, to)"""
 FIRST = "c = Gather <axis = 1> (n, zero)"
+BESIDE = """e = Constant <value_ints = [4]> () sizes = Shape (m)
+        whole = Concat <axis = 0> (sizes, e) o = ConstantOfShape (whole)
+        n12 = Concat <axis = 2> (n, o) f = Constant <value_ints = [12]> ()
+        ax = Constant <value_ints = [2]> () n8 = Slice (n12, e, f, ax)
+        c = Gather <axis = 1> (n8, zero)"""
 
 
 def layer(end: str = FIRST, mask: str = MASK) -> ir.Model:
@@ -127,9 +132,10 @@ def test_the_program_of_a_gpu_gives_the_same() -> None:
         np.testing.assert_allclose(found[value.name], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("end", [FIRST, BESIDE], ids=["first", "beside"])
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
-def test_what_stands_at_the_padding_reaches_nothing(hostile: float) -> None:
-    padded = optimized(layer())
+def test_what_stands_at_the_padding_reaches_nothing(hostile: float, end: str) -> None:
+    padded = optimized(layer(end))
     packed = pack(padded)
     packing = Packing.of(packed)
     feeds = batch(packing, padded, (3, 1, 5), 5)
@@ -163,6 +169,11 @@ def test_padding_that_is_read_is_refused(name: str) -> None:
         pack(optimized(model))
 
 
+WINDOW = """own = Unsqueeze (keep, at) l0 = Shape <start = 1> (m)
+  no = Constant <value_ints = [0]> () l = Squeeze (l0, no)
+  nil = Constant <value_int = 0> () each = Constant <value_int = 1> ()
+  i = Range (nil, l, each) ax = Constant <value_ints = [1]> () j = Unsqueeze (i, ax)
+  d0 = Sub (i, j) d = Abs (d0)"""
 # why a mask does not serve, nothing where it does; how it is made
 MASKS = table(globals())("""
 plain: ""
@@ -179,12 +190,15 @@ of_both: "hides other keys"
 turned: "hides other keys"
   n0 = Not (keep) k = Unsqueeze (n0, at)
 a_window: "hides other keys"
-  own = Unsqueeze (keep, at) l0 = Shape <start = 1> (m) no = Constant <value_ints = [0]> ()
-  l = Squeeze (l0, no)
-  nil = Constant <value_int = 0> () each = Constant <value_int = 1> ()
-  i = Range (nil, l, each) ax = Constant <value_ints = [1]> () j = Unsqueeze (i, ax)
-  d0 = Sub (i, j) d = Abs (d0)
-  most = Constant <value_int = 9> () near = LessOrEqual (d, most) k = And (own, near)
+  WINDOW most = Constant <value_int = 9> () near = LessOrEqual (d, most) k = And (own, near)
+a_window_in_floats: "hides other keys"
+  WINDOW df = Cast <to = 1> (d)
+  most = Constant <value_float = 40.0> () near = LessOrEqual (df, most) k = And (own, near)
+a_window_of_blocks: "hides other keys"
+  WINDOW ten = Constant <value_int = 10> () blocks = Div (d, ten)
+  most = Constant <value_int = 3> () near = LessOrEqual (blocks, most) k = And (own, near)
+a_long_window: "hides other keys"
+  WINDOW most = Constant <value_int = 4000> () near = LessOrEqual (d, most) k = And (own, near)
 summed: "its mask is made by CumSum"
   o1 = Constant <value_int = 1> () s0 = CumSum (m, o1) b0 = Cast <to = 9> (s0)
   k = Unsqueeze (b0, at)
@@ -194,7 +208,7 @@ summed: "its mask is made by CumSum"
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_must_hide_padding_and_nothing_else(name: str) -> None:
     mask, reason = MASKS[name]
-    model = optimized(layer(mask=mask))
+    model = optimized(layer(mask=mask.replace("WINDOW", WINDOW)))
     if reason:
         with pytest.raises(NotPacked, match=reason):
             pack(model)
@@ -210,6 +224,7 @@ def test_a_mask_must_hide_padding_and_nothing_else(name: str) -> None:
         ([[1, 2]], (1, 2), "other numbers than 0 and 1"),
         ([[0, 1]], (1, 2), "a row that is read is padding"),
         ([[1, 1]], (1, 3), "other sizes than the mask"),
+        (np.ones((1, 5000)), (1, 5000), "its sequences are longer than 4096"),
         (np.ones((0, 4)), (0, 4), "its mask has shape"),
         (np.ones((2, 0)), (2, 0), "its mask has shape"),
     ],

@@ -2,13 +2,14 @@
 
 A mask is computed from the input that says where tokens are. Each of its numbers is made of moved
 and combined elements of that input; which element decides it is found by trying inputs that tell
-all places of a sequence apart, at lengths beyond each number that the graph compares with.
+all places of a sequence apart, and inputs of the greatest length that is served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 import numpy as np
 import onnx_ir as ir
@@ -31,8 +32,10 @@ _MOVES = VIEWS | {
     "Tile",
     "Trilu",
 }
-_LONGEST = 2048
-"""A length up to which masks are tried."""
+LONGEST = 4096
+"""The greatest length at which masks are tried: a window or a table of another one shows there."""
+_DENSE = 512
+"""A length up to which masks are tried that tell every two places apart."""
 _RANDOM = 4
 
 Evaluate = Callable[[Sequence[ir.Value], tuple[int, int], Array], "list[Array] | None"]
@@ -44,6 +47,8 @@ class KeyMask:
 
     causal: bool = False
     """They also hide from each query the keys behind it."""
+    longest: int = LONGEST
+    """The greatest length at which they were tried."""
     reason: str = ""
 
 
@@ -67,12 +72,13 @@ def key_mask(
         if node is not None and (node.domain or node.op_type not in allowed):
             return KeyMask(reason=f"its mask is made by {node.domain or node.op_type}")
     found: bool | None = None
-    for length in _lengths(masks, source):
+    lengths = _lengths(masks, source)
+    for length in lengths:
         tried = _tried(length)
         if (batch := dim(source, 0)) is not None:
             tried = np.concatenate([tried, np.ones((-len(tried) % max(1, batch), length), bool)])
-        each = [tried] if batch is None else np.split(tried, len(tried) // max(1, batch))
-        for one in each:
+        at_once = batch or max(1, LONGEST // length) ** 2
+        for one in np.split(tried, range(at_once, len(tried), at_once)):
             arrays = evaluated([v for v in masks if v is not None], one.shape, one)
             if arrays is None:
                 return KeyMask(reason="its mask cannot be evaluated by itself")
@@ -80,32 +86,33 @@ def key_mask(
             if causal is None or (length > 1 and found not in (None, causal)):
                 return KeyMask(reason="its mask hides other keys than those of padded tokens")
             found = causal if length > 1 else found
-    return KeyMask(causal=bool(found))
+    return KeyMask(causal=bool(found), longest=lengths[-1])
 
 
 def _tried(length: int) -> Array:
-    """bool [masks, length]: all, none, codes that tell every two places apart, and random ones."""
+    """bool [masks, length]: all, none, codes that tell every two places apart, and random ones.
+
+    Of a great length there is one, in which half of the places are padding.
+    """
+    random = np.random.default_rng(length).random((_RANDOM, length)) < 0.5
+    if length > _DENSE:
+        return random[:1]
     bits = max(1, (length - 1).bit_length())
     codes = (np.arange(length) >> np.arange(bits)[:, None]) & 1 == 1
-    random = np.random.default_rng(length).random((_RANDOM, length)) < 0.5
     ends = np.stack([np.ones(length, bool), np.zeros(length, bool)])
     return np.concatenate([ends, codes, ~codes, random])
 
 
 def _lengths(masks: Sequence[ir.Value | None], source: ir.Value) -> list[int]:
-    """Lengths to try: beyond each number that stands in the graph, whole tables among them."""
+    """Lengths to try, up to that of tables in the graph or of what fits into memory."""
     if (static := dim(source, 1)) is not None:
         return [static]
-    lengths = {1, 2, 7}
-    for value in sources(masks):
-        array = const_array(value)
-        if array is None:
-            continue
-        if array.ndim >= 2 and min(array.shape[-2:]) > 1:
-            lengths.add(min(array.shape[-2:]))
-        elif array.dtype.kind in "iu":
-            lengths |= {int(n) + 2 for n in array.flat if 2 < n < _LONGEST}
-    return sorted(n for n in lengths if n <= _LONGEST)
+    tables = [
+        array.shape[-2:] for v in sources(masks, _data) if (array := const_array(v)) is not None
+    ]
+    most = isqrt(LONGEST**2 // max(1, dim(source, 0) or 1))
+    longest = min([most, *(min(sizes) for sizes in tables if len(sizes) > 1 and min(sizes) > 1)])
+    return sorted({n for n in (1, 2, 7, 70) if n < longest} | {longest})
 
 
 def _shown(kind: Kind, arrays: Sequence[Array], there: Array) -> bool | None:

@@ -28,7 +28,7 @@ from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, SIZES
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, Kind
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, label
 from onnx_fuse.rewrite.canonicalize import refresh
-from onnx_fuse.rewrite.key_masks import KeyMask, key_mask, reached_inputs
+from onnx_fuse.rewrite.key_masks import LONGEST, KeyMask, key_mask, reached_inputs
 
 PROPERTY = "onnx_fuse.packing"
 """Of a packed model: its Packing, as JSON."""
@@ -66,6 +66,8 @@ class Packing:
     negative ones count from the end."""
     outputs: tuple[str, ...] = ()
     """The outputs that have stayed rows of tokens, [1, T, ..]."""
+    longest: int = LONGEST
+    """The greatest S at which the masks were tried."""
 
     @classmethod
     def of(cls, model: ir.Model) -> Packing | None:
@@ -90,6 +92,8 @@ class Packing:
         """
         if mask.ndim != 2 or not mask.size or len(mask) > _MOST:
             return f"its mask has shape {mask.shape}"
+        if mask.shape[1] > self.longest:
+            return f"its sequences are longer than {self.longest}, up to where its masks are known"
         if any(tuple(shapes[name][:2]) != mask.shape for name in self.inputs):
             return "its inputs have other sizes than the mask"
         there = mask != 0
@@ -192,6 +196,7 @@ class _Packer:
             inputs=tuple(str(v.name) for v in self.fed),
             outputs=tuple(str(v.name) for v in ends if self.as_tokens),
             picked=tuple(sorted(self.picked)),
+            longest=min(proof.longest for proof in self.proofs.values()),
         )
 
     # ---- ends ----
@@ -361,6 +366,10 @@ class _Packer:
         total = size + len(axes or ()) * (kind == "Unsqueeze")
         if not axes or any(axis % total <= max(place.row, place.batch or 0) for axis in axes):
             return None
+        if kind == "Concat":
+            for i, value in enumerate(node.inputs[1:], 1):
+                rows = self._rows_of(required(value), place.behind(size), node)
+                node.replace_input_with(i, rows)
         return [place] * len(node.outputs)
 
     def _elements(self, node: ir.Node, domain: str) -> list[_Rows] | None:
