@@ -220,6 +220,12 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "option's form": ({}, ["--optimizer-option", "betas"], 2, "write it as NAME=VALUE"),
     "option's type": ({}, ["--optimizer-option", "betas=[1]"], 2, "betas is (1,): it takes 2 num"),
     "option's value": ({}, ["--optimizer-option", "eps=small"], 2, "eps is 'small': it takes a nu"),
+    "loss's option": (
+        {},
+        ["--loss-option", "gamma=3"],
+        2,
+        "option of cross_entropy 'gamma': choose",
+    ),
     "schedule": ({}, ["--schedule", "saw"], 2, "unknown schedule 'saw'"),
     "frozen": ({}, ["--freeze", "w"], 2, "every weight of the model is frozen"),
     "glob": ({}, ["--trainable", "head"], 2, "'head' matches no weight of the model: it has w"),
