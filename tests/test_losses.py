@@ -536,6 +536,11 @@ def test_a_trainer_feeds_what_a_loss_reads(loss: str, tmp_path: Path) -> None:
 BY_NAME: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"loss": "mse", "loss_options": {"delta": 1}}, "option of mse 'delta': choose"),
     "outputs": ({"loss": "triplet"}, "triplet reads 3 outputs of the model, which has y, z: name"),
+    "reduction": (
+        {"loss": "l1", "loss_options": {"reduction": "none"}}, "unknown reduction 'none': choose"
+    ),
+    "text": ({"loss": "huber", "loss_options": {"delta": "big"}}, "delta is 'big': it takes a num"),
+    "lengths": ({"loss": "ctc", "loss_options": {"input_lengths": 5}}, "is 5: it takes a text"),
     "power": ({"loss": "multi_margin", "loss_options": {"p": 3}}, "p is 3.0: multi_margin takes 1"),
 }  # fmt: skip
 

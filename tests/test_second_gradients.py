@@ -1,6 +1,7 @@
 """The gradient of a gradient: of fused and of plain graphs, they are equal."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,3 +175,16 @@ def test_second_derivatives_of_what_the_loss_does_not_read_are_zero() -> None:
     found = onnx_fuse.hvp(model, feeds, {"x": ones, "z": ones}, loss="mse")
     np.testing.assert_allclose(found["x"], 2 * np.exp(2 * ones), rtol=1e-6)
     np.testing.assert_array_equal(found["z"], 0 * ones)
+
+
+def test_the_command_compares_hessian_vector_products(tmp_path: Path, cli: Any) -> None:
+    text, loss, _ = HESSIANS["a network"]
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> {text}')
+    onnx.save(model, tmp_path / "model.onnx")
+    written = tmp_path / "hvp.onnx"
+    options = ("--loss", loss, "--wrt", "w,v", "--order", "2", "--check", "-o", written)
+    done = cli("gradient", tmp_path / "model.onnx", *options)
+    assert done.code == 0, done.err
+    assert "gradients ok: 2 tensors" in done.out
+    names = [v.name for v in onnx.load(written).graph.output]
+    assert names == ["y", "loss", "w.grad", "v.grad", "w.hvp", "v.hvp"]

@@ -78,9 +78,7 @@ def attach_loss(
     logits = named[output] if output is not None else graph.outputs[0]
     row, op = LOSSES[loss], Emitter(model, fused=fused)
     op.stem = "loss"
-    for name in settings:
-        if name not in row.names:
-            raise UsageError(unknown(f"option of {loss}", name, row.names))
+    row.check(loss, settings)
     rest = [v for v in graph.outputs if v is not logits]
     for key in row.outputs:
         chosen = settings.get(key)

@@ -384,18 +384,16 @@ def _loss_of(
     weight: Tensor | None = None, pos_weight: Tensor | None = None, **more: Tensor,
 ) -> Tensor:  # fmt: skip
     """The loss `kind` of `ops.loss.LOSSES`; `more` are its further outputs and its lengths."""
-    reductions = ("mean", "sum", "batchmean")[: 3 if kind == "kl_div" else 2]
-    if options["reduction"] not in reductions:
-        choices = f"{', '.join(reductions[:-1])} or {reductions[-1]}"
-        raise UsageError(f"unknown reduction '{options['reduction']}': choose {choices}")
+    row = LOSSES[kind]
+    row.check(kind, {"reduction": options["reduction"]})
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
     if not 0 <= options.get("label_smoothing", 0) <= 1:
         raise UsageError(f"label_smoothing is from 0 to 1, not {options['label_smoothing']}")
     if options.get("delta", 1) <= 0:
         raise UsageError(f"delta is a number above 0, not {options['delta']}")
-    sizes, labels = x._data.shape, LOSSES[kind].labels
-    if any(more[name]._data.shape != sizes for name in LOSSES[kind].outputs):
+    sizes, labels = x._data.shape, row.labels
+    if any(more[name]._data.shape != sizes for name in row.outputs):
         raise UsageError("the embeddings that this loss compares are of one shape")
     if target is not None and labels == "sequence":
         within(target, sizes[-1], besides=-100)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.ir.build import dim, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.ctc import ctc
@@ -423,16 +423,25 @@ class Loss:
     """Further outputs that it reads: options that name them, by default those that follow."""
     lengths: tuple[str, ...] = ()
     """Options that name an input of int64, a number for each row."""
+    reductions: tuple[str, ...] = ("mean", "sum")
+    """What its option reduction may be."""
 
     @property
     def classes(self) -> bool:
         """Whether labels are class numbers (int64), of which each has its row of scores."""
         return self.labels == "classes"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All options."""
-        return ("reduction", *self.options, *self.outputs, *self.lengths)
+    def check(self, loss: str, options: Options) -> None:
+        """Raise UsageError for an option that the loss of this name does not take."""
+        texts = ("reduction", *self.outputs, *self.lengths)
+        for name, value in options.items():
+            if name not in (*texts, *self.options):
+                raise UsageError(unknown(f"option of {loss}", name, (*texts, *self.options)))
+            if value is not None and isinstance(value, str) != (name in texts):
+                kind = "a text" if name in texts else "a number"
+                raise UsageError(f"{name} is {value!r:.40}: it takes {kind}")
+        if (reduction := options.get("reduction") or "mean") not in self.reductions:
+            raise UsageError(unknown("reduction", reduction, self.reductions))
 
 
 _CLASSES = ("ignore_index", "class_axis")
@@ -464,7 +473,7 @@ LOSSES: dict[str, Loss] = {
     "hinge": Loss(
         _Each("z = margin - t * x; Where(z < 0, 0, z)", {"margin": 1.0}), options=("margin",)
     ),
-    "kl_div": Loss(kl_div, options=("log_target",)),
+    "kl_div": Loss(kl_div, options=("log_target",), reductions=("mean", "sum", "batchmean")),
     "poisson_nll": Loss(poisson_nll, options=("log_input", "full", "eps")),
     "cosine_embedding": Loss(cosine_embedding, "rows", ("margin",), ("other",)),
     "triplet": Loss(triplet, "", ("margin", "eps", "swap"), ("positive", "negative")),

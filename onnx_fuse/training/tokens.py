@@ -31,7 +31,9 @@ def taken(
     """
     if packing is None:
         return list(labels)
-    if packing.outputs and not all(t.named and t.loss in LOSSES for t in terms):
+    if packing.outputs and not all(
+        t.named and t.loss in LOSSES and LOSSES[t.loss].labels for t in terms
+    ):
         raise NotPacked("its loss is no named one, which leaves out ignored labels")
     inputs, fed = {v.name: v for v in graph.inputs}, list(labels)
     for target in targets:
