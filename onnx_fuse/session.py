@@ -206,13 +206,9 @@ class InferenceSession:
         except Exception as error:
             if self._level is None or not ort.is_fault(error):
                 raise
-            # its inference contradicts what is folded, as of pools with SAME and dilations
-            try:
-                session, entry = opened(self._read()), None
-            except Exception as again:
-                if not ort.is_fault(again):
-                    raise
-                raise error from None
+            # its inference contradicts what is folded, as of pools with SAME and dilations; where
+            # it refuses the file too, that error names a node of the file
+            session, entry = opened(self._read()), None
             text = "onnxruntime refuses the fused graph, and the file runs as it is"
             warnings.warn(f"{text}: {ort.plain(error)}", stacklevel=3)
         if entry and self._cached is None:

@@ -399,6 +399,9 @@ def test_several_files_are_fused_into_a_folder(cli: Cli, tmp_path: Path, saved: 
     assert (tmp_path / "b.fused.onnx").is_file()
     assert "one MODEL" in cli.fails(2, "optimize", *models, "--json", tmp_path / "r.json")
     assert "a.fused.onnx" in cli.fails(2, "optimize", models[0], models[0], "-o", folder)
+    for file in (models[0], tmp_path / "new.onnx"):
+        assert "written into a folder" in cli.fails(2, "optimize", *models, "-o", file)
+    assert not (tmp_path / "new.onnx").exists()
 
 
 BRANCHED = """g (float[N,4] x, bool c, float[N,4] u) => (float[N,4] y, float[N,4] z)

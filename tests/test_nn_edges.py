@@ -516,5 +516,14 @@ def test_functions_take_arrays_and_lists(target: Any) -> None:
     assert float(nn.functional.cross_entropy(scores, target=target)) == float(expected)
     with pytest.raises(UsageError, match="target is of type str: it takes a Tensor"):
         nn.functional.cross_entropy(nn.tensor(scores), "0 2")
+    for wrong in (3, [], np.ones((2, 2), np.float32)):
+        with pytest.raises(UsageError, match="tensors takes a list of Tensors"):
+            F.cat(wrong)
+    with pytest.raises(UsageError, match="an entry of tensors is of type str: it takes a Tensor"):
+        F.stack([[1.0], "x"])
+    with pytest.raises(UsageError, match="tensors is of type str: it takes a Tensor"):
+        F.einsum("i,i->i", [1.0], "x")
+    both = F.stack([np.ones(2, np.float32), [2.0, 3.0]])
+    np.testing.assert_array_equal(both.numpy(), [[1, 1], [2, 3]])
     with pytest.raises(UsageError, match="x is of type NoneType: it takes a Tensor"):
         nn.functional.relu(None)

@@ -309,6 +309,7 @@ SCHEDULES = {
         optim.cosine(1.0, 8, end=0.2),
         {0: 1.0, 2: 0.6 + 0.4 * math.cos(math.pi / 4), 4: 0.6, 8: 0.2, 9: 0.2},
     ),
+    "cyclic": (optim.cyclic(1.0, 2, end=0.5), {0: 0.5, 1: 0.75, 2: 1.0, 3: 0.75, 4: 0.5, 6: 1.0}),
     "step": (optim.step(1.0, 3, gamma=0.5), {0: 1.0, 2: 1.0, 3: 0.5, 5: 0.5, 6: 0.25}),
 }
 
@@ -331,6 +332,12 @@ AS_IN_TORCH: dict[str, tuple[optim.Schedule, str, dict[str, Any]]] = {
     "restarts": (
         optim.restarts(0.5, 3, growth=2, end=0.1),
         *("CosineAnnealingWarmRestarts", {"T_0": 3, "T_mult": 2, "eta_min": 0.05}),
+    ),
+    "cyclic": (
+        optim.cyclic(0.5, 3, gamma=0.5, end=0.2),
+        "CyclicLR",
+        {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 3, "mode": "triangular2",
+         "cycle_momentum": False},
     ),
     "onecycle": (optim.onecycle(0.5, 24), "OneCycleLR", {"max_lr": 0.5, "total_steps": 24}),
     "cosine": (optim.cosine(0.5, 24), "CosineAnnealingLR", {"T_max": 24}),

@@ -14,7 +14,7 @@ from onnx_fuse import Trainer, load, optim, quantize
 from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import add_initializer, text_model
-from onnx_fuse.quantization import calibration, place, rounding
+from onnx_fuse.quantization import calibration, place, quantizer, rounding
 from onnx_fuse.validation.quantized import Steps
 
 IMAGES = """<ir_version: 9, opset_import: ["" : 17]>
@@ -181,10 +181,21 @@ def test_what_onnxruntime_makes_of_a_file_is_the_file(name: str, to: str) -> Non
     run_everywhere(result, {"x": DATA["images"]["x"][:3]})
 
 
+@pytest.mark.parametrize(("seconds", "warns"), [((1e-3, 2e-3), True), ((1e-3, 1.1e-3), False)])
+def test_a_file_that_is_slower_than_floats_is_said_to_be(
+    seconds: tuple[float, float], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(seconds)
+    monkeypatch.setattr(quantizer._Work, "_seconds", lambda *_: next(times))
+    notes = quantize(net("images"), calibrate=DATA["images"]).notes
+    assert any("2.0 times as long as the float" in note for note in notes) == warns
+
+
 def test_without_data_the_ranges_are_of_random_inputs() -> None:
     result = quantize(net("images"))
     assert any("no calibration data was given" in note for note in result.notes)
-    assert not quantize(net("text"), to="int4-weights").notes
+    notes = quantize(net("text"), to="int4-weights").notes
+    assert not any("calibration" in note for note in notes)
 
 
 def test_graphs_that_need_a_new_opset_have_uint8_activations() -> None:

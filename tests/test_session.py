@@ -492,3 +492,12 @@ def test_where_onnxruntime_refuses_the_fused_graph_the_file_runs_as_it_is() -> N
         session = of.InferenceSession(model)
     want = ort.InferenceSession(onnx_ir.serde.serialize_model(model).SerializeToString())
     assert_same(session.run(None, {"x": x}), want.run(None, {"x": x}))
+
+
+def test_what_onnxruntime_refuses_is_a_node_of_the_file() -> None:
+    model = text_model("""g (float[2,3] x) => (float[2,5] y) <float[4,1] w = {1,2,3,4}>
+        { h = MatMul (x, w)  y = Relu (h) }""")
+    with pytest.raises(
+        ort.capi.onnxruntime_pybind11_state.Fail, match=r"Op \(MatMul\)"
+    ):  # and not the GemmRelu made of both
+        of.InferenceSession(model)

@@ -79,6 +79,8 @@ def optimize(
         if any(reports.paths.values()):
             raise UsageError("--json and --html are of one MODEL: give one at a time")
         if output is not None:
+            if output.is_file() or output.suffix == ".onnx":
+                raise UsageError(f"-o {output}: several models are written into a folder")
             output.mkdir(parents=True, exist_ok=True)
             outputs = [output / path.name for path in outputs]
         files.check_paths({"MODEL": models}, {"-o": outputs})

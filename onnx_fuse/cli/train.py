@@ -57,10 +57,10 @@ OPTIONS = """
         Python, such as betas=[0.9,0.95].
     lr (--lr): Set the learning rate, at its peak.
     schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, onecycle,
-        step or restarts (of half cosines).
+        step, restarts (of half cosines) or cyclic.
     warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
     lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
-        (step), or begin a half cosine anew (restarts).
+        (step), begin a half cosine anew (restarts), or turn from rising to falling (cyclic).
     momentum (--momentum): Set the momentum of sgd, rmsprop or muon.
     weight_decay (--weight-decay): Set the weight decay, instead of the optimizer's default.
     ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
@@ -229,7 +229,7 @@ def train(
     source = sources.source(trainer, arrays, batch_size, split=True)
     steps = options["epochs"] * (source.steps or 0) // trainer.accumulate
     span = steps if schedule in schedules.ENDING else 0
-    factor = 1.0 if schedule == "restarts" else 0.1
+    factor = 0.1 if schedule == "step" else 1.0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every, gamma=factor))
     if checkpoint is not None:
         fit.start_or_resume(trainer, checkpoint, resume=resume)

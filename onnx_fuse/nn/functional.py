@@ -8,65 +8,57 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.nn import operators, random
+from onnx_fuse.nn import operators, random, tensor
 from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
 from onnx_fuse.nn.dispatch import MODE, op_call, operation
-from onnx_fuse.nn.tensor import Tensor, where
+from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.ops.loss import LOSSES, class_axis
 from onnx_fuse.ops.shape_ops import Writer
 
-__all__ = [
-    "batch_norm",
-    "binary_cross_entropy_with_logits",
-    "cat",
-    "contrastive_loss",
-    "conv2d",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "ctc_loss",
-    "dice_loss",
-    "dropout",
-    "einsum",
-    "elu",
-    "embedding",
-    "focal_loss",
-    "gelu",
-    "hinge_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "layer_norm",
-    "leaky_relu",
-    "linear",
-    "log_softmax",
-    "max_pool2d",
-    "merge_heads",
-    "mse_loss",
-    "multi_margin_loss",
-    "nll_loss",
-    "one_hot",
-    "pad",
-    "poisson_nll_loss",
-    "relu",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "sigmoid",
-    "silu",
-    "softmax",
-    "softplus",
-    "split_heads",
-    "stack",
-    "tanh",
-    "triplet_margin_loss",
-    "where",
-]
+__all__: list[str] = []
 __dir__ = __all__.copy
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _public(function: F) -> F:
+    """List a function in `__all__`; where it takes Tensors, make them of arrays and lists."""
+    __all__.append(function.__name__)
+    parameters = [*inspect.signature(function).parameters.values()]
+    kinds = {p.name: str(p.annotation) for p in parameters if "Tensor" in str(p.annotation)}
+    names = [p.name for p in parameters]
+
+    def tensor_of(name: str, value: Any, kind: str | None = None) -> Any:
+        kind = kind or kinds.get(name)
+        if isinstance(value, Tensor) or kind is None or (value is None and "None" in kind):
+            return value
+        if kind.startswith("Sequence"):
+            if isinstance(value, list | tuple) and value:
+                return [tensor_of(f"an entry of {name}", each, "Tensor") for each in value]
+            raise UsageError(f"{name} takes a list of Tensors, of one or more")
+        if not isinstance(value, np.ndarray | np.generic | list | tuple | int | float):
+            raise UsageError(f"{name} is of type {type(value).__name__}: it takes a Tensor")
+        return Tensor(value)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        for arg in args:
+            if arg.__class__ is not Tensor:
+                break
+        else:
+            if not named:
+                return function(*args)  # the usual call
+        named = {name: tensor_of(name, value) for name, value in named.items()}
+        # what comes after all names belongs to `*tensors`, or is refused by the function
+        return function(*map(tensor_of, chain(names, repeat(names[-1])), args), **named)
+
+    return cast(F, call)
 
 
 _ONE = ir.tensor(np.ones(1, np.float32))
@@ -75,51 +67,61 @@ _ONE = ir.tensor(np.ones(1, np.float32))
 # ---- activations -------------------------------------------------------------------------------
 
 
+@_public
 def relu(x: Tensor) -> Tensor:
     """The larger of `x` and 0."""
     return x.relu()
 
 
+@_public
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) of each element of `x`."""
     return x.sigmoid()
 
 
+@_public
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent of `x`."""
     return x.tanh()
 
 
+@_public
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x P(X < x) for a normal X, of each element of `x`; `approximate` may be "tanh"."""
     return op_call("Gelu", [x], {"approximate": approximate})
 
 
+@_public
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x), of each element of `x`."""
     return op_call("Silu", [x], domain="onnx_fuse")
 
 
+@_public
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """`x` where it is positive, else `negative_slope` · x."""
     return op_call("LeakyRelu", [x], {"alpha": float(negative_slope)})
 
 
+@_public
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """`x` where it is positive, else `alpha` · (exp(x) - 1)."""
     return op_call("Elu", [x], {"alpha": float(alpha)})
 
 
+@_public
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) of each element of `x`."""
     return op_call("Softplus", [x])
 
 
+@_public
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x) / Σ exp(x) along axis `dim` of `x`."""
     return x.softmax(dim)
 
 
+@_public
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """x - log Σ exp(x) along axis `dim` of `x`."""
     return x.log_softmax(dim)
@@ -136,6 +138,7 @@ def _linear(op: Writer, x: Any, weight: Any, bias: Any) -> Any:
     return y if bias is None else op.Add(y, bias)
 
 
+@_public
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` · `weight`ᵀ + `bias`, with x [..., K], weight [N, K] and bias [N]."""
     return _linear(x, weight, bias)
@@ -148,6 +151,7 @@ def _layer_norm(op: Writer, x: Any, weight: Any, bias: Any, *, axis: int, epsilo
     return op.LayerNormalization(x, weight, bias, axis=axis, epsilon=epsilon)
 
 
+@_public
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -168,6 +172,7 @@ def layer_norm(
     return _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
 
 
+@_public
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / √(mean(x²) + eps) · weight over the last axis of `x`."""
     return op_call(
@@ -175,6 +180,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     )
 
 
+@_public
 def embedding(index: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` [V, D] that `index` names."""
     within(index)
@@ -196,6 +202,7 @@ def _fits(
         raise UsageError(f"the window {[*kernel]} is larger than the image {[*x._data.shape[2:]]}")
 
 
+@_public
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -221,6 +228,7 @@ def conv2d(
     return op_call("Conv", [x, weight, bias], attributes)
 
 
+@_public
 def max_pool2d(
     x: Tensor,
     kernel_size: int | Sequence[int],
@@ -253,6 +261,7 @@ def _batch_norm(op: Writer, x: Any, *args: Any, training: bool, momentum: float,
     )
 
 
+@_public
 def batch_norm(
     x: Tensor,
     running_mean: Tensor,
@@ -286,6 +295,7 @@ def _dropout(op: Writer, x: Any, rng: Any, *, p: float) -> Any:
     return op.Mul(x, op.CastLike(scale, x))
 
 
+@_public
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """`x` with a share `p` of its elements 0 and the others divided by 1 - p, if `training`."""
     if not 0 <= p <= 1:
@@ -326,6 +336,7 @@ def _attention(op: Writer, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, cau
     return op.Where(blind, op.CastLike(0.0, y), y)
 
 
+@_public
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -356,12 +367,14 @@ def scaled_dot_product_attention(
     return _attention(query, key, value, attn_mask, factor, causal=bool(is_causal))
 
 
+@_public
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """`x` [N, L, E] as [N, heads, L, E / heads]: a view."""
     parts: Tensor = op_call("Reshape", [x, [0, 0, heads, -1]])
     return parts.permute(0, 2, 1, 3)
 
 
+@_public
 def merge_heads(x: Tensor) -> Tensor:
     """`x` [N, heads, L, D] as [N, L, heads · D]."""
     return op_call("Reshape", [x.permute(0, 2, 1, 3), [0, 0, -1]])
@@ -415,6 +428,7 @@ def _loss_of(
     )
 
 
+@_public
 def cross_entropy(
     x: Tensor,
     target: Tensor,
@@ -441,6 +455,7 @@ def cross_entropy(
     return _loss_of("cross_entropy", x, target, options, weight)
 
 
+@_public
 def nll_loss(
     x: Tensor,
     target: Tensor,
@@ -456,21 +471,25 @@ def nll_loss(
     return _loss_of("nll", x, target, options, weight)
 
 
+@_public
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """(x - target)², the mean or sum (`reduction`) over all elements."""
     return _loss_of("mse", x, target, {"reduction": reduction})
 
 
+@_public
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """|x - target|, the mean or sum (`reduction`) over all elements."""
     return _loss_of("l1", x, target, {"reduction": reduction})
 
 
+@_public
 def huber_loss(x: Tensor, target: Tensor, delta: float = 1.0, reduction: str = "mean") -> Tensor:
     """½ d² for d = |x - target| up to `delta`, linear beyond; mean or sum (`reduction`)."""
     return _loss_of("huber", x, target, {"delta": float(delta), "reduction": reduction})
 
 
+@_public
 def binary_cross_entropy_with_logits(
     x: Tensor, target: Tensor, pos_weight: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
@@ -482,6 +501,7 @@ def binary_cross_entropy_with_logits(
     return _loss_of("bce_with_logits", x, target, options, pos_weight=pos_weight)
 
 
+@_public
 def focal_loss(
     x: Tensor, target: Tensor, alpha: float = 0.25, gamma: float = 2.0, reduction: str = "mean"
 ) -> Tensor:
@@ -493,6 +513,7 @@ def focal_loss(
     return _loss_of("focal", x, target, options)
 
 
+@_public
 def dice_loss(x: Tensor, target: Tensor, smooth: float = 1.0, reduction: str = "mean") -> Tensor:
     """1 - (2 Σ p t + smooth) / (Σ p + Σ t + smooth), for p = σ(x) and t = `target`.
 
@@ -501,11 +522,13 @@ def dice_loss(x: Tensor, target: Tensor, smooth: float = 1.0, reduction: str = "
     return _loss_of("dice", x, target, {"smooth": float(smooth), "reduction": reduction})
 
 
+@_public
 def hinge_loss(x: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean") -> Tensor:
     """max(0, margin - target x) for a `target` of 1 and -1, the mean or sum (`reduction`)."""
     return _loss_of("hinge", x, target, {"margin": float(margin), "reduction": reduction})
 
 
+@_public
 def multi_margin_loss(
     x: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, reduction: str = "mean"
 ) -> Tensor:
@@ -517,6 +540,7 @@ def multi_margin_loss(
     return _loss_of("multi_margin", x, target, options)
 
 
+@_public
 def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """target (log target - x) of logarithms `x` of probabilities, reduced by `reduction`.
 
@@ -526,6 +550,7 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     return _loss_of("kl_div", x, target, {"log_target": log_target, "reduction": reduction})
 
 
+@_public
 def poisson_nll_loss(
     x: Tensor,
     target: Tensor,
@@ -542,6 +567,7 @@ def poisson_nll_loss(
     return _loss_of("poisson_nll", x, target, options)
 
 
+@_public
 def cosine_embedding_loss(
     x: Tensor, other: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
 ) -> Tensor:
@@ -553,6 +579,7 @@ def cosine_embedding_loss(
     return _loss_of("cosine_embedding", x, target, options, other=other)
 
 
+@_public
 def triplet_margin_loss(
     x: Tensor,
     positive: Tensor,
@@ -571,6 +598,7 @@ def triplet_margin_loss(
     return _loss_of("triplet", x, None, options, positive=positive, negative=negative)
 
 
+@_public
 def contrastive_loss(
     x: Tensor,
     other: Tensor,
@@ -587,6 +615,7 @@ def contrastive_loss(
     return _loss_of("contrastive", x, None, options, other=other)
 
 
+@_public
 def ctc_loss(
     x: Tensor,
     target: Tensor,
@@ -615,6 +644,7 @@ def ctc_loss(
 # ---- putting together --------------------------------------------------------------------------
 
 
+@_public
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` one after the other along axis `dim`."""
     axis = axis_of(dim, tensors[0].ndim) if tensors else 0
@@ -624,17 +654,20 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return op_call("Concat", list(tensors), {"axis": dim})
 
 
+@_public
 def einsum(equation: str, *tensors: Tensor) -> Tensor:
     """The sum of products of `tensors` that `equation` writes, as "ij,jk->ik"."""
     return operators.einsum(*tensors, equation=equation)
 
 
+@_public
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` of one shape along a new axis `dim`."""
     dim = axis_of(dim, tensors[0].ndim + 1)
     return cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
+@_public
 def pad(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
     """`x` with `value` around it: `padding` is (before, after) of the last axis, then others."""
     if len(padding) % 2 or len(padding) > 2 * x.ndim:
@@ -645,41 +678,11 @@ def pad(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
     return op_call("Pad", [x, sizes, number_of(value, x.dtype)])
 
 
+@_public
 def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
     within(index, num_classes)
     return op_call("OneHot", [index, np.array(num_classes), [0, 1]])
 
 
-def _of_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which makes Tensors of arrays and lists where it takes a Tensor."""
-    parameters = inspect.signature(function).parameters.values()
-    kinds = {p.name: p.annotation for p in parameters if str(p.annotation).startswith("Tensor")}
-    if not kinds:
-        return function
-    names = [p.name for p in parameters]
-
-    def tensor_of(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor) or name not in kinds:
-            return value
-        if value is None and "None" in kinds[name]:
-            return None
-        if not isinstance(value, np.ndarray | np.generic | list | tuple | int | float):
-            raise UsageError(f"{name} is of type {type(value).__name__}: it takes a Tensor")
-        return Tensor(value)
-
-    @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        for arg in args:
-            if arg.__class__ is not Tensor:
-                break
-        else:
-            if not named:
-                return function(*args)  # the usual call
-        named = {name: tensor_of(name, value) for name, value in named.items()}
-        return function(*map(tensor_of, names, args), *args[len(names) :], **named)
-
-    return call
-
-
-globals().update({name: _of_tensors(globals()[name]) for name in __all__})
+where = _public(tensor.where)

@@ -44,6 +44,8 @@ _MEASURED = 4
 """Batches at most on which errors are measured; what a layer costs is measured on the first."""
 _TIMED = 7
 """Runs that are timed."""
+_SLOWER = 1.2
+"""The ratio of their times from which a note says so; less may be noise."""
 _OPSETS = {"int8": 13, "fp8": 19, "int4-weights": 21}
 _LAST_SIGNED = 20
 """The last opset in which onnxruntime's optimizations leave int8 activations right (1.32)."""
@@ -345,12 +347,18 @@ class _Work:
         if self.task is not None:
             metric = self.task.name, self.task.before, self.task.of(model)
             loss = self.task.worse(metric[2])
+        seconds = self._seconds(self.float), self._seconds(model)
+        if seconds[1] > _SLOWER * seconds[0]:
+            self.notes.append(
+                f"on this CPU it takes {seconds[1] / seconds[0]:.1f} times as long as the float "
+                "model: conversions cost more than small layers save, so only its size is a gain"
+            )
         return Quantized(
             api.in_kind(given, model),
             described,
             distances,
             (self.before, weight_bytes(model)),
-            (self._seconds(self.float), self._seconds(model)),
+            seconds,
             limit,
             self.notes,
             metric,

@@ -23,12 +23,14 @@ class Schedule:
     warmup: int = 0
     """The number of updates over which the rate grows linearly to `lr`."""
     end: float = 0.0
-    """The last rate of "linear", "polynomial", "cosine" and "restarts", as a factor on `lr`."""
+    """The last rate of "linear", "polynomial", "cosine" and "restarts", and the lowest one of
+    "cyclic", as a factor on `lr`."""
     every: int = 1
     """The number of updates after which "step" multiplies the rate by `gamma`; of the first period
-    of "restarts"."""
+    of "restarts"; that the rate of "cyclic" rises, and falls."""
     gamma: float = 0.1
-    """The factor of "step" and "multistep"; of "restarts", that of one period on the last."""
+    """The factor of "step" and "multistep"; of "restarts", that of one period on the last; of
+    "cyclic", that of one cycle's height on the last."""
     power: float = 1.0
     """The power of "polynomial"."""
     milestones: Sequence[int] = ()
@@ -85,6 +87,13 @@ def _restarts(schedule: Schedule, done: float) -> float:
     return _half_cosine(1.0, schedule.end, done / period)
 
 
+def _cyclic(schedule: Schedule, done: int) -> float:
+    """PyTorch's CyclicLR: straight up over `every` updates, and down over as many."""
+    cycle, at = divmod(done, 2 * schedule.every)
+    height = 1 - abs(at / schedule.every - 1)
+    return schedule.end + (1 - schedule.end) * height * schedule.gamma**cycle
+
+
 # Factor on lr, `done` updates after the warm-up.
 _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "constant": lambda s, done: 1.0,
@@ -95,6 +104,7 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "polynomial": lambda s, done: s.end + (1 - s.end) * (1 - s.progress(done)) ** s.power,
     "restarts": _restarts,
     "onecycle": _one_cycle,
+    "cyclic": _cyclic,
 }
 ENDING = ("linear", "cosine", "polynomial", "onecycle")
 """The schedules that have a last update."""
@@ -156,3 +166,14 @@ def restarts(
 def onecycle(lr: float, steps: int) -> Schedule:
     """PyTorch's OneCycleLR: from lr / 25 up to `lr` in 30 % of `steps`, then down to 4e-6 lr."""
     return Schedule(lr, "onecycle", steps)
+
+
+def cyclic(
+    lr: float, every: int, *, gamma: float = 1.0, warmup: int = 0, end: float = 0.0
+) -> Schedule:
+    """A rate that rises from end · lr to `lr` over `every` updates, falls as long, and so on.
+
+    It is PyTorch's CyclicLR. Each cycle is `gamma` times as high as the one before it: 1 is
+    "triangular", 0.5 "triangular2".
+    """
+    return Schedule(lr, "cyclic", warmup=warmup, end=end, every=every, gamma=gamma)
