@@ -54,8 +54,8 @@ BUDGETS = {
     "program": 10546, "report": 2383, "rewrite": 4244, "runtime": 8806, "torch": 3779,
     "training": 7353, "validation": 4569,
     "generation": 1688,
-    "adapters": 955, "quantization": 1239,
-    "tests": 53372, "tools": 10723,
+    "adapters": 973, "quantization": 1239,
+    "tests": 53398, "tools": 10723,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -130,7 +130,7 @@ def test_one_adapter_in_the_files_of_others(tmp_path: Path) -> None:
     """PEFT's, with a rank and an alpha of its own for a module, and onnxruntime's by two names."""
     rng = np.random.default_rng(3)
     a, b = (rng.normal(size=size).astype(np.float32) for size in ((3, 6), (5, 3)))
-    own = {"rank_pattern": {"query": 3}, "alpha_pattern": {"layer.0.query": 1.5}}
+    own = {"rank_pattern": {"query": 3}, "alpha_pattern": {r"layer\.\d+\.query": 1.5}}
     scaled = np.ascontiguousarray(0.5 * b.T)
     pair = np.ascontiguousarray(a.T), scaled
     files = {
@@ -151,6 +151,14 @@ def test_one_adapter_in_the_files_of_others(tmp_path: Path) -> None:
         session.add_adapter(name, file)
         found = session.run(None, feeds, adapter=name)[0]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def without_b(path: Path) -> Path:
+    write_adapter(path, text_model(BLOCK), 2, 0, "q")
+    with safetensors.safe_open(path, "np") as file:
+        kept, about = {"q.lora_a": file.get_tensor("q.lora_a")}, file.metadata()
+    safetensors.numpy.save_file(kept, path, about)
+    return path
 
 
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -191,6 +199,18 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         ),
         "'q' has values that float32 does not hold",
     ),
+    "no adapter": (lambda p: write_onnxruntime(p / "x.onnx_adapter"), "there is no adapter in it"),
+    "no rank": (
+        lambda p: write_peft(p / "x", np.ones((0, 6), "f4"), np.ones((5, 0), "f4"), r=0),
+        "r is 0: a rank is 1 or more",
+    ),
+    "no number": (
+        lambda p: write_peft(
+            p / "x", np.ones((4, 6), "f4"), np.ones((5, 4), "f4"), alpha_pattern={"query": "x"}
+        ),
+        "no adapters in PEFT's form: could not convert string to float: 'x'",
+    ),
+    "one of two of ours": (lambda p: without_b(p / "a.safetensors"), "'q' has no A and B"),
     "no file": (lambda p: p / "x.onnx_adapter", "onnxruntime reads no adapter there"),
     "another module": (
         lambda p: write_onnxruntime(p / "x.onnx_adapter", **{"k.lora_A": np.ones((6, 2), "f4")}),
@@ -232,6 +252,12 @@ def test_what_a_run_cannot_have_is_refused_in_a_sentence(tmp_path: Path) -> None
         file = write_adapter(tmp_path / "a.safetensors", text_model(text), 2, 0)
         session.add_adapter("a", file)
         assert session.run(None, feeds, adapter="a")[0].shape[1] == 4
+        for wrong, refusal in (
+            (5, "adapter is 5: it takes a list"),
+            ([["a"], None], r"no adapter \['a"),
+        ):
+            with pytest.raises(UsageError, match=refusal):
+                session.run(None, feeds, adapter=wrong)
         with pytest.raises(UsageError, match=words):
             session.run(None, feeds, adapter=["a"] if "1 names" in words else ["a", None])
 

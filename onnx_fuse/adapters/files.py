@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -150,9 +150,7 @@ def _read_onnxruntime(
         )
         tensors[each.a if part["which"] == "A" else each.b] = value.numpy()
         restored[each.weight] = each
-    for each in restored.values():
-        if not {each.a, each.b} <= tensors.keys():
-            raise DataError(f"{where}: '{each.weight}' has no A and B")
+    _check_whole(path, restored.values(), tensors)
     return tensors, list(restored.values())
 
 
@@ -163,11 +161,21 @@ def _read_own(path: str | os.PathLike[str]) -> tuple[dict[str, Array], list[Adap
         with safe_open(os.fspath(path), "np") as file:
             about = json.loads((file.metadata() or {})[_METADATA])
             tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-            return tensors, _there([Adapter(**a) for a in about], tensors)
+            adapters = [Adapter(**{**a, "scale": float(a["scale"])}) for a in about]
+            _check_whole(path, adapters, tensors)
+            return tensors, _there(adapters, tensors)
     except OSError as error:
         raise DataError(f"{os.fspath(path)}: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise DataError(f"{os.fspath(path)}: the file holds no adapters of this package") from error
+
+
+def _check_whole(
+    path: str | os.PathLike[str], adapters: Iterable[Adapter], tensors: Mapping[str, Array]
+) -> None:
+    for each in adapters:
+        if len({each.a, each.b} & tensors.keys()) == 1:
+            raise DataError(f"{os.fspath(path)}: '{each.weight}' has no A and B")
 
 
 def _there(adapters: Sequence[Adapter], tensors: Mapping[str, Array]) -> list[Adapter]:

@@ -17,7 +17,7 @@ from onnx_fuse.adapters.files import Adapter, check_shape, read_file
 from onnx_fuse.adapters.inputs import Ends, Layout, add_inputs
 from onnx_fuse.adapters.products import adaptable
 from onnx_fuse.arrays import Array
-from onnx_fuse.errors import DataError, UsageError, did_you_mean
+from onnx_fuse.errors import DataError, UsageError, did_you_mean, listed
 from onnx_fuse.ir.build import required
 from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.runtime import device
@@ -101,7 +101,7 @@ class HeldAdapters:
             self._forget(name)
 
     def _check(self, name: object) -> None:
-        if name not in self._pairs:
+        if not isinstance(name, str) or name not in self._pairs:
             near = did_you_mean(str(name), self._pairs)
             raise UsageError(f"the session has no adapter {name!r}{near}: add_adapter gives it one")
 
@@ -139,6 +139,8 @@ class HeldAdapters:
                 f"{where}: '{next(iter(tensors))}' was trained in full, which no run can exchange: "
                 "write a model with training.adapters.merge"
             )
+        if not pairs:
+            raise DataError(f"{where}: there is no adapter in it")
         return pairs
 
     def _packed(self, name: str, pairs: Pairs, layout: Layout) -> Pairs:
@@ -172,11 +174,12 @@ class HeldAdapters:
         unknown names, and for rows that the graph cannot tell apart.
         """
         one = isinstance(adapter, str)
-        rows: list[str | None] = [adapter] if isinstance(adapter, str) else list(adapter)
-        names = {name for name in rows if name is not None}
+        rows: list[str | None] = listed("adapter", adapter)
         with self._lock:
-            for name in names:
-                self._check(name)
+            for name in rows:
+                if name is not None:
+                    self._check(name)
+            names = {name for name in rows if name is not None}
             if not names:
                 return None, {}
             session, ends, _ = self._ready()

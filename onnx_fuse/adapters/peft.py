@@ -130,9 +130,10 @@ def read(folder: str | os.PathLike[str]) -> Peft:
         if about["peft_type"] != "LORA":
             raise DataError(f"{folder}: adapters of PEFT's kind {about['peft_type']} are not LoRA")
         rank, alpha = int(about["r"]), float(about["lora_alpha"])
+        ranks, alphas = (_pattern(about.get(f"{key}_pattern") or {}) for key in ("rank", "alpha"))
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, re.error, SafetensorError) as error:
         raise DataError(f"{folder}: no adapters in PEFT's form: {error}") from error
     for name in _OTHERS:
         if about.get(name) not in (None, False, "none", {}, []):
@@ -142,8 +143,9 @@ def read(folder: str | os.PathLike[str]) -> Peft:
             f"{folder}: init_lora_weights = '{drawn}' changes the model's own weights, too: let "
             "PEFT merge these adapters"
         )
-    ranks, alphas = (about.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
     root = bool(about.get("use_rslora"))
+    if rank < 1:
+        raise DataError(f"{folder}: r is {rank}: a rank is 1 or more")
     adapters = Peft(scale=_scale(alpha, rank, root))
     parts: dict[str, dict[str, Array]] = {}
     for key, array in tensors.items():
@@ -157,21 +159,26 @@ def read(folder: str | os.PathLike[str]) -> Peft:
             adapters.whole[name] = array
     for module, pair in parts.items():
         own, weight = _own(ranks, module, rank), _own(alphas, module, alpha)
-        if pair.keys() != {"A", "B"} or {pair["A"].shape[0], pair["B"].shape[1]} != {own}:
-            raise DataError(f"{folder}: '{module}' has no A and B of rank {own}")
+        ranked = pair.keys() == {"A", "B"} and {pair["A"].shape[0], pair["B"].shape[1]} == {own}
+        if not ranked or own < 1:
+            raise DataError(f"{folder}: '{module}' has no A and B of rank {own:g}")
         if (own, weight) != (rank, alpha):
             adapters.scales[module] = _scale(weight, own, root)
         adapters.pairs[module] = (pair["A"].T, pair["B"].T)
     return adapters
 
 
-def _scale(alpha: float, rank: int, root: bool) -> float:
+def _scale(alpha: float, rank: float, root: bool) -> float:
     return alpha / (math.sqrt(rank) if root else rank)
 
 
-def _own(pattern: Mapping[str, Any], module: str, usual: Any) -> Any:
-    """The number of a pattern for a module: of its name, or of the end of its name."""
-    return next((pattern[k] for k in pattern if f".{module}".endswith(f".{k}")), usual)
+def _pattern(pattern: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:
+    """The numbers of modules whose names, or the ends of them, an expression matches."""
+    return [(re.compile(rf"(.*\.)?({k})"), float(n)) for k, n in pattern.items()]
+
+
+def _own(pattern: list[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
+    return next((number for names, number in pattern if names.fullmatch(module)), usual)
 
 
 def find(folder: str | os.PathLike[str], name: str, names: Collection[str]) -> str:
