@@ -97,6 +97,7 @@ class Decoder(Layer):
     told: str = "mask"  # vector, scalar
     scales: str = ""  # of a quantized cache: PER_TENSOR, PER_CHANNEL
     steps: str = "int8"  # its type; float8e4m3fn is cast from and to floats, which arrays have
+    sink: bool = False
 
     @property
     def float8(self) -> bool:
@@ -129,6 +130,9 @@ class Decoder(Layer):
         operands = ["q", *(("", "") if self.packed else "kv"), *(caches or ("", "")), "l", "total"]
         operands += ["cos", "sin"] if rotary else []
         more = self.attributes
+        if self.sink:
+            inputs += [f"{kind}[4] sink"]
+            operands += [""] * (11 - len(operands)) + ["sink"]
         if self.scales:
             inputs += [f"float[{1 if self.scales == 'PER_TENSOR' else 32}] {x}s" for x in "kv"]
             operands += [""] * (12 - len(operands)) + ["ks", "vs"]
@@ -172,6 +176,8 @@ class Decoder(Layer):
         feeds: Feeds = {"q": random(batch, new, 128 if self.packed else 64)}
         feeds |= {} if self.packed else {x: random(batch, new, 32) for x in "kv"}
         feeds |= {x: random(batch, 2, past, 16) for x in ("past_k", "past_v")} if past else {}
+        if self.sink:
+            feeds["sink"] = np.array([-np.inf, -1, 0.5, 9], self.dtype)
         if self.scales:
             kept = "f4" if self.float8 else "i1"
             feeds |= {x: (40 * feeds[x]).clip(-128, 127).astype(kept) for x in ("past_k", "past_v")}
@@ -188,6 +194,7 @@ class Decoder(Layer):
 
 
 ROTARY, WINDOW = ", do_rotary = 1", ", local_window_size = 3"
+SOFTCAP = ", softcap = 5.0"
 DECODERS = [
     Decoder("packed", ROTARY),
     Decoder("in pairs", ROTARY + ", rotary_interleaved = 1", packed=False),
@@ -212,6 +219,8 @@ QUANTIZED = [
     Decoder("int8 of channels", ROTARY, packed=False, told="vector", scales="PER_CHANNEL"),
     Decoder("int8 of channels float16", ROTARY, "float16", cache="shared", scales="PER_CHANNEL"),
     Decoder("int8, window", WINDOW, "float16", told="scalar", scales="PER_TENSOR"),
+    Decoder("int8, sinks", WINDOW + SOFTCAP, "float16", cache="shared", scales="PER_TENSOR",
+            sink=True),
     Decoder("float8", ROTARY, scales="PER_TENSOR", steps="float8e4m3fn"),
     Decoder("float8 of channels", ROTARY + WINDOW, packed=False, cache="shared",
             scales="PER_CHANNEL", steps="float8e4m3fn"),
@@ -269,6 +278,8 @@ HALF = [
             (Decoder("window", cache="shared"), ROTARY + WINDOW),
             (Decoder("neighbours"), ROTARY + ", rotary_interleaved = 1"),
             (Decoder("softcap", cache="shared", told="vector"), ROTARY + ", softcap = 5.0"),
+            (Decoder("smooth", cache="shared"), ROTARY + WINDOW + ", smooth_softmax = 1"),
+            (Decoder("sinks", sink=True), WINDOW), (Decoder("sinks, softcap", sink=True), SOFTCAP),
         )
     ),
 ]  # fmt: skip

@@ -93,7 +93,8 @@ def attended(append: CacheAppend) -> CachedAttention:
     how = {"mask": (0, 0, 0, 1)} if append.placed else {"lengths": True}
     return CachedAttention(
         1, append.length, append.size, (append.batch, append.heads), append.dtype, append.size,
-        group=append.heads // append.kv_heads, append=append, cache=append.cache, **how,
+        group=append.heads // append.kv_heads, append=append, cache=append.cache,
+        sink=append.cache != "", **how,
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@
 //            where it was made, and one of those that share a head of keys writes it to its place.
 // Inputs   : operands.cuh with rows of 16-byte pieces, one query, D = DV a power of two from 8 to 256.
 //            APPEND: new_key, new_value [B, heads, D] by strides, and append.cu's inputs. CACHE in steps:
-//            key_step, value_step [heads, D] f32; q is multiplied by the one, y by the other.
+//            key_step, value_step [heads, D] f32; q is multiplied by the one, y by the other. SINK: sink T [heads
+//            of queries], a logit of each head, of no value.
 // Outputs  : y T; lse f32 (or null); APPEND: present_key, present_value, which k and v may be (else the
 //            other rows are copied).
 // Macros   : operands.cuh's; WARPS, CLUSTER, PER, STAGES, HEADS (divides the heads that share keys);
@@ -45,6 +46,12 @@ typedef float ACC;
         i64 nkb, i64 nkh, i64 nvb, i64 nvh, int context, float epsilon
 #else
 #define APPEND_PARAMETERS
+#endif
+#ifdef SINK
+#define SINK_PARAMETERS , const T* sink
+#else
+#define SINK_PARAMETERS
+constexpr const T* sink = nullptr;
 #endif
 // A lane's numbers of a key: 16 bytes of T, or 8 steps.
 #if IN_STEPS
@@ -105,7 +112,7 @@ DEVICE void multiply(float (&x)[HEADS][8], const float* step) {
 }
 constexpr int PITCH = D + 4;  // a part: its columns, its largest logit, its sum
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, IN_STEPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS APPEND_PARAMETERS STEPS_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, IN_STEPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS APPEND_PARAMETERS STEPS_PARAMETERS SINK_PARAMETERS) {
     launch_dependents();
     extern __shared__ __align__(16) uint4 ring[];
     float* parts = (float*)((Piece*)ring + WARPS * STAGES * PER * 64);  // [SLOTS][PARTS][PITCH]
@@ -332,6 +339,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, IN_STEPS) sdpa_one_quer
         }
 #pragma unroll
         for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const int h = h0 + g;
+        const float drain = sink ? to_float(sink[h]) * (LOG2E / UNIT) : NEGATIVE_INFINITY;
+        most = fmaxf(most, drain);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const int at = i * 32 + lane;
@@ -339,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, IN_STEPS) sdpa_one_quer
             total += at < PARTS ? weights[i] * from[at * PITCH + D + 1] : 0.0f;
         }
         total = warp_sum(total);
-        const int h = h0 + g;
+        if (sink) total += power2((drain - safe(most)) * UNIT);
         for (int d = threadIdx.x; d < (D + 31) / 32 * 32; d += 32 * WARPS) {
             float value = 0;
 #pragma unroll

@@ -8,11 +8,10 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
-from onnx_fuse.cuda.pointwise import STORAGE
+from onnx_fuse.kernels.cache_append import cache_macro, row_macros, step_args
 from onnx_fuse.kernels.kernel import Kernel, Kernels, apart, launch, rename
-from onnx_fuse.kernels.rule_based import HeuristicKernel, Plan, Planned, access_width, typed
+from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
-from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
@@ -81,10 +80,17 @@ def joined_refusal(p: Attention) -> str | None:
     return "the gradients are parts of one tensor" if joined else None
 
 
-def _narrow(p: Attention) -> str | None:
-    """Why a kernel that knows no windows, lengths and steps cannot; None where there are none."""
+def cache_refusal(p: Attention) -> str | None:
+    """Why a kernel that knows no steps and sinks cannot; None where there are none."""
     if p.cache:
         return f"keys and values are steps in {p.cache}"
+    return "a sink" if p.sink else None
+
+
+def _narrow(p: Attention) -> str | None:
+    """Why a kernel that knows no windows and lengths either cannot; None where there are none."""
+    if reason := cache_refusal(p):
+        return reason
     if p.lengths:
         return "sequences of lengths of their own"
     return "a window: it takes that for a mask" if p.window else None
@@ -104,8 +110,8 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         return reason
     if hw.cc != 90:
         return "wgmma is sm_90's"
-    if p.cache:
-        return f"keys and values are steps in {p.cache}"
+    if reason := cache_refusal(p):
+        return reason
     if p.packed:
         return "sequences one behind the other, whose ends TMA does not know"
     if p.mask2:
@@ -494,7 +500,7 @@ class Simt(_Attention):
 class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version = "one_query", "sdpa/one_query.cu", 5
+    name, source, version = "one_query", "sdpa/one_query.cu", 6
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -511,9 +517,9 @@ class OneQuery(Kernel):
         if p.lengths and (p.causal or p.mask2 or (p.window and p.window[1])):
             return "lengths with another mask"
         plain = replace(p, lengths=False, window=()) if p.lengths else p
-        if p.cache and p.guard == 2:
-            return "it would read its values as they are"
-        if reason := MMA.supports(replace(plain, cache=""), hw):
+        if (p.cache or p.sink) and p.guard == 2:
+            return "rows whose weights are no numbers, and steps or a sink"
+        if reason := MMA.supports(replace(plain, cache="", sink=False), hw):
             return reason
         if p.k != p.dv or p.k not in (8, 16, 32, 64, 128, 256):
             return f"head sizes {p.k}, {p.dv}: lanes share a row, a power of two of them"
@@ -558,9 +564,10 @@ class OneQuery(Kernel):
         issue = (0.46 * heads * per + 6.4 * per + 16.7 * heads) * 1e-9 * warps * beside
         turn = max(4.25e-7 / sqrt(of("stages") - 1), issue)
         flow = turns * turn * ceil(blocks / (room * hw.sm_count))
-        size = 2 * ITEMSIZE[p.cache_dtype]  # of a key's number and a value's
-        cache = size * p.batches // p.group * keys * p.k / hw.bandwidth
-        again = 0.39 * cache * p.group / heads  # from L2, by each block of the heads that share it
+        numbers = 2 * p.batches // p.group * keys * p.k / hw.bandwidth
+        cache = ITEMSIZE[p.cache_dtype] * numbers
+        # from L2, by each block of the heads that share it: as many requests in 8 bits
+        again = 0.39 * ITEMSIZE[p.dtype] * numbers * p.group / heads
         exchange = {1: 0.0, 2: 1e-7, 4: 5e-7, 8: 2e-6}[cluster] + 1.4e-8 * self._parts(config)
         merge = 4.5e-7 * ceil(heads / cluster)
         new = 3e-7 if isinstance(p, CachedAttention) else 0.0
@@ -582,9 +589,9 @@ class OneQuery(Kernel):
                 kb=append.k_strides[0], kh=append.k_strides[1],
                 vb=append.v_strides[0], vh=append.v_strides[1],
             ))  # fmt: skip
-            how |= {"APPEND": 1, "KEEP_PAST": append.keep, **_row_macros(append)}
-        made += _steps(p)
-        how |= _cache_macro(p)
+            how |= {"APPEND": 1, "KEEP_PAST": append.keep, **row_macros(append)}
+        made += (*step_args(p), *(args("sink") if p.sink else ()))
+        how |= {**cache_macro(p), **({"SINK": 1} if p.sink else {})}
         smem = max(self._smem(p, config), apart(cluster * p.batches // config.integer("heads"), hw))
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
@@ -650,51 +657,8 @@ class Direct(Kernel):
         return self.one("sdpa_direct", grid, 32 * sharers * tiles, *made, **macros)
 
 
-def _steps(p: Attention | CacheAppend) -> tuple[Arg, ...]:
-    """The last arguments of kernels over a cache; none where that has numbers of q's type."""
-    return args("key_step value_step") if p.cache else ()
-
-
-def _cache_macro(p: Attention | CacheAppend) -> dict[str, str]:
-    """Of sdpa/cache.cuh."""
-    return {"CACHE": STORAGE[p.cache]} if p.cache else {}
-
-
-def _row_macros(p: CacheAppend) -> dict[str, int]:
-    """Of sdpa/new_rows.cuh, and where new rows go."""
-    return {
-        "HALF": p.half, "TURNED": p.heads > 0, "NORMED": p.normed, "INTERLEAVED": p.interleaved,
-        "COLUMNS": p.columns, "POSITIONS": ("", "first", "each", "rows").index(p.positions),
-        "PLACED": ("", "each", "all").index(p.placed),
-    }  # fmt: skip
-
-
-class Append(HeuristicKernel):
-    """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
-    past_value key_step value_step, turned present_key present_value."""
-
-    source, version = "sdpa/append.cu", 7
-
-    def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, whose threads walk over the new rows, then over a past that stands apart."""
-        p, width = problem, access_width(problem.size, problem.dtype)
-        while p.half and (2 * p.half if p.interleaved else p.half) % width:
-            width //= 2
-        made = args(
-            "q k v lengths cos sin q_scale k_scale positions past_key past_value turned "
-            "present_key present_value, i64 q_strides k_strides v_strides, "
-            "i32 batch rows heads kv_heads length past context, f32 epsilon", p,
-        ) + _steps(p)  # fmt: skip
-        blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
-        return self.one(
-            "cache_append", blocks, 256, *made, **typed(p), D=p.size, PIECE=width,
-            UNIFORM=p.uniform, KEEP=p.keep, **_row_macros(p), **_cache_macro(p),
-        )  # fmt: skip
-
-
 MMA, SIMT, ONE_QUERY = Mma(), Simt(), OneQuery()
 KERNELS: Kernels = {
     "Sdpa": (Wgmma(), ONE_QUERY, Direct(), MMA, SIMT),
     "CachedAttention": (ONE_QUERY,),
-    "CacheAppend": (Append(),),
 }

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
@@ -18,14 +19,13 @@ from onnx_fuse.lower.quant import to_float
 from onnx_fuse.lower.sdpa import aligned
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, growing
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS
-from onnx_fuse.program.call import NoRoom, Tensor
+from onnx_fuse.program.call import NoRoom, Tensor, dtype_of
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.size import maximum, number
 
-_REFUSED = {10: "an added bias", 11: "a sink", 14: "a norm of q", 15: "a norm of k",
-            16: "lengths of queries"}  # fmt: skip
-_FLAGS = ("smooth_softmax", "sliding_window_cache", "qk_output")
+_REFUSED = {10: "an added bias", 14: "a norm of q", 15: "a norm of k", 16: "lengths of queries"}
+_FLAGS = ("sliding_window_cache", "qk_output")
 
 
 def _hold_plain(ctx: Context, node: ir.Node) -> None:
@@ -99,14 +99,19 @@ def group_query_attention(ctx: Context, node: ir.Node) -> None:
         if 2 * half > size or (interleaved and size % 2) or not context:
             raise Unserved("its angles do not fit its heads")
     reads |= _steps(ctx, node, k.shape[1], size)
-    _through_cache(ctx, node, reads, places, **more)
+    _through_cache(ctx, node, reads, places, _sink(ctx, node, q.shape[1], q.dtype), **more)
 
 
 _PAIRS = (("present_key", "past_key"), ("present_value", "past_value"))
 
 
 def _through_cache(
-    ctx: Context, node: ir.Node, reads: dict[str, Tensor], places: int, **more: Any
+    ctx: Context,
+    node: ir.Node,
+    reads: dict[str, Tensor],
+    places: int,
+    sink: dict[str, Tensor],
+    **more: Any,
 ) -> None:
     """The operands of a CacheAppend, appended and attended to; outputs 1 and 2 are the presents."""
     q, k, v, lengths = (reads[name] for name in ("q", "k", "v", "lengths"))
@@ -140,7 +145,7 @@ def _through_cache(
         q = writes["turned"] = ctx.scratch(dtype, (batch, heads, rows, size))
     inplace = _PAIRS if pasts and pasts[0].shape[2] == places else ()
     ctx.select(node, append, reads, writes, inplace=inplace)
-    _attend(ctx, node, q, presents[0], presents[1], lengths, steps)
+    _attend(ctx, node, {"q": q, "k": presents[0], "v": presents[1]}, lengths, steps, sink)
 
 
 def shared_buffer(ctx: Context, node: ir.Node) -> None:
@@ -164,7 +169,18 @@ def shared_buffer(ctx: Context, node: ir.Node) -> None:
     if not ctx.serves(one):
         raise Unserved("a mask would not hide a NaN after its tokens")
     reads["lengths"] = ctx.contiguous(ctx.view(node, past[2]).view((1,)).expand((batch,)))
-    _through_cache(ctx, node, reads, places, keep=True)
+    _through_cache(ctx, node, reads, places, {}, keep=True)
+
+
+def _sink(ctx: Context, node: ir.Node, heads: int, dtype: str) -> dict[str, Tensor]:
+    """The logit that each head has beside those of its keys; nothing where there is none."""
+    if not ctx.has(node, 11):
+        smooth = ctx.attr(node, "smooth_softmax", 0) == 1
+        return {"sink": ctx.constant(np.zeros(heads, dtype_of(dtype)))} if smooth else {}
+    sink = ctx.dense(node, 11)
+    if (sink.size, sink.dtype) != (heads, dtype):
+        raise Unserved("its sink does not fit its heads")
+    return {"sink": sink}
 
 
 def _dequantized(ctx: Context, node: ir.Node, cache: Tensor, step: Tensor, dtype: str) -> Tensor:
@@ -179,16 +195,16 @@ def _dequantized(ctx: Context, node: ir.Node, cache: Tensor, step: Tensor, dtype
 def _attend(
     ctx: Context,
     node: ir.Node,
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
+    reads: dict[str, Tensor],
     lengths: Tensor,
     steps: dict[str, Tensor],
+    sink: dict[str, Tensor],
 ) -> None:
     """Attention of q [B, H, S, D] over the cache; y is [B, S, H D].
 
     One new token reads a quantized cache as it is; several read its numbers, once for all of them.
     """
+    q, key, value = reads.values()
     batch, heads, rows, size = q.shape
     y = ctx.output(node, 0, (batch, rows, heads * size), q.dtype)
     split = y.view((batch, rows, heads, size)).permute((0, 2, 1, 3))
@@ -200,9 +216,9 @@ def _attend(
         q_strides=q.strides[:3], k_strides=key.strides[:3], v_strides=value.strides[:3],
         y_strides=() if split.dense else split.strides[:3],
     )  # fmt: skip
-    reads = {"q": q, "k": key, "v": value}
     behind = (window - 1, 0) if window > 0 else ()
-    own = replace(problem, lengths=True, window=behind, guard=int(rows > 1))
+    reads |= sink
+    own = replace(problem, lengths=True, window=behind, guard=int(rows > 1), sink=bool(sink))
     if steps:
         quantized = replace(own, cache=key.dtype)
         if ctx.serves(quantized):
@@ -211,6 +227,8 @@ def _attend(
             reads[name] = _dequantized(ctx, node, reads[name], step, q.dtype)
     if ctx.serves(own):
         return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
+    if sink:
+        raise Unserved("no kernel for so many new tokens has a sink")
     mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)
     reads["mask"] = mask.expand((batch, heads, rows, key.shape[2]))
     problem = replace(problem, mask=reads["mask"].strides, guard=1)

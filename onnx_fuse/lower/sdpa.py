@@ -17,6 +17,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced
 from onnx_fuse.kernels.costs import Passes, products, total
 from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.quant import codes
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
 from onnx_fuse.program.call import NoRoom, Tensor
@@ -208,6 +209,8 @@ def sdpa(ctx: Context, node: ir.Node) -> None:
         raise Unserved("it is empty")
     problem, masks = _windowed(ctx, node, Attention, q, k, v, masks, 3, y=y)
     reads = {"q": q, "k": k, "v": v} | masks.reads
+    if (quantized := _quantized(ctx, node, problem, reads)) is not None:
+        return ctx.select(node, *quantized, writes)
     if k.buffer in ctx.rooms and ctx.lengths is not None:
         if problem.mask or problem.causal or problem.window:
             raise NoRoom("attention over it has a mask")
@@ -219,6 +222,30 @@ def sdpa(ctx: Context, node: ir.Node) -> None:
     if _apart_pays(ctx, problem, 2 * len(exposed)):
         raise Unserved(APART)
     ctx.select(node, problem, reads, writes)
+
+
+def _quantized(
+    ctx: Context, node: ir.Node, problem: Attention, reads: dict[str, Tensor]
+) -> tuple[Attention, dict[str, Tensor]] | None:
+    """The problem over int8 keys and values that two DequantizeLinear read, where a kernel serves.
+
+    Their scales are known, one for each head or column at most, and no number is too large for q's
+    type; their zero points are 0.
+    """
+    shape, new = (reads["k"].shape[1], problem.k), dict(reads)
+    for i, name in enumerate("kv", 1):
+        held = codes(ctx, node, i)
+        if held is None or held.q.dtype != "int8" or held.floats != reads[name]:
+            return None
+        axes = {None: (1, 1), 1: (-1, 1), 3: (1, -1)}.get(held.axis)
+        limit = (65504.0 if problem.dtype == "float16" else 3.3e38) / 128
+        if axes is None or held.zero.any() or not (np.abs(held.scale) <= limit).all():
+            return None
+        step = np.broadcast_to(held.scale.reshape(axes), shape)
+        new |= {name: aligned(ctx, held.q), ("key_step", "value_step")[i - 1]: ctx.constant(step)}
+    k_strides, v_strides = (new[name].strides[:3] for name in "kv")
+    problem = replace(problem, cache="int8", k_strides=k_strides, v_strides=v_strides)
+    return (problem, new) if problem.dv == problem.k and ctx.serves(problem) else None
 
 
 def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:

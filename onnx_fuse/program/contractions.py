@@ -16,7 +16,7 @@ from onnx_fuse.program.size import minimum, upper_bound
 class Attention(AnyProblem):
     """y = softmax(z) v, of m queries and n keys of k numbers, z = scale q kᵀ with its masks.
 
-    `batch` is (B, H). Pointers: q k v mask mask2 key_step value_step, y lse.
+    `batch` is (B, H). Pointers: q k v mask mask2 key_step value_step sink, y lse.
     """
 
     op = "Sdpa"
@@ -65,6 +65,8 @@ class Attention(AnyProblem):
     """The rows of sequences one behind the other, in which q, k, v and y are [1, H, rows, D], with
     strides of 0 for the batch: of B - 1 sequences of m = n rows at most, and of the rows behind
     them, which give 0. Pointer: offsets, int32 [B]."""
+    sink: bool = False
+    """Each row has one more logit, sink [H] of its head, whose value is 0."""
 
     @property
     def cache_dtype(self) -> str:
@@ -128,7 +130,7 @@ class CachedAttention(Attention):
 
     k and v are the past of that, which has the places of present; q is as `append` reads it.
     Pointers: q k v mask mask2 new_key new_value cos sin q_scale k_scale lengths positions key_step
-    value_step, y lse present_key present_value.
+    value_step sink, y lse present_key present_value.
     """
 
     op = "CachedAttention"

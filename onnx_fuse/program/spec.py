@@ -109,6 +109,7 @@ def _packed(p: contractions.PackedProduct) -> Iterator[OperandRow]:
 
 def _attention(p: contractions.Attention) -> Iterator[OperandRow]:
     yield from rows_of(p, "lse: any 2 rows")
+    yield "sink", p.dtype, p.batch[1] * p.sink
     yield "lengths", "int32", p.batch[0]
     yield "offsets", "int32", p.batch[0] if p.packed else 0
     layouts = {name: p.layout(name) for name in "qkvy"}

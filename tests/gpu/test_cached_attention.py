@@ -24,6 +24,7 @@ from test_caches import (
     lengths_of,
     told,
 )
+from test_coded_caches import CODED, Coded
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.autodiff.load import load
@@ -65,8 +66,10 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     assert count >= 2
 
 
-@pytest.mark.parametrize("case", [*EXPORTED, *FIXED, *BUFFERED], ids=lambda case: case.name)
-def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Fixed | Buffered) -> None:
+@pytest.mark.parametrize(
+    "case", [*EXPORTED, *FIXED, *BUFFERED, *CODED[:5]], ids=lambda case: case.name
+)
+def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Fixed | Buffered | Coded) -> None:
     model, rng = case.model(), np.random.default_rng(7)
     theirs, ours = stock(model, optimized=True), InferenceSession(model, device="cuda")
     for sizes in GROWTH:

@@ -66,8 +66,10 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
         seen &= (sequence[:, None] == sequence) & (sequence < len(offsets))
     z = np.where(seen, z, -np.inf)
     top = z.max(-1, keepdims=True)
+    sink = of.dense("sink", 1, p.batch[1], 1, 1) if p.sink else -np.inf
+    top = np.maximum(top, sink)
     e = np.exp(z - top)
-    total = e.sum(-1, keepdims=True)
+    total = e.sum(-1, keepdims=True) + (np.exp(sink - top) if p.sink else 0)
     w = e / total
     if p.guard:  # of rows that are masked whole, or of every NaN
         w = np.where(np.isnan(w) if p.guard == 2 else top == -np.inf, 0, w)
