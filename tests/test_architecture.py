@@ -52,10 +52,10 @@ BUDGETS = {
     "": 4954, "autodiff": 1811, "cli": 3515, "cuda": 1775, "cuda_src": 16089, "distributed": 908,
     "importer": 5508, "ir": 2365, "kernels": 9662, "lower": 9306, "nn": 5164, "ops": 12460,
     "program": 10551, "report": 2383, "rewrite": 4244, "runtime": 8806, "torch": 3779,
-    "training": 7353, "validation": 4569,
+    "training": 7358, "validation": 4569,
     "generation": 1688,
     "adapters": 973, "quantization": 1239,
-    "tests": 53492, "tools": 10723,
+    "tests": 53498, "tools": 10723,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -147,10 +147,11 @@ UPDATES: dict[str, tuple[optim.Optimizer, Formula]] = {
         optim.Muon(weight_decay=0.2, adjust_lr_fn="match_rms_adamw"), muon_like_adamw
     ),
     "muon of a vector": (optim.Muon(weight_decay=0.2, eps=1e-8), adamw),
+    "muon of a matrix of no columns": (optim.Muon(weight_decay=0.2, eps=1e-8), adamw),
     "muon of a named matrix": (optim.Muon(weight_decay=0.2, eps=1e-8, adamw=("w",)), adamw),
     "adamw8bit of a small weight": (optim.AdamW8bit(weight_decay=0.2), adamw),
 }  # fmt: skip
-SHAPES = {"vector": (4,), "tall matrix": (7, 3)}
+SHAPES = {"vector": (4,), "tall matrix": (7, 3), "matrix of no columns": (3, 0)}
 
 
 def update_model(optimizer: optim.Optimizer, arrays: dict[str, Array]) -> onnx_ir.Model:
@@ -384,6 +385,11 @@ def test_restarts_of_one_length_and_a_power_of_one() -> None:
 def test_schedule_refuses(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         optim.Schedule(**fields)
+
+
+def test_a_pair_of_numbers_has_no_other_values() -> None:
+    with pytest.raises(UsageError, match=r"betas is \(None, 0\.9\): it takes 2 numbers"):
+        optim.Adam(betas=(None, 0.9))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -92,11 +92,15 @@ class Optimizer:
     def __post_init__(self) -> None:
         check_types(self)
         for field in dataclasses.fields(self):
-            count, value = str(field.type).count("float"), getattr(self, field.name)
-            if str(field.type).startswith("tuple[float") and (
-                len(value) != count or not all(isinstance(v, Real | None) for v in value)
+            kinds, value = str(field.type).split(", "), getattr(self, field.name)
+            if kinds[0].startswith("tuple[float") and (
+                len(value) != len(kinds)
+                or not all(
+                    isinstance(v, Real) or (v is None and "None" in kind)
+                    for v, kind in zip(value, kinds, strict=True)
+                )
             ):
-                raise UsageError(f"{field.name} is {value}: it takes {count} numbers")
+                raise UsageError(f"{field.name} is {value}: it takes {len(kinds)} numbers")
         if not isinstance(self.lr, Schedule):
             object.__setattr__(self, "lr", Schedule(self.lr))
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
@@ -495,7 +499,8 @@ class Muon(AdamW):
             raise UsageError(f"ns_steps is {self.ns_steps}: it must be at least 1")
 
     def elementwise(self, name: str, shape: Sequence[int]) -> bool:
-        return len(shape) != 2 or any(fnmatchcase(name, glob) for glob in self.adamw)
+        named = any(fnmatchcase(name, glob) for glob in self.adamw)
+        return named or len(shape) != 2 or 0 in shape
 
     def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
         if self.elementwise(name, shape):
