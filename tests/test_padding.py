@@ -132,8 +132,12 @@ def test_the_program_of_a_gpu_gives_the_same() -> None:
         np.testing.assert_allclose(found[value.name], want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("end", [FIRST, BESIDE], ids=["first", "beside"])
+JOINED = """f = Concat <axis = 2> (n, s) first, second = Split <axis = 2, num_outputs = 2> (f)
+        q = Mul (first, second) c = Gather <axis = 1> (q, zero)"""
+
+
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("end", [FIRST, BESIDE, JOINED], ids=["first", "beside", "joined"])
 def test_what_stands_at_the_padding_reaches_nothing(hostile: float, end: str) -> None:
     padded = optimized(layer(end))
     packed = pack(padded)

@@ -285,10 +285,13 @@ class _Packer:
         """Whether a Gather looks up a row of a table for each token."""
         if (node.op_type, node.domain) != ("Gather", "") or attribute(node, "axis", 0):
             return False
-        table, index = node.inputs
+        table, index = node.inputs[0], required(node.inputs[1])
         if not is_float(table) or const_array(table) is None or rank(index) != 2:
             return False
-        return not set(self.fed).isdisjoint(reached_inputs([index]))
+        if set(self.fed).isdisjoint(reached_inputs([index])):
+            return False
+        found = [self._evaluated([index], sample) for sample in _SAMPLES]
+        return [array and array[0].shape for array in found] == [*_SAMPLES]
 
     def _result(self, value: ir.Value, place: _Rows) -> None:
         """Note that a value is packed now."""
@@ -317,6 +320,8 @@ class _Packer:
         if kind in POINTWISE | BROADCASTS or kind == "Dropout":
             return self._elements(node, "")
         place, size = None if first is None else self.rows.get(first), rank(first) or 0
+        if kind == "Concat":
+            return self._joined(node)
         if place is None or any(v in self.rows for v in node.inputs[1:]):
             return None
         if kind == "RotaryEmbedding":
@@ -337,7 +342,7 @@ class _Packer:
             axes = given or attribute(node, "axes")
             last = max(place.row, place.batch or 0)
             return [place] if axes and all(axis % size > last for axis in axes) else None
-        if kind in ("Split", "Slice", "Concat", "Unsqueeze", "Squeeze"):
+        if kind in ("Split", "Slice", "Unsqueeze", "Squeeze"):
             return self._cut(node, place, size)
         return None
 
@@ -366,11 +371,19 @@ class _Packer:
         total = size + len(axes or ()) * (kind == "Unsqueeze")
         if not axes or any(axis % total <= max(place.row, place.batch or 0) for axis in axes):
             return None
-        if kind == "Concat":
-            for i, value in enumerate(node.inputs[1:], 1):
-                rows = self._rows_of(required(value), place.behind(size), node)
-                node.replace_input_with(i, rows)
         return [place] * len(node.outputs)
+
+    def _joined(self, node: ir.Node) -> list[_Rows] | None:
+        """Of a Concat behind the axes of rows: operands without rows get those of the tokens."""
+        places = {(self.rows[v], rank(v) or 0) for v in node.inputs if v in self.rows}
+        if len(places) != 1:
+            return None
+        ((place, size),) = places
+        results = self._cut(node, place, size)
+        for i, value in enumerate(node.inputs) if results else ():
+            if value is not None and value not in self.rows:
+                node.replace_input_with(i, self._rows_of(value, place.behind(size), node))
+        return results
 
     def _elements(self, node: ir.Node, domain: str) -> list[_Rows] | None:
         """Of an operator of elements: operands without rows get those of the tokens."""
