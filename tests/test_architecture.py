@@ -54,8 +54,8 @@ BUDGETS = {
     "program": 10551, "report": 2383, "rewrite": 4244, "runtime": 8806, "torch": 3779,
     "training": 7358, "validation": 4569,
     "generation": 1688,
-    "adapters": 973, "quantization": 1239,
-    "tests": 53506, "tools": 10825,
+    "adapters": 991, "quantization": 1239,
+    "tests": 53510, "tools": 10825,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -247,6 +247,14 @@ def test_what_a_run_cannot_have_is_refused_in_a_sentence(tmp_path: Path) -> None
             ).replace("float[4] c", "int64[1] zero = {0}, int64[1] two = {2}, float[4] c"),
             "the rows that 'w' multiplies are not in the order of the batch",
         ),
+        (
+            FORMS["MatMul"].replace(
+                "y =", "s = ReverseSequence <batch_axis = 1> (x, two) z = Abs (s) y ="
+            ).replace("MatMul (x", "MatMul (z").replace(
+                "float[4] c", "int64[6] two = {2, 2, 2, 2, 2, 2}, float[4] c"
+            ),
+            "the rows that 'w' multiplies are not in the order of the batch",
+        ),
     ):  # fmt: skip
         session = InferenceSession(text_model(text))
         file = write_adapter(tmp_path / "a.safetensors", text_model(text), 2, 0)

@@ -21,7 +21,7 @@ from onnx_fuse.adapters.products import LowRank, add_beside, products_of, write_
 from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import Builder, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
-from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES
+from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
 from onnx_fuse.ops.rules import cast_to, typed
 
 
@@ -174,9 +174,24 @@ _OF_ROWS = frozenset(
 def _in_one_axis(graph: ir.Graph, size: ir.SymbolicDim) -> dict[ir.Value, bool]:
     """The values whose first axis is the batch, or (True) the batch and the sequence in one.
 
-    Inference gives sizes new names behind some operators, whose rows are followed here.
+    Inference gives sizes new names behind some operators, whose rows are followed here. What is
+    computed from rows in another order is left out.
     """
     found: dict[ir.Value, bool] = {}
+    moved = set[ir.Value]()
+
+    def moves(node: ir.Node) -> bool:
+        if not node.inputs or node.op_type in SIZES:
+            return False
+        if not moved.isdisjoint(v for v in node.inputs if v is not None):
+            return True
+        x, y = node.inputs[0], node.outputs[0]
+        if x is None or found.get(x) is not False or not rank(y) or required(y.shape)[0] != size:
+            return False
+        if node.op_type == "Transpose":
+            return node.attributes.get_ints("perm", [-1])[0] != 0
+        axis = {"Gather": "axis", "ReverseSequence": "time_axis"}.get(node.op_type)
+        return axis is not None and node.attributes.get_int(axis, 0) == 0
 
     def of(node: ir.Node, y: ir.Value) -> bool | None:
         if y.shape is not None and len(y.shape) and y.shape[0] == size:
@@ -196,6 +211,9 @@ def _in_one_axis(graph: ir.Graph, size: ir.SymbolicDim) -> dict[ir.Value, bool]:
         if value.shape is not None and len(value.shape) and value.shape[0] == size:
             found[value] = False
     for node in graph:
+        if moves(node):
+            moved.update(node.outputs)
+            continue
         for y in node.outputs:
             if (in_one := of(node, y)) is not None:
                 found[y] = in_one
