@@ -22,7 +22,7 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.ops.loss import LOSSES, class_axis
 from onnx_fuse.ops.shape_ops import Writer
 
-__all__: list[str] = []
+__all__ = list[str]()  # of what `_public` stands at
 __dir__ = __all__.copy
 F = TypeVar("F", bound=Callable[..., Any])
 
