@@ -49,8 +49,8 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4954, "autodiff": 1811, "cli": 3515, "cuda": 1775, "cuda_src": 16089, "distributed": 908,
-    "importer": 5508, "ir": 2365, "kernels": 9662, "lower": 9306, "nn": 5164, "ops": 12460,
+    "": 4954, "autodiff": 1811, "cli": 3515, "cuda": 1775, "cuda_src": 16094, "distributed": 908,
+    "importer": 5508, "ir": 2365, "kernels": 9666, "lower": 9306, "nn": 5164, "ops": 12460,
     "program": 10551, "report": 2383, "rewrite": 4244, "runtime": 8806, "torch": 3779,
     "training": 7358, "validation": 4569,
     "generation": 1688,

@@ -130,7 +130,7 @@ DEVICE void accumulate(float (&acc)[MT][WIDTH / 8][4], const float (&p)[MT][TILE
 }
 // Rows lane / 4 and + 8 of each 16 of the warp's, two columns at a time; factor by row.
 template <int WIDTH, int PADDED>
-DEVICE void write(T* to, const float (&acc)[MT][PADDED / 8][4], int row, int last, const float (&factor)[MT][2]) {
+DEVICE void write(T* to, i64 pitch, const float (&acc)[MT][PADDED / 8][4], int row, int last, const float (&factor)[MT][2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2 * MT; m++) {
@@ -138,7 +138,7 @@ DEVICE void write(T* to, const float (&acc)[MT][PADDED / 8][4], int row, int las
         if (r >= last) continue;
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n++)
-            *(u32*)(to + (i64)r * WIDTH + n * 8 + lane % 4 * 2) =
+            *(u32*)(to + r * pitch + n * 8 + lane % 4 * 2) =
                 pack2<T>(acc[m / 2][n][m % 2 * 2] * factor[m / 2][m % 2], acc[m / 2][n][m % 2 * 2 + 1] * factor[m / 2][m % 2]);
     }
 }
@@ -314,7 +314,7 @@ DEVICE void differentiate(const Operands& o, float& p, float& dp, float2 l, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq, i64 db, i64 dh, i64 dr) {
+    sdpa_dq(OPERANDS, const T* dy, const float* lse, const float* delta, T* dq, i64 db, i64 dh, i64 dr PARTS(dq)) {
     after_previous_launch();
     GATHER
     extern __shared__ __align__(16) T shared[];
@@ -386,11 +386,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         accumulate<DP>(acc, p, ks + s * TILE * PD);
     }
-    write<D, DP>(dq + out * D, acc, row, o.queries, factor);
+    write<D, DP>(PART(dq, h, out, D), acc, row, o.queries, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
+    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const float* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr PARTS(dk) PARTS(dv)) {
     after_previous_launch();
     KEYS_FIRST
     extern __shared__ __align__(16) T shared[];
@@ -454,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float one[MT][2], factor[MT][2];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) one[i / 2][i % 2] = 1, factor[i / 2][i % 2] = o.scale;
-    write<D, DP>(dk + out * D, acc_k, row, o.keys, factor);
-    write<DV, VP>(dv + out * DV, acc_v, row, o.keys, one);
+    write<D, DP>(PART(dk, kv, out, D), acc_k, row, o.keys, factor);
+    write<DV, VP>(PART(dv, kv, out, DV), acc_v, row, o.keys, one);
 }
 #endif

@@ -30,9 +30,14 @@ struct Operands {
 #if PACKED
 #define SEQUENCES , const int *offsets_, int rows_
 #define BEGIN o.begin
+// Strides of a gradient, which may be a part of one tensor, and where a head's rows are, with their stride.
+#define PARTS(x) , i64 x##b, i64 x##h, i64 x##r
+#define PART(x, head, out, width) x + head * x##h + o.begin * x##r, x##r
 #else
 #define SEQUENCES
 #define BEGIN 0
+#define PARTS(x)
+#define PART(x, head, out, width) x + out * width, width
 #endif
 // As kernel parameters (the host passes scalars, no structs), and gathered again inside.
 #define OPERANDS                                                                                   \

@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq, i64 db, i64 dh, i64 dr) {
+    sdpa_dq(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dq, i64 db, i64 dh, i64 dr PARTS(dq)) {
     after_previous_launch();
     GATHER
     extern __shared__ ACC shared[];
@@ -193,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         __syncwarp();
         accumulate<D, PD>(acc, ps, ks, ty, tx);
     }
-    write<D>(dq + row * D, D, acc, first, o.queries, ty, tx, factor);
+    write<D>(PART(dq, h, row, D), acc, first, o.queries, ty, tx, factor);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr) {
+    sdpa_dkv(OPERANDS, const T* dy, const float* lse, const ACC* delta, T* dk, T* dv, i64 db, i64 dh, i64 dr PARTS(dk) PARTS(dv)) {
     after_previous_launch();
     KEYS_FIRST
     extern __shared__ ACC shared[];
@@ -248,6 +248,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     }
     const i64 out = first_row(o, b, kv, o.heads / o.group, o.keys);
     const ACC one[4] = {1, 1, 1, 1}, scale[4] = {(ACC)o.scale, (ACC)o.scale, (ACC)o.scale, (ACC)o.scale};
-    write<D>(dk + out * D, D, acc_k, first, o.keys, ty, tx, scale);
-    write<DV>(dv + out * DV, DV, acc_v, first, o.keys, ty, tx, one);
+    write<D>(PART(dk, kv, out, D), acc_k, first, o.keys, ty, tx, scale);
+    write<DV>(PART(dv, kv, out, DV), acc_v, first, o.keys, ty, tx, one);
 }

@@ -76,7 +76,9 @@ def half_refusal(p: Attention) -> str | None:
 
 def joined_refusal(p: Attention) -> str | None:
     """Why a kernel that writes gradients of their own cannot; None where they are no views."""
-    joined = isinstance(p, AttentionGrad) and (p.dq_strides or p.dk_strides or p.dv_strides)
+    if p.packed or not isinstance(p, AttentionGrad):
+        return None
+    joined = p.dq_strides or p.dk_strides or p.dv_strides
     return "the gradients are parts of one tensor" if joined else None
 
 
@@ -166,6 +168,8 @@ class _Attention(Planned, ABC):
         def each(entry: str, tall: int, group: int, *more: str) -> list[Launch]:
             smem = self.smem(p, config, entry)
             made = (*arguments, *map(Ptr, more), *strides)
+            parts = [name for name in more if p.packed and name in ("dq", "dk", "dv")]
+            made = (*made, *(arg for name in parts for arg in _strides(p, name)))
             launches = []
             for size, at in parts_of_batch(p):
                 grid = (-(-tall // rows), size[1] // group, size[0])
