@@ -19,6 +19,7 @@ from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_hash, waiting
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.feeds import argument
 from onnx_fuse.files import written
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ir.build import defaults
@@ -217,8 +218,8 @@ def _compiled(
         "version": __version__,
         "precision": precision,
         "compiler": f"NVRTC {nvrtc.check_compiler()}",
-        "inputs": [list(session.argument(v)) for v in graph.graph.inputs],
-        "outputs": [list(session.argument(v)) for v in graph.graph.outputs],
+        "inputs": [list(argument(v)) for v in graph.graph.inputs],
+        "outputs": [list(argument(v)) for v in graph.graph.outputs],
         "defaults": stored,
         "targets": {name: {k: getattr(hw, k) for k in limits} for name, hw in targets.items()},
         "modules": table,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import dtype_of
-from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.deployed import Deployed
+from onnx_fuse.runtime.tensor import Argument, DeviceTensor
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 class InputSpec:
@@ -111,3 +118,64 @@ def rows_of(feeds: Mapping[str, Any], name: str) -> int | None:
     """The size of an input's first axis, None where a run says what is wrong with its feed."""
     shape = getattr(feeds[name], "shape", None) or np.shape(feeds[name]) if name in feeds else ()
     return int(shape[0]) if shape else None
+
+
+SharedSizes = dict[str, list[tuple[str, int]]]
+
+
+def shared_sizes(inputs: Sequence[Any]) -> SharedSizes:
+    """The inputs' axes by the name of their size, where several inputs have one of that name."""
+    places: SharedSizes = {}
+    for end in inputs:
+        for axis, size in enumerate(end.shape or ()):
+            if isinstance(size, str):
+                places.setdefault(size, []).append((end.name, axis))
+    return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
+
+
+def warn_of_different(shared: SharedSizes, feeds: Mapping[str, Any]) -> None:
+    """Warn where sizes of one name, by which the graph was optimized, are not equal."""
+    for size, axes in shared.items():
+        # no arrays, or not of the model's ranks: the run says so
+        with contextlib.suppress(AttributeError, LookupError):
+            if len({feeds[name].shape[axis] for name, axis in axes}) > 1:
+                text = f"the model calls sizes of its inputs '{size}' that differ here"
+                warnings.warn(text, stacklevel=2)
+                return
+
+
+def argument(value: ir.Value) -> Argument:
+    """An input or output of a graph as onnxruntime describes it."""
+    name = value.dtype.name.lower() if value.dtype is not None else ""
+    shape = [
+        d if isinstance(d, int) else d.value
+        for d in (value.shape if value.shape is not None else ())
+    ]
+    return Argument(value.name or "", f"tensor({name})", shape)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The inputs that must be fed, those that may be, with their defaults, and the outputs."""
+
+    inputs: list[Argument]
+    overridable: list[Argument]
+    outputs: list[Argument]
+    defaults: dict[str, np.ndarray[Any, Any]]
+
+    @classmethod
+    def of_graph(cls, model: ir.Model, hidden: Collection[str] = ()) -> Interface:
+        """Those of a graph but for `hidden` inputs, which the session itself feeds."""
+        from onnx_fuse.ir.build import defaults, required_inputs
+
+        arrays = defaults(model)
+        overridable = [argument(v) for v in model.graph.inputs if v.name in arrays]
+        inputs = [argument(v) for v in required_inputs(model) if v.name not in hidden]
+        return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], arrays)
+
+    @classmethod
+    def of_compiled(cls, compiled: Deployed) -> Interface:
+        arrays = compiled.defaults
+        inputs = [end for end in compiled.inputs if end.name not in arrays]
+        overridable = [end for end in compiled.inputs if end.name in arrays]
+        return cls(inputs, overridable, compiled.outputs, arrays)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +16,19 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, in_threads, is_container, stamp
 from onnx_fuse.errors import DeviceError, UsageError, did_you_mean, listed
-from onnx_fuse.feeds import InputSpec, checked_feeds, invalid, rows_of
+from onnx_fuse.feeds import (
+    InputSpec,
+    Interface,
+    SharedSizes,
+    checked_feeds,
+    invalid,
+    rows_of,
+    shared_sizes,
+    warn_of_different,
+)
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.tensor import Argument
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -70,6 +76,9 @@ class InferenceSession:
             padding (docs/padding.md). "zero" does so where an output has a row for each token, too:
             it is zero at the padding. A batch that cannot be packed runs with its padding, with
             one warning.
+        batch_invariant: On "cuda", give a row the same bits whatever else is in its batch (True: in
+            batches of up to 32), or of up to a number, or whatever the sizes of some dynamic
+            dimensions are, by name, up to a number each (docs/howto/invariant.md).
 
     Raises:
         ModelError: The model is malformed or unsupported, or `pack` finds that its padding may be
@@ -90,12 +99,15 @@ class InferenceSession:
         precision: str = "fp32",
         recompile: bool = False,
         pack: bool | Literal["zero"] = False,
+        batch_invariant: bool | int | Mapping[str, int] = False,
     ) -> None:
         self.device, gpu, self._providers = _device(device, providers)
         if pack not in (False, True, "zero"):
             raise UsageError(f"there is no pack={pack!r}: it is False, True or 'zero'")
         if pack and (self.device != "cuda" or not optimize or _is_compiled(model)):
             raise UsageError("pack is for device 'cuda', for a model that is optimized here")
+        if pack and batch_invariant is not False:
+            raise UsageError("pack puts a batch's tokens together: leave it or batch_invariant out")
         self._pack, self._warned = pack, False
         self._packing: Packing | None = None
         if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
@@ -111,17 +123,26 @@ class InferenceSession:
         self._alike = partial(
             InferenceSession, sess_options=sess_options, optimize=optimize, level=level,
             precision=precision, device=f"cuda:{gpu}" if self.device == "cuda" else None,
+            batch_invariant=batch_invariant,
             providers=self._providers if self.device == "cpu" else None,
         )  # fmt: skip
         self._level: int | None = None
         self._cached: Portable | None = None
         self._executable: Executable | None = None
+        self._invariant = batch_invariant
+        if batch_invariant is not False and (
+            self.device == "cpu" or (not recompile and _is_compiled(model))
+        ):
+            raise UsageError(
+                "batch_invariant needs device 'cuda' and an ONNX file: sums of onnxruntime depend "
+                "on the batch (ReduceMean does), and a compiled file has its programs already"
+            )
         if self.device == "cuda" and not recompile and _is_compiled(model):
             from onnx_fuse.runtime import executable
 
             compiled = Deployed(model)  # type: ignore[arg-type]
             compiled.check_precision(precision)
-            self._interface = _Interface.of_compiled(compiled)
+            self._interface = Interface.of_compiled(compiled)
             self._executable = executable.Executable(compiled, device_id=gpu)
             self._executable.check()
             return
@@ -130,21 +151,29 @@ class InferenceSession:
         if self.device == "cpu":
             self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
         else:
-            self._executable = self._on_gpu(precision, gpu)
-            if optimize and (shared := _shared_sizes(self.get_inputs())):
-                self._executable.on_shape = partial(_warn_of_different, shared)
+            made = self._executable = self._on_gpu(precision, gpu)
+            shared = shared_sizes(self.get_inputs()) if optimize else {}
+            if self._invariant is not False:
+                made.on_shape = partial(_check_sizes, made.model, shared)
+            elif shared:
+                made.on_shape = partial(warn_of_different, shared)
 
     def _on_gpu(self, precision: str, gpu: int) -> Executable:
         """The graph's Executable; what optimizing and `precision` make of it may be kept."""
-        more = {"pack": self._pack} if self._pack else {}
+        from onnx_fuse.runtime.invariance import note
+
+        more: dict[str, object] = {"pack": self._pack} if self._pack else {}
+        if self._invariant is not False:
+            more["batch_invariant"] = repr(self._invariant)
         entry = self._entry(precision=precision, **more)
         cached = entry.load() if entry else None
         graph = self.model if cached is None else cached[0]
+        note(graph, self._invariant)
         if self._pack:
             from onnx_fuse.rewrite.padding import Packing
 
             self._packing = Packing.of(graph)
-        self._interface = _Interface.of_graph(graph, self._packing.added if self._packing else ())
+        self._interface = Interface.of_graph(graph, self._packing.added if self._packing else ())
         if cached is None:
             executable = _executable(self.model, precision, gpu)
             if entry:
@@ -292,7 +321,9 @@ class InferenceSession:
     def _adapters(self) -> HeldAdapters:
         from onnx_fuse.adapters.held import HeldAdapters
 
-        return HeldAdapters(self._read, self._alike, self._computes_in)
+        sums = "with batch_invariant, sums over ranks would depend on the other rows' adapters"
+        refusal = "" if self._invariant is False else sums
+        return HeldAdapters(self._read, self._alike, self._computes_in, refusal)
 
     def adapted(self, adapter: Rows, batch: int) -> tuple[InferenceSession, dict[str, Any]]:
         """The session that runs a batch with its adapters, and what that is fed besides.
@@ -379,15 +410,36 @@ class InferenceSession:
     def explain(self, input_feed: Mapping[str, Any]) -> str:
         """A listing of what runs for these feeds: kernel calls, why each was chosen, memory.
 
-        Raises UsageError unless the device is "cuda".
+        With `batch_invariant` also what that costs. Raises UsageError unless the device is "cuda".
         """
         executable, feeds = self._prepared(input_feed)
         listing = str(executable.instance(feeds))
+        if self._invariant is not False:
+            here, usual = (f"{1e6 * seconds:,.1f} us" for seconds in self.predicted(input_feed))
+            return f"{listing}\nbatch-invariant: predicted {here}, else {usual}"
         if self._packing is None or self._packing.rows not in feeds:
             return listing
         mask = feeds[self._packing.mask].shape
         rows = feeds[self._packing.rows].shape[1]
         return f"padding is packed: {rows} rows for {mask[0]} x {mask[1]}\n{listing}"
+
+    def predicted(self, input_feed: Mapping[str, Any]) -> tuple[float, float]:
+        """The predicted seconds of the kernels for these feeds, and without `batch_invariant`.
+
+        Raises UsageError unless the device is "cuda".
+        """
+        from onnx_fuse.kernels import chosen_seconds
+        from onnx_fuse.runtime.invariance import note
+        from onnx_fuse.runtime.specialize import Specializer
+
+        executable, feeds = self._prepared(input_feed)
+        graph, hw = executable.model.clone(), executable.hw
+        note(graph, False)
+        shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
+        usual = Specializer(graph, hw, math=executable.math).of(shapes).program
+        plans = executable.instance(feeds).program.calls, usual.calls
+        one, other = (sum(chosen_seconds(c, hw) for c in calls if c.launches) for calls in plans)
+        return one, other
 
     def program(self, input_feed: Mapping[str, Any]) -> tuple[Any, Any]:
         """The program.call.Program that these feeds run, and its program.problem.Hardware.
@@ -491,55 +543,12 @@ class InferenceSession:
         return getattr(self._session, name)
 
 
-@dataclass(frozen=True)
-class _Interface:
-    """The inputs that must be fed, those that may be, with their defaults, and the outputs."""
+def _check_sizes(model: Any, shared: SharedSizes, feeds: Mapping[str, Any]) -> None:
+    """Refuse sizes beyond what `batch_invariant` holds for, and warn of different ones."""
+    from onnx_fuse.runtime.invariance import check
 
-    inputs: list[Argument]
-    overridable: list[Argument]
-    outputs: list[Argument]
-    defaults: dict[str, np.ndarray[Any, Any]]
-
-    @classmethod
-    def of_graph(cls, model: ir.Model, hidden: Collection[str] = ()) -> _Interface:
-        """Those of a graph but for `hidden` inputs, which the session itself feeds."""
-        from onnx_fuse.ir.build import defaults, required_inputs
-
-        arrays = defaults(model)
-        overridable = [argument(v) for v in model.graph.inputs if v.name in arrays]
-        inputs = [argument(v) for v in required_inputs(model) if v.name not in hidden]
-        return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], arrays)
-
-    @classmethod
-    def of_compiled(cls, compiled: Deployed) -> _Interface:
-        arrays = compiled.defaults
-        inputs = [end for end in compiled.inputs if end.name not in arrays]
-        overridable = [end for end in compiled.inputs if end.name in arrays]
-        return cls(inputs, overridable, compiled.outputs, arrays)
-
-
-_SharedSizes = dict[str, list[tuple[str, int]]]
-
-
-def _shared_sizes(inputs: Sequence[Any]) -> _SharedSizes:
-    """The inputs' axes by the name of their size, where several inputs have one of that name."""
-    places: _SharedSizes = {}
-    for end in inputs:
-        for axis, size in enumerate(end.shape or ()):
-            if isinstance(size, str):
-                places.setdefault(size, []).append((end.name, axis))
-    return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
-
-
-def _warn_of_different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> None:
-    """Warn where sizes of one name, by which the graph was optimized, are not equal."""
-    for size, axes in shared.items():
-        # no arrays, or not of the model's ranks: the run says so
-        with contextlib.suppress(AttributeError, LookupError):
-            if len({feeds[name].shape[axis] for name, axis in axes}) > 1:
-                text = f"the model calls sizes of its inputs '{size}' that differ here"
-                warnings.warn(text, stacklevel=2)
-                return
+    check(model, feeds)
+    warn_of_different(shared, feeds)
 
 
 def _require_graphs() -> None:
@@ -576,16 +585,6 @@ def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
             return None  # reading the model reports what is wrong with the file
 
     return in_threads(work, [()])[0]
-
-
-def argument(value: ir.Value) -> Argument:
-    """An input or output of a graph as onnxruntime describes it."""
-    name = value.dtype.name.lower() if value.dtype is not None else ""
-    shape = [
-        d if isinstance(d, int) else d.value
-        for d in (value.shape if value.shape is not None else ())
-    ]
-    return Argument(value.name or "", f"tensor({name})", shape)
 
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"

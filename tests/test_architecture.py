@@ -49,13 +49,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 4954, "autodiff": 1811, "cli": 3515, "cuda": 1775, "cuda_src": 16094, "distributed": 908,
-    "importer": 5508, "ir": 2365, "kernels": 9666, "lower": 9306, "nn": 5164, "ops": 12460,
-    "program": 10551, "report": 2383, "rewrite": 4244, "runtime": 8806, "torch": 3779,
-    "training": 7358, "validation": 4569,
-    "generation": 1688,
-    "adapters": 991, "quantization": 1239,
-    "tests": 53510, "tools": 10825,
+    "": 5018, "autodiff": 1811, "cli": 3567, "cuda": 1775, "cuda_src": 16094, "distributed": 908,
+    "importer": 5508, "ir": 2365, "kernels": 9689, "lower": 9306, "nn": 5164, "ops": 12460,
+    "program": 10563, "report": 2383, "rewrite": 4244, "runtime": 8908, "torch": 3779,
+    "training": 7358, "validation": 4686,
+    "generation": 1689,
+    "adapters": 1007, "quantization": 1239,
+    "tests": 53745, "tools": 10825,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -17,6 +17,7 @@ from fake_gpu import FakeGpu
 from lowering import interpreted
 
 import onnx_fuse as of
+from onnx_fuse.feeds import argument
 from onnx_fuse.generation import engine
 from onnx_fuse.generation.decoder import decoder_of
 from onnx_fuse.generation.options import DecoderOptions
@@ -25,7 +26,6 @@ from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.device import Memory, Stream
 from onnx_fuse.runtime.tensor import Argument, DeviceTensor
-from onnx_fuse.session import argument
 
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6]]
 FORMS: dict[str, Callable[[], ir.Model]] = {

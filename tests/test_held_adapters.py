@@ -16,6 +16,7 @@ from support import run, write_adapter
 from test_adapters import BLOCK, FORMS, KEY, MERGED, NUMBERS, Array, adapted, arrays, batch
 
 from onnx_fuse import InferenceSession, Lora, Trainer, generate, rewrite
+from onnx_fuse.adapters.held import HeldAdapters
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import save
@@ -286,3 +287,12 @@ def test_each_prompt_goes_on_with_its_adapter(form: Any, tmp_path: Path) -> None
         assert found == [texts[name][row] for row, name in enumerate(rows)]
     with pytest.raises(UsageError, match="adapter needs an InferenceSession that holds it"):
         generate(model, prompts, adapter="a")
+
+
+def test_rows_of_one_adapter_where_sums_may_not_depend_on_others(tmp_path: Path) -> None:
+    model = text_model(FORMS["MatMul"])
+    held = HeldAdapters(lambda: load(model), InferenceSession, None, "a reason")
+    held.add("a", write_adapter(tmp_path / "a.safetensors", model, 2, 0))
+    assert held.feeds(["a", "a"], lambda _: 2)[0] is not None
+    with pytest.raises(UsageError, match="rows cannot have different adapters: a reason"):
+        held.feeds(["a", None], lambda _: 2)

@@ -22,7 +22,6 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.staging import Uploads
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 Pairs: TypeAlias = dict[str, tuple[Array, Array]]
@@ -43,15 +42,18 @@ class HeldAdapters:
         read: Callable[[], ir.Model],
         opened: Callable[[ir.Model], Any],
         dtype: np.dtype[Any] | None,
+        refusal: str = "",
     ) -> None:
         """`read` gives the model as its file has it, `opened` a session of a graph.
 
-        `dtype` is what the session computes in, where that is not the type of the weights.
+        `dtype` is what the session computes in, where that is not the type of the weights, and
+        `refusal` why its rows cannot have different adapters, if so.
         """
-        self._read, self._opened, self._dtype = read, opened, dtype
-        self._lock, self._uploads = threading.RLock(), Uploads()
+        self._read, self._opened, self._dtype, self._refusal = read, opened, dtype, refusal
+        self._lock = threading.RLock()
         self._pairs: dict[str, Pairs] = {}
         self._matrices: dict[str, Array] = {}
+        self._locked: dict[str, device.Pinned] = {}
         self._made: tuple[Any, Ends, Layout] | None = None
         self._stacks: OrderedDict[tuple[str, ...], Any] = OrderedDict()
 
@@ -85,27 +87,30 @@ class HeldAdapters:
             raise UsageError(f"an adapter's name is a text that is not empty, not {name!r}")
         pairs = self._of_file(path)
         with self._lock:
+            self._forget_stacks(name)
             if self._made is not None and pairs.keys() <= self._made[2].places.keys():
-                pairs = self._packed(name, pairs, self._made[2])
+                session, _, layout = self._made
+                pairs = self._packed(name, pairs, layout, session._executable)
             else:
                 self._made = None
                 self._stacks.clear()
-            self._forget(name)
             self._pairs[name] = pairs
 
     def remove(self, name: str) -> None:
         """Let go of an adapter. Raises UsageError where there is none of that name."""
         with self._lock:
             self._check(name)
-            del self._pairs[name], self._matrices[name]
-            self._forget(name)
+            self._forget_stacks(name)
+            del self._pairs[name]
+            self._matrices.pop(name, None)
+            self._locked.pop(name, None)
 
     def _check(self, name: object) -> None:
         if not isinstance(name, str) or name not in self._pairs:
             near = did_you_mean(str(name), self._pairs)
             raise UsageError(f"the session has no adapter {name!r}{near}: add_adapter gives it one")
 
-    def _forget(self, name: str) -> None:
+    def _forget_stacks(self, name: str) -> None:
         for key in [key for key in self._stacks if name in key]:
             del self._stacks[key]
 
@@ -143,9 +148,16 @@ class HeldAdapters:
             raise DataError(f"{where}: there is no adapter in it")
         return pairs
 
-    def _packed(self, name: str, pairs: Pairs, layout: Layout) -> Pairs:
+    def _packed(self, name: str, pairs: Pairs, layout: Layout, owner: Executable | None) -> Pairs:
         """The pairs as parts of the adapter's matrix, which is kept."""
-        matrix = self._matrices[name] = layout.matrix(pairs)
+        matrix = layout.matrix(pairs)
+        if owner is not None:  # page-locked memory is copied to the GPU at four times the rate
+            device.start(owner.device_id)
+            locked = self._locked[name] = device.Pinned(matrix.nbytes)
+            room = locked.array[: matrix.nbytes].view(matrix.dtype).reshape(matrix.shape)
+            room[...] = matrix
+            matrix = room
+        self._matrices[name] = matrix
         parts: Pairs = {}
         for weight, (a, _) in pairs.items():
             of_a, of_b = layout.places[weight].parts
@@ -160,9 +172,10 @@ class HeldAdapters:
             weights = [a for name, (a, _, _) in self._known.items() if name in wanted]
             layout = Layout.of(model, weights, self._dtype)
             ends = add_inputs(model, layout)
+            session = self._opened(model)
             for name, pairs in self._pairs.items():
-                self._pairs[name] = self._packed(name, pairs, layout)
-            self._made = self._opened(model), ends, layout
+                self._pairs[name] = self._packed(name, pairs, layout, session._executable)
+            self._made = session, ends, layout
         return self._made
 
     def feeds(
@@ -191,8 +204,9 @@ class HeldAdapters:
                     f"adapter has {len(rows)} names, and '{ends.batch}' has {batch} rows: give one "
                     "name, or one for each row"
                 )
-            if ends.refusal and len(set(rows)) > 1:
-                raise UsageError(f"rows cannot have different adapters: {ends.refusal}")
+            refusal = self._refusal or ends.refusal
+            if refusal and len(set(rows)) > 1:
+                raise UsageError(f"rows cannot have different adapters: {refusal}")
             ordered = tuple(sorted(names))
             stack = self._stack(ordered)
             ranks = [len(self._matrices[name]) for name in ordered]
@@ -239,9 +253,11 @@ class HeldAdapters:
         for part, size in zip(parts, sizes, strict=True):
             if isinstance(part, DeviceTensor):
                 stream.move(at, part.address, size)
-            else:
-                self._uploads.send(part, at, stream)
+            elif size:
+                stream.upload(at, part.ctypes.data, size)
             at += size
+        if any(isinstance(part, np.ndarray) for part in parts):
+            stream.wait("uploading an adapter")  # whose memory may then be given back
         if rest := tensor.address + tensor.nbytes - at:
             stream.fill(at, 0, rest)
         return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +22,8 @@ OPTIONS = """
         with its own fusion.
     op (--op): MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.
     grad (--grad): Also compare every gradient with central differences.
+    batch_invariant (--batch-invariant): Instead run rows of a batch alone, in batches of other
+        sizes and permuted, and compare their bits; on cuda in a batch-invariant session.
     """
 
 
@@ -32,6 +34,7 @@ def validate(
     against: Path | None = None,
     op: bool = False,
     grad: bool = False,
+    batch_invariant: bool = False,
     inputs: Path | None = None,
     options: CheckOptions,
     reports: show.Reports,
@@ -41,7 +44,14 @@ def validate(
     The original always runs on onnxruntime's CPU; --device, --providers and --precision say where
     and how the other model runs.
     """
-    if op:
+    if batch_invariant:
+        if op or against is not None or grad or options.providers:
+            raise UsageError(
+                "--batch-invariant compares a file with itself, row by row: leave --op, --against, "
+                "--grad and --providers out"
+            )
+        _compare_rows(model, inputs, options, reports)
+    elif op:
         if against is not None:
             raise UsageError("--op compares an operator with its body: leave --against out")
         from onnx_fuse.validation.operator import operator_files
@@ -53,6 +63,48 @@ def validate(
             _compare(single, body, grad, inputs, replace(options, shapes=None, dims=None), reports)
     else:
         _compare(model, against, grad, inputs, options, reports)
+
+
+def _compare_rows(
+    model: Path, inputs: Path | None, options: CheckOptions, reports: show.Reports
+) -> None:
+    files.check_paths({"MODEL": model, "--inputs": inputs}, reports.paths)
+    from onnx_fuse.validation.inputs import read_feeds
+    from onnx_fuse.validation.invariant import Invariance, check_batch
+
+    printer = show.printer()
+    graph = files.load(model, str(model))
+    feeds = read_feeds(inputs, graph) if inputs else None
+    device, precision = options.device, options.precision
+
+    def work() -> Invariance:
+        return check_batch(
+            graph,
+            device=device,
+            precision=precision,
+            feeds=feeds,
+            dims=options.dims,
+            seed=options.seed,
+        )
+
+    found: Invariance = checking.guarded(work, str(model), device)
+    names = ", ".join(found.outputs)
+    printer.text(
+        f"{found.runs} runs of rows of a batch of {found.batch}: {names or 'no output has rows'}",
+        *found.faults[:8],
+    )
+    if found.predicted is not None:
+        here, usual = (1e6 * seconds for seconds in found.predicted)
+        printer.text(
+            f"predicted {here:,.1f} µs for the batch, and {usual:,.1f} µs where bits may differ "
+            f"({here / usual:.2f})"
+        )
+    if found.ok:
+        printer.text("ok: each row has the same bits in all of them")
+    data = {"model": str(model), "batch_invariant": {"ok": found.ok, **asdict(found)}}
+    reports.write(printer, data, device=f"{device}, {precision}")
+    if not found.ok:
+        raise CheckFailed(f"{model}: the bits of a row depend on its batch: {found.faults[0]}")
 
 
 def _compare(

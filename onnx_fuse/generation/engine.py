@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
+from onnx_fuse.feeds import argument
 from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
@@ -24,7 +25,7 @@ from onnx_fuse.ir.build import Builder, required_inputs
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.runtime import device, ort
 from onnx_fuse.runtime.staging import Downloads, Pending
-from onnx_fuse.session import InferenceSession, argument, load
+from onnx_fuse.session import InferenceSession, load
 
 if TYPE_CHECKING:
     from onnx_fuse.cache import Entry

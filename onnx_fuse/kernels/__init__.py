@@ -8,6 +8,8 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -173,6 +175,11 @@ def _select(
     if not isinstance(kernels[0], HeuristicKernel):
         problem.upper_bound()  # fixes the size class of each dimension before `supports`
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
+    if (
+        problem.trace is not None and problem.trace.batch
+    ):  # one choice for all batches: what serves the largest as well
+        largest = problem.upper_bound()
+        legal = [kernel for kernel in legal if refusal(kernel, largest, hw) is None]
     if not legal:
         return None
     if isinstance(legal[0], HeuristicKernel) and not (records and tuning.has(op, hw)):
@@ -239,6 +246,8 @@ def _first_that_fits(
     """
     largest = problem.upper_bound()
     fitting = (c for c in choices if c.kernel.fits(problem, c.config))
+    if problem.trace is not None and problem.trace.batch:
+        fitting = (c for c in fitting if c.kernel.fits(largest, c.config))
     return next((c for c in fitting if not beyond(c.kernel, c.config, largest, hw)), None)
 
 
@@ -341,6 +350,19 @@ def site(call: Call, hw: Hardware) -> ExplainRow:
         why if others else f"{why}; no other kernel is possible",
         tuple(refused.items()),
     )
+
+
+def chosen_seconds(call: Call, hw: Hardware) -> float:
+    """By the cost model of the kernel that a call has, which may be one for larger sizes."""
+    assert call.problem is not None
+    name, _, how = call.why.partition(": ")[0].partition(" ")
+    attrs = {key: literal_eval(value) for key, value in _ATTRIBUTE.findall(how)}
+    kernel = next(kernel for kernel in candidates(call.problem.op) if kernel.name == name)
+    return kernel.cost(call.problem, KernelConfig.of(**attrs), hw)
+
+
+_ATTRIBUTE = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
+"""One of a configuration, as `Call.why` has it."""
 
 
 @lru_cache(128)

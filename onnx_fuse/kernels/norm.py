@@ -25,7 +25,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Ptr, args
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
-from onnx_fuse.program.size import maximum, minimum, upper_bound
+from onnx_fuse.program.size import any_batch, maximum, minimum, upper_bound
 
 _KEPT = 40  # elements of a row a thread may hold in registers, half as many of float64
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
@@ -73,7 +73,7 @@ def _kept(dtype: str) -> int:
 
 
 def _few_and_long(problem: Norm | NormGrad) -> bool:
-    return problem.rows < _FEW and problem.length >= _LONG
+    return any_batch(problem.rows) < _FEW and problem.length >= _LONG
 
 
 def _uncut(problem: Norm | NormGrad) -> str | None:

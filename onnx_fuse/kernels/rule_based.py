@@ -20,7 +20,7 @@ from onnx_fuse.program.problem import (
     args,
 )
 from onnx_fuse.program.problems import Window
-from onnx_fuse.program.size import coarse
+from onnx_fuse.program.size import any_batch, coarse
 
 BLOCK = 256
 """Threads of a block where nothing asks for more."""
@@ -191,7 +191,7 @@ CHUNK, BLOCKS = 8192, 1024
 
 def cut(rows: int, length: int, vec: int) -> tuple[int, int]:
     """(elements of a chunk, chunks a row) of few long rows, read in accesses of `vec`."""
-    chunks = min(coarse(length) // CHUNK, -(-BLOCKS // rows))
+    chunks = min(coarse(length) // CHUNK, -(-BLOCKS // any_batch(rows)))
     chunk = -(-length // (chunks * vec)) * vec
     return chunk, -(-length // chunk)
 

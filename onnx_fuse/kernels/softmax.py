@@ -22,6 +22,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Softmax
+from onnx_fuse.program.size import any_batch
 
 _KEPT = 32  # elements of a row a thread may hold in registers
 _FEW = 128  # rows that leave the chip idle
@@ -69,7 +70,7 @@ class Parts(Planned, HeuristicKernel):
     def supports(self, problem: Softmax, hw: Hardware) -> str | None:
         if problem.inner != 1:
             return "a row's elements do not stand side by side"
-        if problem.outer >= _FEW or problem.length < 4 * CHUNK:
+        if any_batch(problem.outer) >= _FEW or problem.length < 4 * CHUNK:
             return f"{problem.outer} rows of {problem.length} are not few and long"
         return None
 

@@ -24,7 +24,7 @@ from onnx_fuse.lower.channels_last import channels_last, is_channels_last
 from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
-from onnx_fuse.program.size import coarse
+from onnx_fuse.program.size import any_batch, coarse
 
 REDUCERS = {
     "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
@@ -72,7 +72,7 @@ def pieces(outer: int, length: int, inner: int, vec: int, aim: int = _BLOCKS) ->
         least, blocks = BLOCK * vec * 4, outer
     else:
         least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
-    splits = min(coarse(length) // least, -(-aim // max(1, blocks)))
+    splits = min(coarse(length) // least, -(-aim // max(1, any_batch(blocks))))
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 

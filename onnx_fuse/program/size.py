@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, floor, isfinite
 from typing import Any, cast
 
@@ -60,7 +60,10 @@ Classes = Callable[[int], tuple[int, int]]
 class Trace:
     """The open dimensions of one lowering, their values there, and the guards met on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Mapping[str, int] | None = None) -> None:
+        self.batch = batch or {}
+        """The symbols of batches that choices must not depend on, and the largest size of each:
+        all sizes are of one class, so that sums have the same order in each."""
         self.values: dict[str, int] = {}
         self.guards: dict[str, None] = {}
         """Python expressions over the symbols, each true for the sizes traced."""
@@ -86,7 +89,9 @@ class Trace:
         text = text_of(terms)
         for name, number in self.values.items():
             if re.search(rf"\b{name}\b", text):
-                if classes is size_class or name in self._narrow:
+                if name in self.batch:
+                    first, last = 0, self.batch[name]
+                elif classes is size_class or name in self._narrow:
                     self._narrow.add(name)
                     first, last = size_class(number)
                 else:
@@ -384,10 +389,16 @@ def coarse(size: int) -> int:
         return size
     classes = {name: size_class(number) for name, number in size.trace.narrow.items()}
     bounds = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
+    bounds |= size.trace.batch
     others = {name: OpenSize(size.trace, (((name,), 1),), number)
               for name, number in size.trace.values.items()}  # fmt: skip
     symbols = {**others, **bounds}
     return cast(int, formula.value(text_of(size.terms), symbols, min=minimum, max=maximum))
+
+
+def any_batch(size: int) -> int:
+    """The size with the batch at its largest, where no sum may depend on it; else the size."""
+    return coarse(size) if isinstance(size, OpenSize) and size.trace.batch else size
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

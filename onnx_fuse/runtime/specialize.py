@@ -23,13 +23,13 @@ from weakref import WeakSet
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.errors import OnnxFuseError
+from onnx_fuse.errors import OnnxFuseError, UsageError
 from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import OpenSize, Trace, expression
-from onnx_fuse.runtime import collector
+from onnx_fuse.runtime import collector, invariance
 from onnx_fuse.runtime.arg_updates import changes
 from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.graphs import derived_weights
@@ -121,6 +121,11 @@ class Specializer:
             planned = self._opened(shapes, values or {}) if self.is_open else None
             if planned is not None:
                 return planned
+            if invariance.limits(self.model) and self.symbols(shapes):
+                raise UsageError(
+                    "batch_invariant cannot be kept: a part of the graph runs on onnxruntime, or "
+                    "shapes depend on values, so that each shape has choices of its own"
+                )
             program = self._lower(shapes, values)
             if self.memory is not None:
                 program = self._recomputing(program, program, self.memory)
@@ -220,17 +225,18 @@ class Specializer:
         if not symbols:
             return None
         key = self._key(sizes, values)
+        decided = self._decided(symbols, numbers)
         entries = self._kept.setdefault(key, [])
         for i, entry in enumerate(entries):
-            if entry.source.holds(numbers):
+            if entry.source.holds(decided):
                 entries.insert(0, entries.pop(i))
                 return entry.at(numbers)
         programs = None if values or not self.has_only_ours else self.programs
-        planned = None if programs is None else programs.find(key, numbers)
+        planned = None if programs is None else programs.find(key, decided)
         lowered = planned is None or not self._serves(planned)
         if planned is None or lowered:
             began = time.perf_counter()
-            planned = self._traced(shapes, values, symbols, numbers)
+            planned = self._traced(shapes, values, symbols, decided)
             if planned is None:
                 self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
@@ -262,7 +268,7 @@ class Specializer:
         numbers: Mapping[str, int],
     ) -> PlannedOpenProgram | None:
         """Lower over open sizes; None where each shape is lowered by itself."""
-        trace = Trace()
+        trace = Trace(self._limits(symbols))
         sizes = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
         try:
             program = self._lower(with_sizes(shapes, symbols, sizes), values)
@@ -283,6 +289,19 @@ class Specializer:
         ) as error:  # the model still runs, one lowering a shape
             warnings.warn(f"each shape is lowered by itself: {error!r}", stacklevel=7)
             return None
+
+    def _limits(self, symbols: Symbols) -> dict[str, int]:
+        """The symbols of dimensions that choices must not depend on, and their largest sizes."""
+        most = {(name, axis): limit for name, axis, _, limit in invariance.limited(self.model)}
+        return {s: most[name, axis] for name, axis, s in symbols if (name, axis) in most}
+
+    def _decided(self, symbols: Symbols, numbers: Mapping[str, int]) -> dict[str, int]:
+        """The sizes by which programs are lowered: 2 for a 1 on which no choice may depend.
+
+        What is right for two sizes that are equal and not 1 is right where both are 1.
+        """
+        limits = self._limits(symbols)
+        return {s: 2 if n == 1 and s in limits else n for s, n in numbers.items()}
 
     def _recomputing(self, program: Program, sized: Program, memory: Budget) -> Program:
         """The program within the budget; `sized` is the same with the largest sizes it serves."""

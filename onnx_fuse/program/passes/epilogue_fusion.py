@@ -28,6 +28,7 @@ from onnx_fuse.program.passes.callgraph import (
 from onnx_fuse.program.passes.pointwise_fusion import join, pointwise, without_stores
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Value
 from onnx_fuse.program.problems import IntegerConv, Norm, SlopeProduct
+from onnx_fuse.program.size import any_batch
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
@@ -218,7 +219,7 @@ def cast(calls: Calls, i: int, call: Call) -> None:
         return
     if not calls.may_write(at, i, y) or problem.epilogue.among("accumulate", *_SUMS):
         return
-    if z.size >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
+    if any_batch(z.size) >= LARGE or not whole(z.size, z, y) or y.dtype != "float32":
         return
     if dict(product.writes)["y"].size == z.size:
         writes = tuple((n, y if n == "y" else t) for n, t in product.writes)
