@@ -107,8 +107,8 @@ class Gemv(Kernel):
         epilogue |= {"EACH": each} if each else {"COLS": columns}
         epilogue |= {"RMS": 1} if norm and problem.rms else {}
         blocks = ceil(problem.n / (columns * warps if each else columns))
-        # few large blocks stay off SMs that others want for themselves (kernel.apart)
-        smem = 0 if each or blocks > hw.sm_count else hw.smem_per_block // 4
+        # few blocks leave room for those that want an SM for themselves (kernel.apart)
+        smem = 0 if each or blocks > hw.sm_count else hw.smem_per_block // 8
         text = "a b y z c, i32 n k, i64 ldb, f32 epsilon, mean rstd"
         launches = self.one(
             "gemm_vector", blocks, 32 * warps,

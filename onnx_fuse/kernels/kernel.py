@@ -62,12 +62,11 @@ class Arena:
 
 
 def apart(blocks: int, hw: Hardware) -> int:
-    """Shared memory by which so many blocks stand on SMs of their own, where others hold a quarter.
+    """Shared memory by which no two of so many blocks stand on one SM, or no more than must.
 
-    The loads of others would hold up theirs. Of more blocks than SMs, some stand side by side.
+    The loads of one would hold up the other's. Half of it stays for what is launched beside them.
     """
-    beside = ceil(upper_bound(blocks) / hw.sm_count)
-    return hw.smem_per_block * 3 // 4 if beside <= 1 else hw.smem_per_block // (2 * beside)
+    return hw.smem_per_block // (2 * max(1, ceil(upper_bound(blocks) / hw.sm_count)))
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
