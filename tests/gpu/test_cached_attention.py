@@ -76,7 +76,9 @@ def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Fixed | Buffered | C
         if sizes[1] > 1 and getattr(case, "operator", "").startswith("Decoder"):
             continue
         feeds = case.feeds(*sizes, rng)
-        if isinstance(case, Buffered):  # onnxruntime 1.30 attends to what is behind the tokens
+        # onnxruntime 1.30 attends to what is behind the tokens of a buffer, and rounds quotients
+        # of halves by another rule than 1.32
+        if isinstance(case, Buffered | Coded):
             wanted = list(interpreted(load(model.clone()), feeds).values())
         else:
             wanted = theirs.run(None, feeds)
