@@ -13,6 +13,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import fix_shapes
 from onnx_fuse.ir.build import required_inputs
 from onnx_fuse.ir.constants import Model
+from onnx_fuse.runtime.invariance import LIMIT
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.inputs import Feeds, generate, holds_numbers
 
@@ -70,11 +71,13 @@ def check_batch(
         str(v.name) for v in graph.graph.inputs
         if v.shape is not None and len(v.shape) and v.shape[0] == size
     ]  # fmt: skip
-    more: dict[str, Any] = {"batch_invariant": True} if device.startswith("cuda") else {}
+    asked = (dims or {}).get(name, ROWS) if feeds is None else len(feeds[str(first.name)])
+    wanted = {"batch_invariant": max(asked, LIMIT)}
+    more: dict[str, Any] = wanted if device.startswith("cuda") else {}
     session = InferenceSession(graph.clone(), device=device, precision=precision, **more)
     if feeds is None:
         sized = graph.clone()
-        fix_shapes(sized, {}, {name: (dims or {}).get(name, ROWS)})
+        fix_shapes(sized, {}, {name: asked})
         made = generate(sized, lambda f: session.run(None, f), seed=seed, single=True)
         feeds = made[0][0]
     count = feeds[str(first.name)].shape[0]
