@@ -50,7 +50,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5018, "autodiff": 1811, "cli": 3567, "cuda": 1775, "cuda_src": 16094, "distributed": 908,
-    "importer": 5508, "ir": 2365, "kernels": 9689, "lower": 9306, "nn": 5164, "ops": 12460,
+    "importer": 5508, "ir": 2365, "kernels": 9690, "lower": 9306, "nn": 5164, "ops": 12460,
     "program": 10563, "report": 2383, "rewrite": 4244, "runtime": 8908, "torch": 3779,
     "training": 7358, "validation": 4689,
     "generation": 1689,

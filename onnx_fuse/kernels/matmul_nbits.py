@@ -22,6 +22,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     args,
 )
+from onnx_fuse.program.size import any_batch
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
@@ -146,7 +147,8 @@ class TiledRows(Kernel):
         if warps == 32 and not few:
             return False
         chunks = self._chunks(problem, config)
-        normed = not problem.norm or problem.m == 1 or self._held(problem, config) == chunks
+        one, held = any_batch(problem.m) == 1, self._held(problem, config)
+        normed = not problem.norm or one or held == chunks
         shares = self._units(problem) >= warps and chunks <= 16
         return normed and shares and self._smem(problem, config) <= 220 << 10
 
@@ -165,7 +167,7 @@ class TiledRows(Kernel):
 
     def _held(self, problem: PackedProduct, config: KernelConfig) -> int:
         """The chunks of a that registers hold at once; all, where each lane normalises its own."""
-        few = problem.m == 1 or config.integer("warps") == 32
+        few = any_batch(problem.m) == 1 or config.integer("warps") == 32
         most = 4 if few else {1: 8, 2: 2, 4: 1}[self._sets(problem)]
         return min(most, self._chunks(problem, config))
 
@@ -173,7 +175,7 @@ class TiledRows(Kernel):
         warps, tiles = config.integer("warps"), config.integer("tiles")
         chunks = self._chunks(problem, config)
         scales = ceil(chunks * CHUNK / problem.block) * (64 if problem.zero else 32)
-        row = chunks * CHUNK * ITEMSIZE[problem.dtype] if problem.m == 1 else 0
+        row = chunks * CHUNK * ITEMSIZE[problem.dtype] if any_batch(problem.m) == 1 else 0
         return warps * (tiles * (512 * max(chunks, self._sets(problem)) + scales) + row)
 
     def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
@@ -207,8 +209,8 @@ class TiledRows(Kernel):
         return self.one(
             "tiled_nbits", grid, 32 * warps, *args(text, problem, act_alpha=epilogue.act_alpha),
             smem=self._smem(problem, config), T=kind, TO=kind, SCALED=problem.block, SETS=sets,
-            ONE=problem.m == 1, TILES=tiles, WARPS=warps, CHUNKS=self._chunks(problem, config),
-            HELD=self._held(problem, config),
+            ONE=any_batch(problem.m) == 1, TILES=tiles, WARPS=warps,
+            CHUNKS=self._chunks(problem, config), HELD=self._held(problem, config),
             WHOLE=self._units(problem) % warps == 0,
             ZERO=bool(problem.zero), NORM=["", "rms", "layer"].index(problem.norm),
             **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
