@@ -24,6 +24,11 @@ class Coded(Layer):
     scale: float = 0.02
     ROOM, SAMPLE = 15, (2, 1, 9)
 
+    @property
+    def limit(self) -> float:
+        """The oracle rounds keys of up to 5 to halves: logits move by 5e-3. A GPU does not."""
+        return 1e-2 if self.kind == "float16" else super().limit
+
     def model(self) -> onnx_ir.Model:
         kind, count = self.kind, {None: 1, 1: 2, 3: 16}[self.axis]
         inputs = [f"{kind}[B,{h},S,16] {x}" for x, h in (("q", 4), ("k", 2), ("v", 2))]
