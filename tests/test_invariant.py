@@ -90,6 +90,7 @@ def test_kernels_are_those_of_the_largest_batch(name: str) -> None:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "no name": ("?", True, "the first dimension of 'x' has none"),
     "another name": ("batch", {"rows": 4}, "no input has a dynamic dimension 'rows'"),
+    "no dimension": ("batch", {}, "batch_invariant names no dimension"),
     "no size": ("batch", {"batch": 0}, "batch_invariant is 0 for 'batch': give the largest"),
 }
 

@@ -392,6 +392,22 @@ def test_a_pair_of_numbers_has_no_other_values() -> None:
         optim.Adam(betas=(None, 0.9))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (optim.Adam, {"betas": (0.9, 1.0)}),
+        (optim.NAdam, {"eps": -1.0}),
+        (optim.SGD, {"momentum": float("nan")}),
+        (optim.Adafactor, {"d": 0.0}),
+        (optim.Adafactor, {"beta2_decay": 0.5}),
+        (optim.Adafactor, {"eps": (None, -1e-3)}),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(make: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="it must be at"):
+        make(**fields)
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_json_round_trip(name: str) -> None:
     optimizer = dataclasses.replace(UPDATES[name][0], lr=optim.cosine(0.1, 50, warmup=3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from onnx_fuse.errors import ModelError, UsageError
@@ -43,15 +44,18 @@ def note(model: ir.Model, wanted: Wanted) -> None:
                 f"'{first.name if first else ''}' has none"
             )
         wanted = {size.value: LIMIT if wanted is True else wanted}
+    if not wanted:
+        raise UsageError("batch_invariant names no dimension: give names with their largest sizes")
     for name, limit in wanted.items():
         if name not in names:
             raise UsageError(f"batch_invariant: no input has a dynamic dimension '{name}'")
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        if isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 1:
             raise UsageError(
                 f"batch_invariant is {limit!r} for '{name}': give the largest size of it that runs "
                 "will have"
             )
-    model.metadata_props[_NOTE] = json.dumps(dict(wanted), sort_keys=True)
+    sizes = {name: int(limit) for name, limit in wanted.items()}
+    model.metadata_props[_NOTE] = json.dumps(sizes, sort_keys=True)
 
 
 def limits(model: ir.Model) -> dict[str, int]:

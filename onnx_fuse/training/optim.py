@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -68,6 +68,13 @@ __all__ = [
 __dir__ = __all__.copy
 
 Values: TypeAlias = Sequence[ir.Value]
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "betas": ("at least 0 and below 1", lambda v: 0 <= v < 1),
+    "beta2_decay": ("at most 0", lambda v: v <= 0),
+    "d": ("at least 1", lambda v: v >= 1),
+    **dict.fromkeys(("alpha", "eps", "momentum"), ("at least 0", lambda v: v >= 0)),
+}
+"""What the numbers of an optimizer must be, as PyTorch has it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,10 @@ class Optimizer:
                 )
             ):
                 raise UsageError(f"{field.name} is {value}: it takes {len(kinds)} numbers")
+            words, holds = _RANGES.get(field.name, ("", lambda _: True))
+            numbers = value if isinstance(value, tuple | list) else [value]
+            if not all(v is None or holds(v) for v in numbers):
+                raise UsageError(f"{field.name} is {value}: it must be {words}")
         if not isinstance(self.lr, Schedule):
             object.__setattr__(self, "lr", Schedule(self.lr))
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
