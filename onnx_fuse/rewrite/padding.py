@@ -127,7 +127,7 @@ class _Rows:
 
 
 def pack(model: ir.Model, *, zero: bool = False, tokens: bool = False) -> ir.Model:
-    """A copy of an optimized model that works on tokens alone; `Packing.of` says what it is fed.
+    """A copy of an optimized model that works on tokens only; `Packing.of` says what it is fed.
 
     Outputs that have a row for each token are refused, since the model defines those at the padding
     too; with `zero` they are zero there, and with `tokens` they stay [1, T, ..]. Raises NotPacked

@@ -116,7 +116,7 @@ class TrainingOptions(StepOptions):
             states; the weights are gathered once a step) or all (the weights, too; they are
             gathered for the forward and for the backward, which takes the least memory). | All
             ranks then call what reads weights (`evaluate`, `weights`, `save`) together.
-        pack (--pack): Compute on a GPU the tokens alone, not the padding that the model's attention
+        pack (--pack): Compute on a GPU only the tokens, not the padding that the model's attention
             mask hides. | Labels at the padding must be the ignored one. A batch that cannot be
             packed is computed with its padding, with one warning (docs/padding.md).
         sync_batchnorm (--sync-batchnorm): Normalize batches by the statistics of all GPUs' rows.

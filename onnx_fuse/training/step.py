@@ -82,7 +82,7 @@ class Spec:
     untrained: Mapping[str, str] = field(default_factory=dict)
     """The weights that were to train and have no gradient, with the reason."""
     packing: padding.Packing | None = None
-    """What a step over tokens alone is fed besides."""
+    """What a step over tokens only is fed besides."""
 
     @cached_property
     def strict(self) -> bool:
@@ -131,7 +131,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
         merging: The low-rank adapters that are added to weights.
-        pack: Compute tokens alone (`rewrite.padding`); the labels are fed with their padding.
+        pack: Compute only the tokens (`rewrite.padding`); the labels are fed with their padding.
         {options}
 
     The errors are those of `training.trainer.Trainer`.

@@ -1,4 +1,4 @@
-"""Steps over tokens alone: labels of tokens are fed with their padding, and packed in the graph."""
+"""Steps over tokens only: labels of tokens are fed with their padding, and packed in the graph."""
 
 from __future__ import annotations
 

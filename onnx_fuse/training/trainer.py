@@ -76,7 +76,7 @@ class _TrainerArguments(TrainingOptions):
 
 _WEIGHTS = ("parameter", "statistic", "average")
 PACKED = "packed "
-"""Begins the name of a mode whose graph is over tokens alone."""
+"""Begins the name of a mode whose graph is over tokens only."""
 
 
 class Trainer:
@@ -222,7 +222,7 @@ class Trainer:
     def spec(self, mode: str = "update") -> Spec:
         """The inputs, outputs and states of the graph of a mode, which its first use builds.
 
-        "packed update" and "packed accumulate" are those over tokens alone.
+        "packed update" and "packed accumulate" are those over tokens only.
         """
         if mode not in self._specs:
             graph, self._specs[mode] = self._build(mode)
@@ -329,7 +329,7 @@ class Trainer:
     def _packed(
         self, mode: Mode, spec: Spec, arrays: dict[str, Array]
     ) -> tuple[str, Spec, dict[str, Array]]:
-        """The graph over tokens alone and what it is fed, where that is asked for and possible."""
+        """The graph over tokens only and what it is fed, where that is asked for and possible."""
         if not self._options.pack:
             return mode, spec, arrays
         packed = self.spec(PACKED + mode)
