@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7369, "validation": 4689,
     "generation": 1689,
     "adapters": 1007, "quantization": 1239,
-    "tests": 53759, "tools": 10825,
+    "tests": 53772, "tools": 10825,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -28,6 +28,8 @@ LEAST = -(2**63)
 WIDE = np.array([[2**53 + 1, 3, 1], [2**40, 2**22 + 1, 7]])
 ERRORS = (OnnxFuseError, IndexError, TypeError, ValueError, ZeroDivisionError)
 BAD = "an error"
+LOSSES = ("mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div",
+          "focal_loss", "hinge_loss", "poisson_nll_loss", "dice_loss")  # fmt: skip
 
 
 def t(array: Any) -> Tensor:
@@ -317,12 +319,23 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("softplus", lambda: F.softplus(t(NONE)), NONE),
     *((name, lambda name=name: getattr(F, name)(t(NONE)), NONE)
       for name in ("gelu", "silu", "relu", "sigmoid", "tanh", "softmax", "log_softmax")),
-    *((name, lambda name=name: getattr(F, name)(t(NONE), t(NONE)), NAN)
-      for name in ("mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits")),
-    *((name, lambda name=name: getattr(F, name)(t(INTS), t(INTS)), BAD)
-      for name in ("mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits")),
+    *((name, lambda name=name: getattr(F, name)(t(NONE), t(NONE)), NAN) for name in LOSSES),
+    *((name, lambda name=name: getattr(F, name)(t(INTS), t(INTS)), BAD) for name in LOSSES),
+    *((name, lambda name=name: getattr(F, name)(t(A), t(A[:2])), BAD)
+      for name in (*LOSSES, "contrastive_loss")),
+    ("contrastive_loss", lambda: F.contrastive_loss(t(A[:0]), t(A[:0])), NAN),
+    ("cosine_embedding_loss", lambda: F.cosine_embedding_loss(t(0 * A), t(A), t(np.ones(3, "f"))),
+     np.float32(1)),
+    ("cosine_embedding_loss", lambda: F.cosine_embedding_loss(t(A), t(A[:2]), t(np.ones(3, "f"))),
+     BAD),
+    ("triplet_margin_loss", lambda: F.triplet_margin_loss(t(A), t(A), t(A)), np.float32(1)),
+    ("triplet_margin_loss", lambda: F.triplet_margin_loss(t(A), t(A), t(A[:2])), BAD),
+    *(("ctc_loss", lambda zero=zero: F.ctc_loss(t(np.zeros((1, 1, 3), "f")), t([[1, 2]]), t([1]),
+                                                t([2]), zero_infinity=zero), np.float32(wanted))
+      for zero, wanted in ((False, np.inf), (True, 0))),
     *((name, lambda name=name, at=at: getattr(F, name)(t(A), t(at)), BAD)
-      for name in ("cross_entropy", "nll_loss") for at in ([0, 1, -1], [0, 1, 4])),
+      for name in ("cross_entropy", "nll_loss", "multi_margin_loss")
+      for at in ([0, 1, -1], [0, 1, 4])),
     *((name, lambda name=name: getattr(F, name)(t(A), t([-100] * 3)), NAN)
       for name in ("cross_entropy", "nll_loss")),
     ("nll_loss", lambda: F.nll_loss(t(A), t([0, 1, -1]), ignore_index=-1),

@@ -27,7 +27,7 @@ OPTIONS = """
         Without it, the graph computes a vector-Jacobian product: it has an input y.grad for
         each output y.
     loss_option (--loss-option NAME=VALUE): Set an option of the loss, such as gamma=3.
-    order (--order, 1 to 2): 2 adds Hessian-vector products: an input w.vector for each w.grad,
+    order (--order, 1 to 2): With 2, add Hessian-vector products: an input w.vector for each w.grad,
         and an output w.hvp.
     wrt (--wrt NAME): Differentiate by this weight or input. The default is every weight.
     check (--check): Compare the gradients with central differences.

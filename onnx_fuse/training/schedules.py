@@ -174,6 +174,6 @@ def cyclic(
     """A rate that rises from end · lr to `lr` over `every` updates, falls as long, and so on.
 
     It is PyTorch's CyclicLR. Each cycle is `gamma` times as high as the one before it: 1 is
-    "triangular", 0.5 "triangular2".
+    "triangular", 0.5 "triangular2". The cycles begin after `warmup` updates of growth.
     """
     return Schedule(lr, "cyclic", warmup=warmup, end=end, every=every, gamma=gamma)
