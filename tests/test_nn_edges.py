@@ -330,9 +330,10 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
      BAD),
     ("triplet_margin_loss", lambda: F.triplet_margin_loss(t(A), t(A), t(A)), np.float32(1)),
     ("triplet_margin_loss", lambda: F.triplet_margin_loss(t(A), t(A), t(A[:2])), BAD),
-    *(("ctc_loss", lambda zero=zero: F.ctc_loss(t(np.zeros((1, 1, 3), "f")), t([[1, 2]]), t([1]),
-                                                t([2]), zero_infinity=zero), np.float32(wanted))
-      for zero, wanted in ((False, np.inf), (True, 0))),
+    *(("ctc_loss", lambda steps=steps, size=size, zero=zero: F.ctc_loss(
+        t(np.zeros((steps, 1, 3), "f")), t([[1, 2]]), t([steps]), t([size]), zero_infinity=zero
+    ), np.float32(wanted)) for steps, size, zero, wanted in (
+        (1, 2, False, np.inf), (1, 2, True, 0), (0, 1, False, np.inf), (0, 0, False, 0))),
     *((name, lambda name=name, at=at: getattr(F, name)(t(A), t(at)), BAD)
       for name in ("cross_entropy", "nll_loss", "multi_margin_loss")
       for at in ([0, 1, -1], [0, 1, 4])),

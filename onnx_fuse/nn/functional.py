@@ -410,6 +410,7 @@ def _loss_of(
         raise UsageError("the embeddings that this loss compares are of one shape")
     if target is not None and labels == "sequence":
         within(target, sizes[-1], besides=-100)
+        sizes = sizes[1:]  # without steps, labels are impossible, and no labels are certain
     elif target is not None and labels == "classes":
         axis = class_axis(len(sizes), {})
         sizes = sizes[:axis] + sizes[axis + 1 :]
