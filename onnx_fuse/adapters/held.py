@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse import config
 from onnx_fuse.adapters.files import Adapter, check_shape, read_file
-from onnx_fuse.adapters.inputs import Ends, Layout, add_inputs
+from onnx_fuse.adapters.inputs import AdapterColumns, Ends, add_inputs
 from onnx_fuse.adapters.products import adaptable
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError, did_you_mean, listed
@@ -54,7 +54,7 @@ class HeldAdapters:
         self._pairs: dict[str, Pairs] = {}
         self._matrices: dict[str, Array] = {}
         self._locked: dict[str, device.Pinned] = {}
-        self._made: tuple[Any, Ends, Layout] | None = None
+        self._made: tuple[Any, Ends, AdapterColumns] | None = None
         self._stacks: OrderedDict[tuple[str, ...], Any] = OrderedDict()
 
     @property
@@ -148,7 +148,9 @@ class HeldAdapters:
             raise DataError(f"{where}: there is no adapter in it")
         return pairs
 
-    def _packed(self, name: str, pairs: Pairs, layout: Layout, owner: Executable | None) -> Pairs:
+    def _packed(
+        self, name: str, pairs: Pairs, layout: AdapterColumns, owner: Executable | None
+    ) -> Pairs:
         """The pairs as parts of the adapter's matrix, which is kept."""
         matrix = layout.matrix(pairs)
         if owner is not None:  # page-locked memory is copied to the GPU at four times the rate
@@ -164,13 +166,13 @@ class HeldAdapters:
             parts[weight] = matrix[: len(a), of_a], matrix[: len(a), of_b]
         return parts
 
-    def _ready(self) -> tuple[Any, Ends, Layout]:
+    def _ready(self) -> tuple[Any, Ends, AdapterColumns]:
         """The session of the graph that reads adapters, its inputs for them, and their layout."""
         if self._made is None:
             model = self._model()
             wanted = {weight for pairs in self._pairs.values() for weight in pairs}
             weights = [a for name, (a, _, _) in self._known.items() if name in wanted]
-            layout = Layout.of(model, weights, self._dtype)
+            layout = AdapterColumns.of(model, weights, self._dtype)
             ends = add_inputs(model, layout)
             session = self._opened(model)
             for name, pairs in self._pairs.items():

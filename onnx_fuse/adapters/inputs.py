@@ -26,7 +26,7 @@ from onnx_fuse.ops.rules import cast_to, typed
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightColumns:
     """The columns of a weight's adapter: K from `begin` on are Aᵀ, and N behind them are B."""
 
     begin: int
@@ -41,25 +41,27 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AdapterColumns:
     """Where a matrix [rank, columns] has the adapters of weights."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, WeightColumns]
     dtype: np.dtype[Any]
 
     @staticmethod
     def of(
         model: ir.Model, adapters: Iterable[Adapter], dtype: np.dtype[Any] | None = None
-    ) -> Layout:
+    ) -> AdapterColumns:
         """That of the weights of a model which these adapters are for, in their type or `dtype`."""
         places, begin, kinds = {}, 0, set()
         for each in adapters:
             weight = model.graph.initializers[each.weight]
             k, n = required(weight.shape).numpy()[:: -1 if each.transposed else 1]
-            places[each.weight] = Place(begin, int(k), int(n))
+            places[each.weight] = WeightColumns(begin, int(k), int(n))
             begin += int(k + n)
             kinds.add(required(weight.dtype).numpy())
-        return Layout(places, dtype or (kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)))
+        return AdapterColumns(
+            places, dtype or (kinds.pop() if len(kinds) == 1 else np.dtype(np.float32))
+        )
 
     @cached_property
     def columns(self) -> int:
@@ -90,7 +92,7 @@ class Ends:
     """Why rows of a batch cannot have different adapters, "" where they can; then no mask is."""
 
 
-def add_inputs(model: ir.Model, layout: Layout) -> Ends:
+def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     """Let a graph read its adapters, in place."""
     graph, op = model.graph, Builder()
     weights = [graph.initializers[name] for name in layout.places]
@@ -119,7 +121,7 @@ def add_inputs(model: ir.Model, layout: Layout) -> Ends:
     sizes = [count for place in layout.places.values() for count in (place.k, place.n)]
     pieces = iter(op.Split(rows, sizes, axis=0, outputs=len(sizes)))
 
-    def beside(weight: ir.Value, place: Place) -> LowRank:
+    def beside(weight: ir.Value, place: WeightColumns) -> LowRank:
         a, b = (
             typed(next(pieces), rows, [place.k, None]),
             typed(next(pieces), rows, [place.n, None]),

@@ -175,9 +175,8 @@ def _select(
     if not isinstance(kernels[0], HeuristicKernel):
         problem.upper_bound()  # fixes the size class of each dimension before `supports`
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
-    if (
-        problem.trace is not None and problem.trace.batch
-    ):  # one choice for all batches: what serves the largest as well
+    if problem.trace is not None and problem.trace.batch:
+        # one choice for all batches, so one that serves the largest as well
         largest = problem.upper_bound()
         legal = [kernel for kernel in legal if refusal(kernel, largest, hw) is None]
     if not legal:

@@ -115,7 +115,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowAxes:
     """The axes of a value along which sequences (None: joined to the rows) and rows are."""
 
     batch: int | None
@@ -145,7 +145,7 @@ class _Packer:
     def __init__(self, model: ir.Model, zero: bool, tokens: bool) -> None:
         self.model, self.graph = model, model.graph
         self.zero, self.as_tokens = zero, tokens
-        self.rows: dict[ir.Value, _Rows] = {}
+        self.rows: dict[ir.Value, _RowAxes] = {}
         self.shapes: dict[ir.Value, list[int | ir.SymbolicDim]] = {}
         """Of values that are packed now, the shapes that they had."""
         self.picked: set[int] = set()
@@ -182,7 +182,7 @@ class _Packer:
             self._visit(node)
         ends = [value for value in self.graph.outputs if value in self.rows]
         for value in ends:
-            if self.rows[value] != _Rows(0, 1):
+            if self.rows[value] != _RowAxes(0, 1):
                 raise NotPacked(f"its output '{value.name}' has rows that are no second axis")
             if not self.as_tokens:
                 self._spread(value)
@@ -211,7 +211,7 @@ class _Packer:
         self._place(next(iter(self.graph)))
         for node, i in readers:
             node.replace_input_with(i, rows)
-        self._result(rows, _Rows(0, 1))
+        self._result(rows, _RowAxes(0, 1))
 
     def _like_mask(self, value: ir.Value) -> bool:
         """Whether the first two axes are the mask's."""
@@ -267,7 +267,7 @@ class _Packer:
             if self._begins(node):
                 index = self._rows_of(required(node.inputs[1]), (-2, -1), node)
                 node.replace_input_with(1, index)
-                self._result(node.outputs[0], _Rows(0, 1))
+                self._result(node.outputs[0], _RowAxes(0, 1))
             return None
         if node.op_type in SIZES and not node.domain:
             return self._measured(node, given[0])
@@ -293,7 +293,7 @@ class _Packer:
         found = [self._evaluated([index], sample) for sample in _SAMPLES]
         return [array and array[0].shape for array in found] == [*_SAMPLES]
 
-    def _result(self, value: ir.Value, place: _Rows) -> None:
+    def _result(self, value: ir.Value, place: _RowAxes) -> None:
         """Note that a value is packed now."""
         self.rows[value] = place
         if value.shape is None:
@@ -305,7 +305,7 @@ class _Packer:
         sizes[place.row] = "tokens"
         value.shape = ir.Shape(sizes)
 
-    def _results(self, node: ir.Node) -> list[_Rows] | None:
+    def _results(self, node: ir.Node) -> list[_RowAxes] | None:
         """Where the rows of a node's outputs are, None where it may read other rows."""
         first = node.inputs[0]
         fused = FusedName.of(node.op_type)
@@ -336,7 +336,7 @@ class _Packer:
         if kind == "Transpose":
             perm = list(attribute(node, "perm", range(size)[::-1]))
             batch = None if place.batch is None else perm.index(place.batch)
-            return [_Rows(batch, perm.index(place.row))]
+            return [_RowAxes(batch, perm.index(place.row))]
         if kind in _REDUCTIONS:
             given = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
             axes = given or attribute(node, "axes")
@@ -346,9 +346,9 @@ class _Packer:
             return self._cut(node, place, size)
         return None
 
-    def _rotated(self, node: ir.Node, place: _Rows, size: int) -> list[_Rows] | None:
+    def _rotated(self, node: ir.Node, place: _RowAxes, size: int) -> list[_RowAxes] | None:
         """Of a rotation of [B, S, H D] or [B, H, S, D], by each token's angles or their number."""
-        if place != _Rows(0, size - 2):
+        if place != _RowAxes(0, size - 2):
             return None
         numbers = node.inputs[3] if len(node.inputs) > 3 else None
         each = [3] if numbers is not None else [1, 2]
@@ -360,7 +360,7 @@ class _Packer:
             node.replace_input_with(i, self._rows_of(value, ends, node))
         return [place]
 
-    def _cut(self, node: ir.Node, place: _Rows, size: int) -> list[_Rows] | None:
+    def _cut(self, node: ir.Node, place: _RowAxes, size: int) -> list[_RowAxes] | None:
         """Of an operator that works on axes behind those of the rows."""
         kind = node.op_type
         if kind in ("Split", "Concat"):
@@ -373,7 +373,7 @@ class _Packer:
             return None
         return [place] * len(node.outputs)
 
-    def _joined(self, node: ir.Node) -> list[_Rows] | None:
+    def _joined(self, node: ir.Node) -> list[_RowAxes] | None:
         """Of a Concat behind the axes of rows: operands without rows get those of the tokens."""
         places = {(self.rows[v], rank(v) or 0) for v in node.inputs if v in self.rows}
         if len(places) != 1:
@@ -385,7 +385,7 @@ class _Packer:
                 node.replace_input_with(i, self._rows_of(value, place.behind(size), node))
         return results
 
-    def _elements(self, node: ir.Node, domain: str) -> list[_Rows] | None:
+    def _elements(self, node: ir.Node, domain: str) -> list[_RowAxes] | None:
         """Of an operator of elements: operands without rows get those of the tokens."""
         if domain and not (len(node.inputs) == 1 and node.op_type in POINTWISE):
             return None
@@ -404,14 +404,14 @@ class _Packer:
                     return None
                 node.replace_input_with(i, self._rows_of(value, (batch, row), node))
         size = max(rank(v) or 0 for v in node.inputs)
-        return [_Rows(None if batch is None else batch + size, row + size)] * len(node.outputs)
+        return [_RowAxes(None if batch is None else batch + size, row + size)] * len(node.outputs)
 
     def _varies(self, value: ir.Value, batch: int | None, row: int) -> bool:
         """Whether a value without rows has more than one along the axes of rows."""
         size = rank(value) or 0
         return any(a is not None and a >= -size and dim(value, a) != 1 for a in (batch, row))
 
-    def _rowwise(self, node: ir.Node) -> list[_Rows] | None:
+    def _rowwise(self, node: ir.Node) -> list[_RowAxes] | None:
         """Of a product or a norm of rows, whose weights have none."""
         given = [v for v in node.inputs if v in self.rows]
         sizes, places = {rank(v) for v in given}, {self.rows[v] for v in given}
@@ -571,7 +571,7 @@ class _Packer:
         if attribute(node, "axis", 0) % required(rank(x)) != self.rows[x].row:
             return False
         at = const_array(index)
-        if at is None or self.rows[x] != _Rows(0, 1):
+        if at is None or self.rows[x] != _RowAxes(0, 1):
             return False
         self.picked.update(int(i) for i in at.flat)
         rows = self.op.Gather(self.places, index, axis=1)
@@ -587,7 +587,7 @@ class _Packer:
 
     def _reshaped(self, node: ir.Node, x: ir.Value) -> None:
         """A Reshape that leaves rows apart, or joins or parts sequences and rows."""
-        y, places, rests = node.outputs[0], set[_Rows](), set[tuple[int, ...]]()
+        y, places, rests = node.outputs[0], set[_RowAxes](), set[tuple[int, ...]]()
         for sample in _SAMPLES:
             before, target = (
                 self._sizes_at(x, sample),
@@ -600,17 +600,17 @@ class _Packer:
             if -1 in sizes:
                 sizes[sizes.index(-1)] = prod(before) // max(1, -prod(sizes))
             place = self.rows[x]
-            leading = place in (_Rows(0, 1), _Rows(None, 0))
+            leading = place in (_RowAxes(0, 1), _RowAxes(None, 0))
             if tuple(sizes) == before:
                 places.add(place)
                 rests.add(
                     tuple(n for i, n in enumerate(sizes) if i not in (place.batch, place.row))
                 )
             elif leading and tuple(sizes[:2]) == sample:
-                places.add(_Rows(0, 1))
+                places.add(_RowAxes(0, 1))
                 rests.add(tuple(sizes[2:]))
             elif leading and sizes[0] == prod(sample):
-                places.add(_Rows(None, 0))
+                places.add(_RowAxes(None, 0))
                 rests.add(tuple(sizes[1:]))
         if len(places) != 1 or len(rests) != 1 or 0 in next(iter(rests)):
             raise NotPacked(f"'{label(node)}' (Reshape) mixes rows, or its target is not known")
@@ -627,7 +627,7 @@ class _Packer:
 
     def _attention(self, node: ir.Node) -> None:
         kind, (q, k, v) = required(_kind(node)), node.inputs[:3]
-        if any(x is None or self.rows.get(x) != _Rows(0, 2) for x in (q, k, v)):
+        if any(x is None or self.rows.get(x) != _RowAxes(0, 2) for x in (q, k, v)):
             raise NotPacked(f"'{label(node)}' ({node.op_type}) has queries and keys of other rows")
         masks = tuple(node.inputs[3:])
         if masks not in self.proofs:
@@ -650,7 +650,7 @@ class _Packer:
         y.type, y.shape, y.name = old.type, old.shape, self.names.fresh("padding")
         self._place(node)
         old.replace_all_uses_with(y, replace_graph_outputs=True)
-        self._result(y, _Rows(0, 2))
+        self._result(y, _RowAxes(0, 2))
 
 
 def _sizes(shape: Sequence[int | ir.SymbolicDim] | ir.Shape) -> list[int | str | None]:
