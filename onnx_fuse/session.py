@@ -368,11 +368,9 @@ class InferenceSession:
     def io_binding(self) -> Any:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.
 
-        On "cuda" both may be GPU memory, which is read and written in place (docs/binding.md).
-        Raises UsageError for a session with `pack`, which reads its mask on the host at each run.
+        On "cuda" both may be GPU memory, which is read and written in place (docs/binding.md). With
+        `pack` each run waits for the mask, which it reads on the host.
         """
-        if self._packing is not None:
-            raise UsageError("a session with pack reads its mask on the host: call run")
         return (self._executable or self._session).io_binding()
 
     def run_with_iobinding(
@@ -403,9 +401,17 @@ class InferenceSession:
                 raise UsageError("device 'cpu' has no CUDA streams: leave `stream` out")
             self._session.run_with_iobinding(iobinding, run_options)
             return
-        self._executable.run_with_iobinding(
-            iobinding, self._feeds, stream=stream, synchronize=synchronize
-        )
+        executable, fed = self._executable, None
+        if self._packing is not None:
+            if stream is not None:  # in which the mask may still be made
+                executable.shared.order.stream(stream).before(executable.stream)
+            executable, fed = self._prepared(iobinding.feeds)
+            iobinding.prepared = None  # was for another mask
+            if executable is not self._executable:  # its stream and the usual one have no order
+                iobinding.synchronize_outputs()
+                synchronize = True
+        checked = lambda given: fed or self._feeds(given)  # noqa: E731
+        executable.run_with_iobinding(iobinding, checked, stream=stream, synchronize=synchronize)
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:
         """A listing of what runs for these feeds: kernel calls, why each was chosen, memory.

@@ -288,7 +288,7 @@ class FakeGpu(IdleDriver):
 
         def view(name: str, t: Tensor) -> np.ndarray:
             """The operand where the launch has it; its Ptr may stand for the tensor's start."""
-            return at(operands[name], t)
+            return at(operands[name], t) if name in operands else stored(t)
 
         def stored(t: Tensor) -> np.ndarray:
             return at(buffers[t.buffer] + t.offset * dtype_of(t.dtype).itemsize, t)

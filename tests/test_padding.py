@@ -18,6 +18,7 @@ from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.rewrite.padding import NotPacked, Packing, pack
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.training import backends, tokens
 from onnx_fuse.training.step import training_model
 
@@ -271,10 +272,70 @@ def test_a_session_packs_what_it_can(gpu: FakeGpu) -> None:
         (found,) = packed.run(None, empty)
     np.testing.assert_array_equal(found, plain.run(None, empty)[0])
     assert "packed" not in packed.explain(empty)
-    with pytest.raises(UsageError, match="call run"):
-        packed.io_binding()
     with pytest.raises(UsageError, match="takes no adapters"):
         packed.add_adapter("a", "a.safetensors")
+
+
+REMOVED = """
+    <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    g (float[B,S,8] x, int32[B] n, float[8,24] w, float[24] b) => (float[B,S,8] y) {
+        t, at, starts, longest = com.microsoft.RemovePadding (x, n)
+        a = com.microsoft.PackedAttention <num_heads = 2> (t, w, b, at, starts)
+        s = Add (a, t)
+        y = com.microsoft.RestorePadding (s, at)
+    }"""
+KEPT = """
+    <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    g (float[B,S,8] x, int32[B] n, float[8,24] w, float[24] b) => (float[B,S,8] y) {
+        a = com.microsoft.Attention <num_heads = 2> (x, w, b, n)
+        y = Add (a, x)
+    }"""
+
+
+def test_nodes_that_remove_padding_run(gpu: FakeGpu) -> None:
+    removed = InferenceSession(to_proto(text_model(REMOVED)), device="cuda")
+    kept = InferenceSession(to_proto(text_model(KEPT)))
+    rng = np.random.default_rng(3)
+    weights = {"w": rng.standard_normal((8, 24)), "b": rng.standard_normal(24)}
+    weights = {name: w.astype(np.float32) for name, w in weights.items()}
+    for lengths in ((3, 1, 5), (5, 5), (1,), (2, 0, 4)):
+        counts = np.array(lengths, np.int32)
+        x = rng.standard_normal((len(lengths), 5, 8)).astype(np.float32)
+        there = (np.arange(5) < counts[:, None])[..., None]
+        (want,) = kept.run(None, {"x": x, "n": counts, **weights})
+        (found,) = removed.run(None, {"x": np.where(there, x, np.nan), "n": counts, **weights})
+        np.testing.assert_allclose(found, np.where(there, want, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:a batch runs with its padding")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_what_is_bound_is_packed(gpu: FakeGpu, where: str) -> None:
+    rows = layer("c = Identity (n)")
+    rows.graph.outputs[0].shape = ir.Shape(["B", "S", 4])
+    plain, packed = (
+        InferenceSession(to_proto(rows), device="cuda", pack=pack) for pack in (False, "zero")
+    )
+    rng, binding = np.random.default_rng(1), packed.io_binding()
+    for name in packed.get_outputs():
+        binding.bind_output(name.name, where)
+    mask = np.zeros((2, 6), np.int64)
+    binding.bind_cpu_input("m", mask)
+    for lengths in ((2, 5), (5, 2), (6, 6), (0, 3), (0, 2), (4, 3)):
+        x = rng.standard_normal((2, 6, 8)).astype(np.float32)
+        mask[:] = np.arange(6) < np.array(lengths)[:, None]
+        for on_gpu in (False, True):
+            feeds = {"x": x, "m": mask}
+            for name, value in feeds.items() if on_gpu else ():
+                copy = value.copy()
+                here = DeviceTensor(copy.ctypes.data, copy.shape, copy.dtype, 0, copy)
+                binding.bind_ortvalue_input(name, here)
+            if not on_gpu:
+                binding.bind_cpu_input("x", x)
+                binding.bind_cpu_input("m", mask)
+            packed.run_with_iobinding(binding, synchronize=on_gpu)
+            (want,), (found,) = plain.run(None, feeds), binding.copy_outputs_to_cpu()
+            seen = mask[..., None] if min(lengths) else 1
+            np.testing.assert_allclose(found, want * seen, rtol=0, atol=1e-5)
 
 
 def test_what_a_session_refuses(gpu: FakeGpu) -> None:

@@ -10,6 +10,7 @@ from onnx_fuse.importer.contrib import (  # noqa: F401
     grouped,
     norms,
     others,
+    padding,
     products,
     quantized,
 )

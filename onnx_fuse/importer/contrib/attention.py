@@ -153,8 +153,8 @@ def attention_of(
     mask: ir.Value | None,
     past: ir.Value | None,
     bias: ir.Value | None = None,
-) -> Results:
-    """[y, present] of the projected queries, keys and values, side by side in `qkv`."""
+) -> tuple[ir.Value, ir.Value | None]:
+    """(y, present) of the projected queries, keys and values, side by side in `qkv`."""
     for name in ("do_rotary", "past_present_share_buffer"):
         if op.attr(name, 0):
             raise Unwritable(f"its attribute {name} is not supported")
@@ -172,7 +172,7 @@ def attention_of(
         present = op.Concat(*(op.Unsqueeze(x, [0]) for x in (k, v)), axis=0)
     head = sizes[0] // heads
     y, _ = _attend(op, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
-    return [y, present]
+    return y, present
 
 
 # On a CPU, 12 heads of 64 (onnxruntime 1.32): with a past of 1024 Attention takes 1.25 ms whole and
@@ -183,6 +183,13 @@ def attention(
 ) -> Results:
     if op.given(6) is not None:
         raise Unwritable("its past_sequence_length says that past and present share a buffer")
+    return attention_of(op, *projected(op, x, weights, bias), mask=mask, past=past, bias=added)
+
+
+def projected(
+    op: Body, x: ir.Value, weights: ir.Value, bias: ir.Value | None
+) -> tuple[ir.Value, list[int]]:
+    """Queries, keys and values side by side, and the size of each."""
     columns = dim(weights, 1) or dim(bias, 0)
     sizes = list(op.attr("qkv_hidden_sizes", ()) or ())
     if not sizes:
@@ -191,8 +198,7 @@ def attention(
         sizes = [columns // 3] * 3
     if len(sizes) != 3 or (columns is not None and sum(sizes) != columns):
         raise Unwritable("its qkv_hidden_sizes are not those of its weights")
-    qkv = op.plus(op.MatMul(x, weights), bias)
-    return attention_of(op, qkv, sizes, mask=mask, past=past, bias=added)
+    return op.plus(op.MatMul(x, weights), bias), sizes
 
 
 @contrib(

@@ -1,0 +1,80 @@
+"""RemovePadding, RestorePadding and PackedAttention: rows of tokens without those of the padding.
+
+B batch, S sequence, T tokens; a sequence has its tokens in the first of its S places. Attention is
+that of the rows with their padding, whose keys are hidden.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from onnx_fuse.importer.contrib.attention import attention_of, projected, steps
+from onnx_fuse.importer.contrib.table import Body, Input, Results, contrib
+
+
+def _int64(op: Body, x: ir.Value) -> ir.Value:
+    return op.Cast(x, to=ir.DataType.INT64)
+
+
+def _there(op: Body, counts: ir.Value, length: ir.Value) -> ir.Value:
+    """bool [B, S]: whether a place is one of a sequence's first `counts` [B]."""
+    return op.Less(steps(op, length), op.Unsqueeze(counts, [1]))
+
+
+def _flat(op: Body, x: ir.Value) -> ir.Value:
+    """[B, S, H] as [B · S, H]."""
+    shape = op.Shape(x)
+    rows = op.ReduceProd(op.Slice(shape, [0], [2], [0]), keepdims=1)
+    return op.Reshape(x, op.Concat(rows, op.Shape(x, start=2), axis=0), allowzero=1)
+
+
+def _tokens(op: Body, x: ir.Value, offset: ir.Value) -> ir.Value:
+    """int64 [T]: the places of the rows of `x` [T, H], with which `offset` [B, S] begins."""
+    places = op.Reshape(_int64(op, offset), [-1])
+    return op.Slice(places, [0], op.Shape(x, start=0, end=1), [0])
+
+
+def _restored(op: Body, x: ir.Value, offset: ir.Value) -> ir.Value:
+    """Rows [T, H] as [B, S, H], zeros at the padding."""
+    size = op.Shape(x, start=1)
+    rows = op.ReduceProd(op.Shape(offset), keepdims=1)
+    nothing = op.Expand(op.number(0.0, x), op.Concat(rows, size, axis=0))
+    whole = op.ScatterND(nothing, op.Unsqueeze(_tokens(op, x, offset), [1]), x)
+    return op.Reshape(whole, op.Concat(op.Shape(offset), size, axis=0), allowzero=1)
+
+
+@contrib("RemovePadding")
+def remove_padding(op: Body, x: ir.Value, counts: ir.Value) -> Results:
+    counts = _int64(op, counts)
+    there = op.Reshape(_there(op, counts, op.Shape(x, start=1, end=2)), [-1])
+    tokens, padding = (op.Squeeze(op.NonZero(v), [0]) for v in (there, op.Not(there)))
+    shape = op.Shape(x, start=0, end=2)
+    offset = op.Reshape(op.Concat(tokens, padding, axis=0), shape, allowzero=1)
+    starts = op.Concat(op.constant([0]), op.CumSum(counts, op.constant([0])), axis=0)
+    numbers = (offset, starts, op.ReduceMax(counts, keepdims=1))
+    more = (op.Cast(v, to=ir.DataType.INT32) for v in numbers)
+    return [op.Gather(_flat(op, x), tokens, axis=0), *more]
+
+
+@contrib("RestorePadding")
+def restore_padding(op: Body, x: ir.Value, offset: ir.Value) -> Results:
+    return _restored(op, x, offset)
+
+
+@contrib("PackedAttention")
+def packed_attention(
+    op: Body, x: ir.Value, weights: ir.Value, bias: Input, offset: ir.Value, starts: ir.Value,
+    added: Input,
+) -> Results:  # fmt: skip
+    qkv, sizes = projected(op, x, weights, bias)
+    starts = _int64(op, starts)
+    last = op.constant([2**31])
+    counts = op.Sub(op.Slice(starts, [1], last, [0]), op.Slice(starts, [0], [-1], [0]))
+    there = op.Unsqueeze(_there(op, counts, op.Shape(offset, start=1)), [1, 2])
+    zero = op.number(0.0, qkv) if added is None else added
+    hidden = op.Where(there, zero, op.number(-math.inf, qkv))
+    whole = _restored(op, qkv, offset)
+    y, _ = attention_of(op, whole, sizes, mask=None, past=None, bias=hidden)
+    return op.Gather(_flat(op, y), _tokens(op, x, offset), axis=0)
