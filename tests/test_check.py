@@ -433,8 +433,49 @@ def test_an_original_that_dies_of_unequal_sizes_is_compared_on_equal_ones(
     monkeypatch.setattr(check_module, "_answer", lambda *_: os.abort())
     check = check_outputs(ENCODER, load(ENCODER))
     assert check.ok
-    assert len(check.feeds) == 3
-    assert any("the original crashes if sizes of one name differ" in n for n in check.notes)
+    assert len(check.feeds) == 5  # two sizes, a hidden row, a batch and a sequence of 1
+    assert any("crashes where a size is 0 or sizes of one name differ" in n for n in check.notes)
+
+
+SPECIAL = """g (float[N,4] x) => (float[{rows},4] y) <int64 n = {{{n}}}, int64[1] none = {{0}}> {{
+  rows = Shape <start = 0, end = 1> (x)  e = Equal (rows, n)  more = Cast <to = 7> (e)
+  pads = Concat <axis = 0> (none, none, more, none)  y = Pad (x, pads) }}"""
+
+
+@pytest.mark.parametrize(
+    ("fused", "where"),
+    [
+        (SPECIAL.format(n=1, rows="M"), "N is 1"),
+        (SPECIAL.format(n=0, rows="M"), "N is 0"),
+        (
+            "g (float[N,4] x) => (float[M,4] y) <float zero = {0}> "
+            "{ n = IsNaN (x)  y = Where (n, zero, x) }",
+            "the last row of floats holds NaN and infinity",
+        ),
+    ],
+    ids=["one", "none", "nan"],
+)
+def test_a_difference_at_a_rare_size_or_number_is_one(fused: str, where: str) -> None:
+    model = text_model("g (float[N,4] x) => (float[N,4] y) { y = Identity (x) }")
+    check = check_outputs(model, text_model(fused))
+    assert [check.cases.get(i + 1) for i, d in enumerate(check.differences) if not d.ok] == [where]
+
+
+INSTANCE_NORM = """g (float[2,4,S] x) => (float[2,4,S] y) {{
+  one = Constant <value_floats = [1.0, 1.0, 1.0, 1.0]> ()  {given}
+  y = InstanceNormalization <epsilon = 0.001> ({read}, one, one) }}"""
+
+
+def test_a_crash_of_onnxruntime_where_a_size_is_0_is_said() -> None:
+    """Its InstanceNormalization (1.32) dies of an empty tensor that another node made."""
+    model = text_model(INSTANCE_NORM.format(given="", read="x"))
+    copied = text_model(INSTANCE_NORM.format(given="same = Cast <to = 1> (x)", read="same"))
+    check = check_outputs(model, copied)
+    assert check.ok
+    assert any("crashes on the fused model where a size is 0" in n for n in check.notes)
+    with_optimizations = text_model(INSTANCE_NORM.format(given="a = Abs (x)", read="a"))
+    with pytest.raises(ModelError, match="where a size is 0: onnxruntime crashed"):
+        check_outputs(model, with_optimizations)
 
 
 def test_inputs_on_which_the_original_is_not_steady_are_left_out(

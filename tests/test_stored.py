@@ -187,4 +187,7 @@ def test_int8_activations_stay_loadable(
     np.testing.assert_array_equal(found, expected)
     [found] = onnx_fuse.InferenceSession(model, device="cpu").run(None, x)
     np.testing.assert_array_equal(found, expected)
-    cli.done("optimize", saved(model), "-o", tmp_path / "o.onnx")
+    for more in ([], ["--inline"]):
+        cli.done("optimize", saved(model), "-o", tmp_path / "o.onnx", *more)
+        written = onnx.load(tmp_path / "o.onnx")
+        assert [o.version for o in written.opset_import if not o.domain] == [opset]

@@ -31,7 +31,7 @@ def canonical(model: ir.Model) -> ir.Model:
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
     version = graph.opset_imports.get("", 1)
-    model.meta.setdefault(CAME_IN, version)
+    model.graph.meta.setdefault(CAME_IN, version)
     target = max(CANONICAL_OPSET, version, *(f.opset_imports[""] for f in bodies))
     mixed = any(f.opset_imports[""] != version for f in bodies)
     _import_domains(model)

@@ -200,7 +200,7 @@ def loadable(model: ir.Model) -> ir.Model:
     From opset 21 on onnxruntime's CPU (1.32) breaks graphs whose activations are quantized to int8:
     it moves a QuantizeLinear, states its type, and then makes uint8 of its zero point alone.
     """
-    before = model.meta.get(CAME_IN, CANONICAL_OPSET)
+    before = model.graph.meta.get(CAME_IN, CANONICAL_OPSET)
     if before >= _TYPED_QUANTIZE or not any(
         node.op_type == "QuantizeLinear" and not node.domain and _gives_int8(node)
         for node in all_nodes(model.graph)

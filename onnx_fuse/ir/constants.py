@@ -27,7 +27,7 @@ Domains other than ours are those of operators that a user has registered (`plug
 MAP_TYPE = "map type"
 """Key of a Value's `meta`: the TypeProto of a map or a sequence of maps, which onnx-ir lacks."""
 CAME_IN = "onnx_fuse.came_in"
-"""meta key of a model: the ai.onnx opset of its file."""
+"""meta key of a graph, which its clones have too: the ai.onnx opset of its file."""
 DEFAULT = "default"
 """Key of a Value's `meta`: the tensor that stands for an input that a caller leaves out."""
 Model: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model"

@@ -163,6 +163,16 @@ def extreme_values(array: Array) -> Array:
     return out
 
 
+def not_finite_values(array: Array) -> Array:
+    """Numbers whose last row begins with NaN and ends with an infinity."""
+    out = array.copy()
+    if out.size:
+        row = out[-1:].reshape(-1)
+        row[-1], row[0] = np.inf, np.nan
+        out[-1] = row.reshape(out[-1].shape)
+    return out
+
+
 # Operators whose output holds values of the input numbered here (None: any input).
 _CARRIES: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(VIEWS, (0,)),

@@ -36,6 +36,7 @@ _LARGER = (320, 384, 448, 512, 640, 768, 1024)
 _LARGEST = 2**28  # elements of an input: 2 GiB while they are drawn
 _ROUNDS = 12
 _SETTINGS = 4
+_SMALL = 4
 
 
 @dataclass
@@ -51,6 +52,22 @@ class InputSizes:
     """The symbols that may have more than one size."""
     lengths: dict[str, Array]
     """Of inputs that say how many tokens there are, by name: their entries."""
+    way: _Assignment | None = None
+    """The constraints that the sizes were found by."""
+
+    def small(self) -> Iterator[tuple[str, InputSizes]]:
+        """(what it is, sizes) with one dynamic axis at 1 or 0 and the others as they are here.
+
+        Beyond the first few axes, all others are small together.
+        """
+        free = [s for s in self.way.free if s in self.varied] if self.way else []
+        for group in filter(None, (*([s] for s in free[:_SMALL]), free[_SMALL:])):
+            for n in (1, 0):
+                start = {s: self.sizes[s] for s in self.way.free}
+                yield (
+                    f"{' and '.join(group)} {'is' if len(group) == 1 else 'are'} {n}",
+                    self.way.solved(start, dict.fromkeys(group, n)),
+                )
 
     def __str__(self) -> str:
         parts = [f"{k}={v}" for k, v in (self.sizes | self.branches).items()]
@@ -150,14 +167,18 @@ class _Assignment:
         start: dict[Symbol, int] = {
             s: base + step * others.index(s) if s in others else lead for s in self.free
         }
-        free, sound = self.repaired(start)
+        return self.solved(start, {})
+
+    def solved(self, start: Mapping[Symbol, int], held: Mapping[Symbol, int]) -> InputSizes:
+        """Sizes near `start` that meet the constraints, with those that are `held` as they are."""
+        free, sound = self.repaired(start, held)
         sizes = {s: self.value_of(size(s), free) for s in self.symbols}
         shapes = {n: [max(self.value_of(d, free), 0) for d in s] for n, s in self.shapes.items()}
         varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
         lengths = {
             n: self.tokens(told, shapes[n], free) for n, told in self.lengths.items() if n in shapes
         }
-        return InputSizes(sizes, shapes, self.branches, sound, varied, lengths)
+        return InputSizes(sizes, shapes, self.branches, sound, varied, lengths, self)
 
     def tokens(self, told: Lengths, shape: Sequence[int], free: Mapping[Symbol, int]) -> Array:
         """The entries of an input that tells how many tokens there are: the last row has half."""
@@ -171,19 +192,24 @@ class _Assignment:
         number = evaluate(self.system.resolve(value), free)
         return 1 if number is None else int(number)
 
-    def repaired(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
+    def repaired(
+        self, sizes: Mapping[Symbol, int], held: Mapping[Symbol, int]
+    ) -> tuple[dict[Symbol, int], bool]:
         """Sizes changed one or two at a time until the constraints hold, as far as they can."""
-        sizes = dict(sizes)
-        violated = self._violated(sizes)
+        sizes = {**sizes, **held}
+        smallest = min((1, *held.values()))
+        violated = self._violated(sizes, smallest)
         for _ in range(_ROUNDS):
             if not violated:
                 break
             involved = [
-                s for s in self.free if any(s in d.a.symbols | d.b.symbols for d in violated)
+                s
+                for s in self.free
+                if s not in held and any(s in d.a.symbols | d.b.symbols for d in violated)
             ]
             best, repair = (len([d for d in violated if not d.soft]), len(violated)), None
             for change in self._changes(involved, sizes):
-                left = self._violated(sizes | change)
+                left = self._violated(sizes | change, smallest)
                 count = (len([d for d in left if not d.soft]), len(left))
                 if count < best:
                     best, repair = count, change
@@ -192,14 +218,14 @@ class _Assignment:
             if repair is None:
                 break
             sizes |= repair
-            violated = self._violated(sizes)
+            violated = self._violated(sizes, smallest)
         return sizes, not any(not d.soft for d in violated)
 
-    def _violated(self, sizes: Mapping[Symbol, int]) -> list[Constraint]:
-        """The constraints that do not hold; a size below 1 counts as one."""
+    def _violated(self, sizes: Mapping[Symbol, int], smallest: int) -> list[Constraint]:
+        """The constraints that do not hold; a size below the smallest counts as one."""
         bad = self.system.violated(sizes)
-        bad += [Constraint("least", self.system.resolve(size(s)), size(1)) for s in self.symbols
-                if self.value_of(size(s), sizes) < 1]  # fmt: skip
+        bad += [Constraint("least", self.system.resolve(size(s)), size(smallest))
+                for s in self.symbols if self.value_of(size(s), sizes) < smallest]  # fmt: skip
         return bad
 
     def _changes(

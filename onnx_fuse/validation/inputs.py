@@ -22,6 +22,7 @@ from onnx_fuse.validation.arrays import (
     extreme_values,
     inverted_mask,
     make,
+    not_finite_values,
     role_of,
     with_hidden_row,
 )
@@ -103,12 +104,13 @@ def generate(
     seed: int = 0,
     notes: list[str] | None = None,
     single: bool = False,
+    small: list[tuple[str, Feeds]] | None = None,
 ) -> list[tuple[Feeds, list[Any]]]:
     """Feeds that `run` accepts, with its outputs: every dynamic axis at two sizes where it can be.
 
     Sizes are those that the graph admits (see `validate.choose`), values what the inputs are for
     (see `validate.arrays`). `single` stops at the first feed. `notes` receives what could not be
-    done. Raises ModelError if `run` accepts none.
+    done, and `small` feeds, not run yet, in which a dynamic axis has size 1 or 0. Raises ModelError if `run` accepts none.
     """
     roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     accepted: list[tuple[Feeds, list[Any]]] = []
@@ -118,6 +120,7 @@ def generate(
     empty: list[tuple[Feeds, list[Any]]] = []  # what the graph ran and found nothing in
     first_error: Exception | None = None
     refused: Feeds = {}
+    first_choices: list[InputSizes] = []  # of each way
     for choice in choices(model):
         way = tuple(choice.branches.values())
         old = all(choice.sizes[s] in seen.get(s, ()) for s in choice.sizes)
@@ -146,6 +149,8 @@ def generate(
                 continue
             if all(map(holds_numbers, outputs)):
                 accepted.append((feed, outputs))
+                if way not in done:
+                    first_choices.append(choice)
                 done.add(way)
                 for symbol, size in choice.sizes.items():
                     seen.setdefault(symbol, set()).add(size)
@@ -175,6 +180,13 @@ def generate(
             notes.append(f"the graph runs with only one size of the dynamic axes {', '.join(one)}")
         if first_error is not None:
             notes.append(f"sizes that onnxruntime refused: {tried[0]} ({ort.plain(first_error)})")
+    if small is not None:
+        rng, added = np.random.default_rng(seed), set[str]()
+        for choice in first_choices:
+            for case, sizes in choice.small():
+                if case not in added:
+                    added.add(case)
+                    small.append((case, draw(roles, sizes, rng, 1)))
     return accepted
 
 
@@ -214,7 +226,8 @@ def _any_nan(outputs: Sequence[Any]) -> bool:
 def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     """(what it is, feed) of rare values at the sizes of a feed that the graph took.
 
-    Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes.
+    Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes; NaN
+    and infinities.
     """
     roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
@@ -226,10 +239,14 @@ def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     if masks:
         hidden = {k: with_hidden_row(roles[k], a, inverted=inverted) for k, a in masks.items()}
         rare.append(("the last row of each mask hides everything", feed | hidden))
-    plain = {k: extreme_values(a) for k, a in feed.items() if roles[k].kind == "plain"}
+    plain = {k: a for k, a in feed.items() if roles[k].kind == "plain"}
     plain = {k: a for k, a in plain.items() if a.ndim and a.dtype.kind not in "iub"}
-    if plain:
-        rare.append(("floats hold 0, -0, a large row and a tiny one", feed | plain))
+    for case, values in (
+        ("floats hold 0, -0, a large row and a tiny one", extreme_values),
+        ("the last row of floats holds NaN and infinity", not_finite_values),
+    ):
+        if plain:
+            rare.append((case, feed | {k: values(a) for k, a in plain.items()}))
     return rare
 
 

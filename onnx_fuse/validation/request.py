@@ -63,29 +63,54 @@ class Request(CheckOptions):
         return Tolerance(rtol, of_types.atol if atol is None else atol, "as given")
 
     def pairs(
-        self, model: ir.Model, run: Run, notes: list[str], cases: dict[int, str] | None = None
+        self,
+        model: ir.Model,
+        run: Run,
+        notes: list[str],
+        cases: dict[int, str] | None = None,
+        *,
+        empty: bool = True,
     ) -> list[tuple[Feeds, list[Any]]]:
         """Pairs of feeds, given or generated, and what `run` answers.
 
-        With `cases`, feeds of extreme values follow, whose numbers and descriptions it receives.
-        Raises ModelError where the original does not run on feeds given.
+        With `cases`, feeds of extreme values follow, whose numbers and descriptions it receives,
+        and on a CPU feeds of small sizes, those of no elements unless `empty` is false. Raises
+        ModelError where the original does not run on feeds given.
         """
         if self.feeds is not None:
             with ort.faults("the original"):
                 return [(dict(feed), run(dict(feed))) for feed in self.feeds]
-        pairs = generate(model, run, seed=self.seed, notes=notes)
-        for case, feed in extremes(model, pairs[0][0]) if cases is not None else ():
+        small: list[tuple[str, Feeds]] = []
+        pairs = generate(model, run, seed=self.seed, notes=notes, small=small)
+        if cases is None:
+            return pairs
+
+        def add(case: str, feed: Feeds) -> str | None:
             try:
                 outputs = run(feed)
             except Exception as error:
                 if isinstance(error, ModelError) or not ort.is_fault(error):
                     raise
-                notes.append(f"the original does not run where {case} ({ort.plain(error)})")
-                continue
+                return ort.plain(error)
             pairs.append((feed, outputs))
-            notes.append(f"inputs {len(pairs)}: {case}")
-            if cases is not None:
-                cases[len(pairs)] = case
+            cases[len(pairs)] = case
+            return None
+
+        for case, feed in extremes(model, pairs[0][0]):
+            refusal = add(case, feed)
+            where = f"the original does not run where {case} ({refusal})"
+            notes.append(where if refusal else f"inputs {len(pairs)}: {case}")
+        if self.place != "cpu":
+            return pairs
+        first, refused = len(pairs) + 1, []
+        for case, feed in small:
+            if (empty or all(a.size for a in feed.values())) and add(case, feed):
+                refused.append(case)
+        if len(pairs) >= first:
+            sizes = ", ".join(cases[i] for i in range(first, len(pairs) + 1))
+            notes.append(f"inputs from {first} to {len(pairs)}: {sizes}")
+        if refused:
+            notes.append(f"the original does not run where {' or '.join(refused)}")
         return pairs
 
     def session(
