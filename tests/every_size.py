@@ -166,7 +166,7 @@ class Subject:
 
     def fitted(self, sizes: Sizes) -> Sizes:
         """The nearest sizes that meet the constraints, as far as there are such."""
-        found: Sizes = self.assignment.repaired(sizes)[0]
+        found: Sizes = self.assignment.repaired(sizes, {})[0]
         return found
 
     def feed(self, sizes: Sizes, rng: np.random.Generator) -> Feeds | None:

@@ -43,6 +43,7 @@ def session(
     fallback: bool = True,
     providers: Sequence[Any] = CPU_ONLY,
     threads: int = 0,
+    prepacks: bool = True,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
     or of a graph whose weights it shares.
@@ -50,7 +51,8 @@ def session(
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
     `providers` are onnxruntime's, which takes the first that it has for a node. Without `options`,
-    an operator runs in `threads`, 0 for one on each core.
+    an operator runs in `threads`, 0 for one on each core, and without `prepacks` weights stay as
+    they are: a session opens sooner and runs slower.
     A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a `Widened` session.
     Raises what onnxruntime raises.
     """
@@ -59,7 +61,8 @@ def session(
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
     quiet = options is None
-    options = options or quiet_options(as_written=as_written, threads=threads)
+    quietly = partial(quiet_options, as_written=as_written, threads=threads, prepacks=prepacks)
+    options = options or quietly()
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
         options.graph_optimization_level = off
@@ -70,7 +73,7 @@ def session(
     fallback = fallback and chosen != off
     try:
         if quiet and isinstance(model, Portable) and tuple(providers) == CPU_ONLY:
-            opened = _over_weights(model, as_written, threads)
+            opened = _over_weights(model, quietly())
         else:
             opened = _session(model, options, providers)
     except Exception as error:
@@ -117,7 +120,9 @@ _INT8_CLASH = "output_dtype INT8 does not match y_zero_point type UINT8"
 _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
-def quiet_options(*, as_written: bool = False, threads: int = 0, spins: bool = True) -> Any:
+def quiet_options(
+    *, as_written: bool = False, threads: int = 0, spins: bool = True, prepacks: bool = True
+) -> Any:
     """SessionOptions that log nothing; an operator's `threads` sleep between runs or spin."""
     import onnxruntime as ort
 
@@ -126,19 +131,20 @@ def quiet_options(*, as_written: bool = False, threads: int = 0, spins: bool = T
     options.intra_op_num_threads = threads
     if not spins:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if not prepacks:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if as_written:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
 
-def _over_weights(graph: Portable, as_written: bool, threads: int) -> Any:
+def _over_weights(graph: Portable, options: Any) -> Any:
     """A session over the arrays of a graph's weights: none of them is copied or parsed.
 
-    The options that name these would pass them on to the next model, so a caller's are not used.
+    The options name these, and would pass them on to the next model: they are for this one.
     """
     import onnxruntime as ort
 
-    options = quiet_options(as_written=as_written, threads=threads)
     of_numpy = ort.OrtValue.ortvalue_from_numpy_with_onnx_type
     values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)

@@ -56,18 +56,18 @@ class InputSizes:
     """The constraints that the sizes were found by."""
 
     def small(self) -> Iterator[tuple[str, InputSizes]]:
-        """(what it is, sizes) with one dynamic axis at 1 or 0 and the others as they are here.
+        """(what it is, sizes) with one dynamic axis at 1 or 0, and the others as they are here.
 
-        Beyond the first few axes, all others are small together.
+        The first few axes come one by one, then all others together.
         """
-        free = [s for s in self.way.free if s in self.varied] if self.way else []
+        way = self.way
+        if way is None:
+            return
+        free = [s for s in way.free if s in self.varied]
         for group in filter(None, (*([s] for s in free[:_SMALL]), free[_SMALL:])):
+            said = f"{' and '.join(group)} {'is' if len(group) == 1 else 'are'}"
             for n in (1, 0):
-                start = {s: self.sizes[s] for s in self.way.free}
-                yield (
-                    f"{' and '.join(group)} {'is' if len(group) == 1 else 'are'} {n}",
-                    self.way.solved(start, dict.fromkeys(group, n)),
-                )
+                yield f"{said} {n}", way.solved(self.sizes, dict.fromkeys(group, n))
 
     def __str__(self) -> str:
         parts = [f"{k}={v}" for k, v in (self.sizes | self.branches).items()]
@@ -164,12 +164,10 @@ class _Assignment:
 
     def choice(self, lead: int, base: int, step: int) -> InputSizes:
         others = [s for s in self.free if s not in self.leading]
-        start: dict[Symbol, int] = {
-            s: base + step * others.index(s) if s in others else lead for s in self.free
-        }
+        start = {s: base + step * others.index(s) if s in others else lead for s in self.free}
         return self.solved(start, {})
 
-    def solved(self, start: Mapping[Symbol, int], held: Mapping[Symbol, int]) -> InputSizes:
+    def solved(self, start: Mapping[str, int], held: Mapping[str, int]) -> InputSizes:
         """Sizes near `start` that meet the constraints, with those that are `held` as they are."""
         free, sound = self.repaired(start, held)
         sizes = {s: self.value_of(size(s), free) for s in self.symbols}
@@ -193,10 +191,10 @@ class _Assignment:
         return 1 if number is None else int(number)
 
     def repaired(
-        self, sizes: Mapping[Symbol, int], held: Mapping[Symbol, int]
+        self, start: Mapping[str, int], held: Mapping[str, int]
     ) -> tuple[dict[Symbol, int], bool]:
         """Sizes changed one or two at a time until the constraints hold, as far as they can."""
-        sizes = {**sizes, **held}
+        sizes: dict[Symbol, int] = {s: held.get(s, start[s]) for s in self.free}
         smallest = min((1, *held.values()))
         violated = self._violated(sizes, smallest)
         for _ in range(_ROUNDS):

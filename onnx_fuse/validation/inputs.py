@@ -110,7 +110,8 @@ def generate(
 
     Sizes are those that the graph admits (see `validate.choose`), values what the inputs are for
     (see `validate.arrays`). `single` stops at the first feed. `notes` receives what could not be
-    done, and `small` feeds, not run yet, in which a dynamic axis has size 1 or 0. Raises ModelError if `run` accepts none.
+    done, and `small` feeds, not run yet, in which a dynamic axis has size 1 or 0. Raises
+    ModelError if `run` accepts none.
     """
     roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     accepted: list[tuple[Feeds, list[Any]]] = []
@@ -181,12 +182,10 @@ def generate(
         if first_error is not None:
             notes.append(f"sizes that onnxruntime refused: {tried[0]} ({ort.plain(first_error)})")
     if small is not None:
-        rng, added = np.random.default_rng(seed), set[str]()
-        for choice in first_choices:
-            for case, sizes in choice.small():
-                if case not in added:
-                    added.add(case)
-                    small.append((case, draw(roles, sizes, rng, 1)))
+        rng, smaller = np.random.default_rng(seed), dict[str, InputSizes]()
+        for choice in reversed(first_choices):  # what several ways have is the first one's
+            smaller |= choice.small()
+        small += [(case, draw(roles, sizes, rng, 1)) for case, sizes in smaller.items()]
     return accepted
 
 

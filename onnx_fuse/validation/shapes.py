@@ -52,7 +52,7 @@ def wrong_sizes(
     sentences: dict[ir.Node, str] = {}
     try:
         opened = partial(ort.session, runnable(plain), as_written=True, threads=threads)
-        session = opened() if values else None
+        session = opened(prepacks=False) if values else None  # to pack takes as long as some runs
         for feed in _of_other_shapes(feeds) if values else ():
             answers = ort.run(session, feed)
             sizes = _symbols(plain, feed)
