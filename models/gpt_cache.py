@@ -25,7 +25,7 @@ class Config(gpt.Config):
 SIZES = {
     "tiny": Config(),
     "gpt2-small": Config(12, 12, 768, 50257, 1024),
-    "gpt2-small-fixed": Config(12, 12, 768, 50257, 1024, True, 512),
+    "gpt2-small-fixed": Config(12, 12, 768, 50257, 1024, capacity=512),
 }
 
 
