@@ -333,7 +333,8 @@ class FakeGpu(IdleDriver):
     ) -> tuple[int]:
         self.counts["update"] += 1
         grid = params.gridDimX, params.gridDimY, params.gridDimZ
-        assert grid == self._launches[graph[node][0]].grid
+        launch = self._launches[graph[node][0]]
+        assert (grid, params.sharedMemBytes) == (launch.grid, launch.smem)
         graph[node][1] = self._operands(graph[node][0], params.kernelParams)
         return (0,)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
+from test_bound_tensors import LIBRARIES
 from test_caches import EXPORTED, ROOMY, Exported
 from test_runtime import aligned, bind, place, session
 
@@ -108,13 +109,13 @@ def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) 
         return found(x).value, ctypes.c_int32.from_address(n).value, found(sync).value
 
     _, _, first = words()
-    bound.rewrite((2, 1, 1), (0, 5, 0), 48, {"x": 8192})
+    bound.rewrite((2, 1, 1), 0, (0, 5, 0), 48, {"x": 8192})
     assert words() == (8192, 5, first)
-    bound.rewrite((3, 1, 1), (64, 7, 0), 200, {"x": 4032})
+    bound.rewrite((3, 1, 1), 0, (64, 7, 0), 200, {"x": 4032})
     x, n, second = words()
     assert (x, n) == (4096, 7)
     assert second not in (0, first)
-    bound.rewrite((3, 1, 1), (0, 7, 0), 48, {"x": 4096})
+    bound.rewrite((3, 1, 1), 0, (0, 7, 0), 48, {"x": 4096})
     assert words()[2] not in (first, second)
 
 
@@ -142,12 +143,101 @@ def test_a_shape_more_is_an_update_of_the_graph(
     assert gpu.counts["update"] == 6 * changed
 
 
+MASKED = """
+<ir_version: 10, opset_import: ["": 21]>
+agraph (int64[B,N] mask, float[B,8] x) => (float[B,8] y)
+<int64[1] one = {1}> {
+    count = ReduceSum<keepdims = 1>(mask, one)
+    length = Cast<to = 1>(count)
+    y = Add(x, length)
+}
+"""
+LONGER = [*range(300, 306), 511, 512, 513, 1024, 1025, 2048, 2, 1, 0, 7, 600]
+
+
+@pytest.mark.parametrize("of", [place, np.copy, *LIBRARIES[:3]])
+def test_a_bound_mask_of_another_length_is_an_update_of_the_graph(
+    of: Any, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is looked up but the sizes: no lowering, capture or memory, and one update a run."""
+    monkeypatch.setattr(instance_module, "GRAPH_LAUNCHES", 0)
+    runs, ones = InferenceSession(text_model(MASKED), device="cuda"), np.ones((3, 2048), np.int64)
+    x, y, memory = aligned((3, 8)), aligned((3, 8)), np.zeros(3 * 2048 + 2, np.int64)
+    x[...] = np.arange(24).reshape(3, 8)
+    memory = memory[memory.ctypes.data % 16 // 8 :]
+    binding = bind(runs, {"x": place(x)}, y=place(y))
+    for length in LONGER:
+        mask = memory[: 3 * length].reshape(3, length)
+        mask[...] = ones[:, :length]
+        mask[1, length // 2 :] = 0
+        if length == LONGER[5]:
+            gpu.counts.clear()
+        value = of(mask)
+        if of is place:
+            binding.bind_input("mask", *value)
+        else:
+            (binding.bind_cpu_input if of is np.copy else binding.bind_ortvalue_input)(
+                "mask", value
+            )
+        runs.run_with_iobinding(binding)
+        np.testing.assert_array_equal(y, x + mask.sum(1, keepdims=True))
+        if length == 2048:
+            assert (gpu.counts["cuGraphLaunch"], gpu.counts["capture"]) == (7, 0)
+            assert gpu.counts["update"] <= 2 * 7  # the mask may stand elsewhere as well
+            assert not gpu.counts["cuMemAllocFromPoolAsync"]
+            assert runs._executable.specializer.traced == 1
+    assert runs._executable.specializer.traced == 3, "with a length of 1, and of 0"
+
+
+def test_a_bound_input_that_reaches_an_output_is_read_first(gpu: FakeGpu) -> None:
+    """As long as it ends before, the output is written in place."""
+    runs = InferenceSession(text_model(MASKED), device="cuda")
+    memory, x = aligned((1, 2 * 330)), aligned((1, 8))
+    y = memory[:, 2 * 320 : 2 * 320 + 8]
+    binding = bind(runs, {"x": place(x)}, y=place(y))
+    for length in (300, 301, 302, 303, 320, 324, 325, 319):
+        mask = memory[:, : 2 * length].view(np.int64)
+        mask[...] = 1
+        binding.bind_input("mask", *place(mask))
+        runs.run_with_iobinding(binding)
+        np.testing.assert_array_equal(y, x + length)
+        assert runs._executable.instances()[-1].now.copied == ({"y"} if length > 320 else set())
+
+
+TWO = """
+<ir_version: 10, opset_import: ["": 21]>
+agraph (float[N] a, float[N] b, float[1] x) => (float[1] y)
+<int64[1] zero = {0}> {
+    product = Mul(a, b)
+    sum = ReduceSum<keepdims = 1>(product, zero)
+    y = Add(x, sum)
+}
+"""
+
+
+def test_bound_inputs_of_one_size_become_longer_together(gpu: FakeGpu) -> None:
+    """Between two bindings to both, one is longer than the other, which no program serves."""
+    runs = InferenceSession(text_model(TWO), device="cuda")
+    memory, x, y = aligned((2, 64)), aligned((1,)), aligned((1,))
+    memory[...] = np.arange(128).reshape(2, 64)
+    binding = bind(runs, {"x": place(x)}, y=place(y))
+    for length in (40, 41, 42, 43, 44, 48):
+        if length == 44:
+            with pytest.raises(Exception, match="broadcast"), pytest.warns(match="differ"):
+                runs.run_with_iobinding(binding)
+        for name, row in zip("ab", memory, strict=True):
+            binding.bind_input(name, *place(row[:length]))
+        runs.run_with_iobinding(binding)
+        np.testing.assert_allclose(y, [memory[0, :length] @ memory[1, :length]], rtol=1e-5)
+        binding.bind_input("a", *place(memory[0, : length + 1]))
+
+
 def assert_as_if_new(instance: Instance) -> None:
     """Every launch has the grid and the arguments of one that is bound anew for this shape."""
     source, numbers = instance.made.source, instance.made._numbers
     assert source is not None
     for recipe in source.recipes.values():
-        recipe._last = None
+        recipe._last, recipe.sizes._valued = None, []
     program, steps = source.at(numbers), iter(instance.launcher.parts[0]._steps)
     for i, call in enumerate(program.calls):
         for launch in call.launches:
@@ -156,6 +246,7 @@ def assert_as_if_new(instance: Instance) -> None:
             new._sync = step._sync
             new.place(operands(instance.address, i, call))
             assert (step.grid, words_in(step)) == (new.grid, words_in(new)), (i, call.kernel)
+            assert (step.smem, step.launch.smem) == (launch.smem, launch.smem)
             assert step.launch.sync == launch.sync
 
 

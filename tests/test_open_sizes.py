@@ -363,11 +363,15 @@ def assert_changes(source: SymbolicProgram, numbers: dict[str, int], sizes: dict
     found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
     if found is None:
         return
-    changed = {(i, j): (grid, words, sync) for i, j, grid, words, sync in found}
+    changed = {(i, j): numbers for i, j, *numbers in found}
     for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
         for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
-            assert replace(x, grid=(), args=(), sync=0) == replace(y, grid=(), args=(), sync=0)
-            had, want = (x.grid, words(i, old, x), x.sync), (y.grid, words(i, new, y), y.sync)
+            bare = [replace(launch, grid=(), smem=0, args=(), sync=0) for launch in (x, y)]
+            assert bare[0] == bare[1]
+            had, want = (
+                [launch.grid, launch.smem, words(i, call, launch), launch.sync]
+                for call, launch in ((old, x), (new, y))
+            )
             assert changed.get((i, j), had) == want, (i, j)
             assert (i, j) in changed or x.args == y.args, (i, j)
             spots = words_of(x.args, places(i, old))[1]
@@ -454,6 +458,21 @@ def test_what_depends_on_sizes_alone_is_made_before_the_first_run(sizes: tuple[i
     mask = np.tril(np.ones((length, length), np.float32))
     np.testing.assert_array_equal(got["z"], mask)
     np.testing.assert_allclose(got["y"], -(mask @ feeds["x"]), atol=1e-5)
+
+
+def test_shared_memory_may_hold_open_sizes() -> None:
+    """A product of few rows keeps all of them there: another number is no other program."""
+    text = "agraph (float16[N,2048] x, float16[2048,2048] w) => (float16[N,2048] y)"
+    specializer = Specializer(text_model(text + " { y = MatMul(x, w) }"), H200)
+    for n in (3, 8):
+        made = specializer.of({"x": ((n, 2048), "float16"), "w": ((2048, 2048), "float16")})
+        ((launch,),) = [call.launches for call in made.program.calls]
+        assert specializer.traced == 1
+        assert made.changes is not None
+        assert [smem for _, _, _, smem, *_ in made.changes] == [launch.smem]
+        assert launch.smem
+    assert made.source is not None
+    assert_changes(made.source, {"s0": 3}, {"s0": 8})
 
 
 def test_a_forgotten_program_is_evaluated_again() -> None:

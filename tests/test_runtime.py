@@ -16,7 +16,7 @@ from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import Launch, Num, Ptr, Table
-from onnx_fuse.runtime import device, staging
+from onnx_fuse.runtime import device, shapes, staging
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.placement import overlapping
@@ -324,7 +324,7 @@ def test_shapes_share_the_arena_and_their_constants(gpu: FakeGpu) -> None:
 
 
 def test_the_least_recently_used_shapes_go(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "INSTANCES", 3)
+    monkeypatch.setattr(shapes, "INSTANCES", 3)
     runs = session()
     for rows in (1, 2, 3, 1, 4, 1, 5):
         same(runs.run(None, {"x": x_of(rows), "b": BIAS}), x_of(rows))

@@ -169,7 +169,7 @@ class BoundLaunch:
         self, launch: Launch, address: Addresses, hw: Hardware, operands: Operands | None = None
     ) -> None:
         self.launch, self.early = launch, hw.cc >= 90 and waiting(launch.source)[0]
-        self.grid = launch.grid
+        self.grid, self.smem = launch.grid, launch.smem
         self._loaded = _kernel(launch, hw.arch)
         self._kernel = self._loaded.function
         self._sync = _Zeroed(launch) if launch.sync else None
@@ -196,14 +196,23 @@ class BoundLaunch:
         self._arguments.place(address, self._sync.address if self._sync else 0)
 
     def rewrite(
-        self, grid: tuple[int, int, int], words: tuple[Any, ...], sync: int, address: Addresses
+        self,
+        grid: tuple[int, int, int],
+        smem: int,
+        words: tuple[Any, ...],
+        sync: int,
+        address: Addresses,
     ) -> None:
-        """Take another grid, other arguments (see `words_of`) and addresses.
+        """Take another grid, bytes of shared memory, arguments (see `words_of`) and addresses.
 
         Where the bytes of its own memory are others, that is new: what a run leaves lies by them.
         """
-        if grid != self.grid:
-            self.grid, self._settings = grid, (-1, False, None)
+        if smem != self.smem:
+            self.launch = replace(self.launch, smem=smem)
+            with LOCK:
+                self._loaded.allow(self.launch)
+        if (grid, smem) != (self.grid, self.smem):
+            self.grid, self.smem, self._settings = grid, smem, (-1, False, None)
         if sync != self.launch.sync:
             self.launch = replace(self.launch, sync=sync)
             self._sync = _Zeroed(self.launch)
@@ -216,7 +225,7 @@ class BoundLaunch:
         if last != stream or early != self.early:
             x = self.launch
             settings = _settings(
-                self.grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+                self.grid, x.block, self.smem, x.cluster, x.cooperative, self.early, stream
             )
             self._settings = stream, self.early, settings
         done = self._enqueue(settings, self._kernel, self.arguments, 0)

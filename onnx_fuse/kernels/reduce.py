@@ -20,11 +20,12 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Ptr, Table, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, Table, args
 from onnx_fuse.program.problems import Reduce, SumSquares
-from onnx_fuse.program.size import OpenSize, coarse
+from onnx_fuse.program.size import OpenSize, coarse, widely
 
 _LARGE_BLOCK = 512  # threads a block for columns in one launch
+_FEW = 128  # rows that leave most of the chip idle
 CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
 
 
@@ -47,9 +48,11 @@ def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
     """The number of elements of one access of a pass over dense elements.
 
     A single row of few elements is read one by one where its length is open, as that of the losses
-    of a batch is: all lengths then share a program.
+    of a batch is, and so are rows of elements of 8 bytes, as of a mask: all lengths then share a
+    program.
     """
-    if inner == 1 and isinstance(length, OpenSize) and outer == 1 and coarse(length) <= CHUNK:
+    open_row = inner == 1 and isinstance(length, OpenSize)
+    if open_row and (ITEMSIZE[dtype] == 8 or (outer == 1 and coarse(length) <= CHUNK)):
         return 1
     return access_width(length if inner == 1 else inner, dtype)
 
@@ -66,8 +69,10 @@ def _vec(problem: Reduce) -> int:
 
 
 def _team(problem: Reduce) -> int:
-    """Threads a row, the same for a class of lengths."""
-    return team_size(problem.outer * problem.splits, coarse(problem.chunk), _vec(problem))
+    """Threads a row, the same for a class of lengths: idle ones cost little where rows are few."""
+    rows = problem.outer * problem.splits
+    longest = widely(problem.chunk, least=2048 if coarse(rows) < _FEW else 512)
+    return team_size(rows, longest, _vec(problem))
 
 
 class Row(HeuristicKernel):

@@ -22,7 +22,7 @@ from onnx_fuse.ops.fused.sdpa.kinds import KINDS
 from onnx_fuse.program.call import NoRoom, Tensor, dtype_of
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
-from onnx_fuse.program.size import maximum, number
+from onnx_fuse.program.size import number
 
 _REFUSED = {10: "an added bias", 14: "a norm of q", 15: "a norm of k", 16: "lengths of queries"}
 _FLAGS = ("sliding_window_cache", "qk_output")
@@ -84,7 +84,8 @@ def group_query_attention(ctx: Context, node: ir.Node) -> None:
     q, k, v = _split(ctx, node, ctx.attr(node, "num_heads"), ctx.attr(node, "kv_num_heads"))
     rows, size = q.shape[2:]
     pasts = [ctx.dense(node, i) for i in (3, 4) if ctx.has(node, i)]
-    places = maximum(total, pasts[0].shape[2] if pasts else 0)
+    room = pasts[0].shape[2] if pasts else 0
+    places = total if total > room else room  # whichever it is, nothing else depends on the other
     reads = {"q": q, "k": k, "v": v, "lengths": ctx.dense(node, 5)}
     reads |= dict(zip(("past_key", "past_value"), pasts, strict=False))
     more: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from onnx_fuse.lower.channels_last import channels_last, is_channels_last
 from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
-from onnx_fuse.program.size import any_batch, coarse
+from onnx_fuse.program.size import OpenSize, any_batch, coarse
 
 REDUCERS = {
     "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
@@ -72,7 +72,10 @@ def pieces(outer: int, length: int, inner: int, vec: int, aim: int = _BLOCKS) ->
         least, blocks = BLOCK * vec * 4, outer
     else:
         least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
-    splits = min(coarse(length) // least, -(-aim // max(1, any_batch(blocks))))
+    longest = coarse(length)
+    if isinstance(longest, OpenSize):
+        longest -= 1  # a power of two is cut as what is shorter, in whose class it is
+    splits = min(longest // least, -(-aim // max(1, any_batch(blocks))))
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 
@@ -106,7 +109,7 @@ def reduction(
         # a thread has eight rows of moments on their way: few blocks fill the chip, and the merge
         # of a column's takes long
         aim = SHORT if reducer == "Moments" and inner > 1 else _BLOCKS
-        few = coarse(length) <= SHORT
+        few = (from_state or inner > 1) and coarse(length) <= SHORT
         merged = from_state and few
         chunk = length if merged else pieces(outer, length, inner, vec, aim)
         short = inner > 1 and few and chunk < length  # one launch, in place of parts and their sum

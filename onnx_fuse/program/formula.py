@@ -39,6 +39,8 @@ Row = tuple[int, int, int]
 """(operation, row, row)"""
 Step = tuple[Callable[[Any, Any], Any], int, int]
 """(function, row, row)"""
+_Part = tuple[Sequence[tuple[int, Callable[[Any, Any], Any], int, int]], int]
+"""(steps before, each with the row that it makes), root"""
 
 
 class NoValue(ValueError):
@@ -57,6 +59,9 @@ class Formulas:
     ) -> None:
         self.symbols, self.constants, self.rows, self.roots = symbols, constants, rows, roots
         self._steps = _steps(rows)
+        self._held: list[Any] = []  # the rows for the last sizes that met all conditions
+        self._valued: list[Any] = []  # the rows for the last sizes with values
+        self._todo: dict[int, Sequence[_Part]] = {}
 
     @classmethod
     def of(cls, texts: Iterable[str], symbols: Sequence[str]) -> Formulas:
@@ -92,39 +97,77 @@ class Formulas:
         False where one has no value for them.
         """
         try:
-            results = [*self.constants, *[values[name] for name in self.symbols]]
-            append = results.append
-            for steps, root in self._until:
-                for do, a, b in steps:
-                    append(do(results[a], results[b]))
+            results, parts = self._begun([values[name] for name in self.symbols], self._held)
+            for steps, root in parts:
+                for row, do, a, b in steps:
+                    results[row] = do(results[a], results[b])
                 if not results[root]:
                     return False
         except (KeyError, ZeroDivisionError):
             return False
+        self._held = results
         return True
 
-    @cached_property
-    def _until(self) -> list[tuple[Sequence[Step], int]]:
-        """Each root, and the steps up to it that those before it do not need."""
-        begin, first = 0, len(self.constants) + len(self.symbols)
-        parts: list[tuple[Sequence[Step], int]] = []
-        for root in self.roots:
-            end = max(begin, root + 1 - first)
-            parts.append((self._steps[begin:end], root))
-            begin = end
+    def _begun(
+        self, sizes: Sequence[Any], known: Sequence[Any]
+    ) -> tuple[list[Any], Sequence[_Part]]:
+        """The rows for these sizes that are as in `known`, and the steps to the others: those in
+        which symbols with other sizes have a part.
+        """
+        first = len(self.constants)
+        end = first + len(self.symbols)
+        if not known:
+            return [*self.constants, *sizes, *self.rows], self._steps_to(-1)
+        pairs = enumerate(zip(sizes, known[first:end], strict=True))
+        changed = sum([1 << i for i, (now, before) in pairs if now != before])
+        results = [*known]
+        results[first:end] = sizes
+        return results, self._steps_to(changed)
+
+    def _steps_to(self, changed: int) -> Sequence[_Part]:
+        """Each root in which these symbols, a bit for each, have a part, and the steps up to it
+        that those before it do not need; -1: all of them.
+        """
+        parts = self._todo.get(changed)
+        if parts is None:
+            parts, steps, begin = [], [], len(self.constants) + len(self.symbols)
+            for root in self.roots:
+                rows = range(begin, root + 1)
+                steps += [(row, *self._steps[row - len(self._read) + len(self.rows)])
+                          for row in rows if self._read[row] & changed or changed < 0]  # fmt: skip
+                begin = max(begin, root + 1)
+                if self._read[root] & changed or changed < 0:
+                    parts.append((steps, root))
+                    steps = []
+            if len(self._todo) >= 64:
+                self._todo.clear()
+            self._todo[changed] = parts
         return parts
+
+    @cached_property
+    def _read(self) -> list[int]:
+        """Of each row, a bit for each symbol that has a part in it."""
+        bits = [0] * len(self.constants) + [1 << i for i in range(len(self.symbols))]
+        for _, a, b in self.rows:
+            bits.append(bits[a] | bits[b])
+        return bits
 
     def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> list[Any]:
         """The values, for these of the symbols; `functions` replace operations by name.
 
         Raises NoValue for a division by zero.
         """
-        steps = _steps(self.rows, functions) if functions else self._steps
-        results = [*self.constants, *values]
-        append = results.append
         try:
-            for do, a, b in steps:
-                append(do(results[a], results[b]))
+            if functions:
+                results = [*self.constants, *values]
+                for do, a, b in _steps(self.rows, functions):
+                    results.append(do(results[a], results[b]))
+            else:
+                results, parts = self._begun([*values], self._valued)
+                for steps, _ in parts:
+                    for row, do, a, b in steps:
+                        results[row] = do(results[a], results[b])
+                self._valued = results
         except ZeroDivisionError as error:
             raise NoValue("no value: a division by zero") from error
         return [results[root] for root in self.roots]

@@ -107,6 +107,8 @@ class EvalPlan:
         else:
             pairs = enumerate(zip(sizes, last[first:end], strict=True))
             changed = sum([1 << i for i, (now, before) in pairs if now != before])
+            if not changed:
+                return last[self.result]
             places = last.copy()
             places[first:end] = sizes
             todo = self._after(changed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import ceil, floor, isfinite
 from typing import Any, cast
 
@@ -44,11 +45,14 @@ def size_class(size: int) -> tuple[int, int]:
     return last - step + 1, last
 
 
-def wide_size_class(size: int) -> tuple[int, int]:
-    """The class of `size` in steps of four: 2 to 512, 513 to 2048, 2049 to 8192 and so on."""
+def wide_size_class(size: int, least: int = 512) -> tuple[int, int]:
+    """The class of `size` in steps of four: 2 to 512, 513 to 2048, 2049 to 8192 and so on.
+
+    `least` is the end of the first.
+    """
     if size <= 1:
         return size, size
-    first, last = 2, 512
+    first, last = 2, least
     while size > last:
         first, last = last + 1, 4 * last
     return first, last
@@ -394,6 +398,17 @@ def coarse(size: int) -> int:
               for name, number in size.trace.values.items()}  # fmt: skip
     symbols = {**others, **bounds}
     return cast(int, formula.value(text_of(size.terms), symbols, min=minimum, max=maximum))
+
+
+def widely(size: int, least: int) -> int:
+    """As `coarse`, but a size of one dimension alone is taken by its wide class, of which the first
+    ends at `least`: as that of a mask is, to which each run adds a token.
+    """
+    if isinstance(size, OpenSize):
+        text = text_of(size.terms)
+        if sum(bool(re.search(rf"\b{name}\b", text)) for name in size.trace.values) == 1:
+            return upper_bound(size, partial(wide_size_class, least=least))
+    return coarse(size)
 
 
 def any_batch(size: int) -> int:

@@ -1,7 +1,8 @@
 """The numbers that another shape of an open program changes in its launches' arguments.
 
-A launch whose grid or arguments hold open sizes is a Change. Its `words` are those of
-`cuda.arguments`, where addresses count from buffers; from which ones is the same for every shape.
+A launch whose grid, shared memory or arguments hold open sizes is a Change. Its `words` are those
+of `cuda.arguments`, where addresses count from buffers; from which ones is the same for every
+shape.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.problem import ITEMSIZE, Launch, TensorMap
 from onnx_fuse.program.size import OpenSize
 
-Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...], int]
-"""(number of the call, of its launch, grid, words, bytes of `Launch.sync`)."""
+Change = tuple[int, int, tuple[int, int, int], int, tuple[Any, ...], int]
+"""(number of the call, of its launch, grid, bytes of shared memory, words, `Launch.sync`)."""
 
 
 def workspace_key(call: int) -> int:
@@ -49,10 +50,10 @@ def changes(program: Program) -> tuple[Change, ...] | None:
                 if launch.product is not None and launch.product.trace is not None:
                     return None
                 continue
-            if _is_open((launch.block, launch.smem, launch.cluster)):
+            if _is_open((launch.block, launch.cluster)):
                 return None
-            if _is_open((launch.grid, numbers, launch.sync)):
-                updates.append((i, j, launch.grid, numbers, launch.sync))
+            if _is_open((launch.grid, launch.smem, numbers, launch.sync)):
+                updates.append((i, j, launch.grid, launch.smem, numbers, launch.sync))
     return tuple(updates)
 
 
@@ -64,9 +65,10 @@ def all_launches(program: Program, before: Program) -> tuple[Change, ...] | None
     updates = []
     for i, (call, old) in enumerate(zip(program.calls, before.calls, strict=True)):
         for j, (x, y) in enumerate(zip(call.launches, old.launches, strict=True)):
-            if x.of_library or replace(x, grid=y.grid, args=y.args, sync=y.sync) != y:
+            alike = replace(x, grid=y.grid, smem=y.smem, args=y.args, sync=y.sync) == y
+            if x.of_library or not alike:
                 return None
-            updates.append((i, j, x.grid, words(i, call, x), x.sync))
+            updates.append((i, j, x.grid, x.smem, words(i, call, x), x.sync))
     return tuple(updates)
 
 

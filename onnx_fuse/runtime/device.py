@@ -634,7 +634,7 @@ class Graph(Owned):
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
         self.own("cuGraphExecDestroy", self.raw)
 
-    def update(self, i: int, arguments: int, grid: tuple[int, int, int]) -> None:
+    def update(self, i: int, arguments: int, grid: tuple[int, int, int], smem: int) -> None:
         """From now on, launch the kernel of step `i` so, with the arguments at this address."""
         if i not in self._params:
             result = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
@@ -642,5 +642,6 @@ class Graph(Owned):
         params = self._params[i]
         params.kernelParams = arguments
         params.gridDimX, params.gridDimY, params.gridDimZ = grid
+        params.sharedMemBytes = smem
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
         check(done, "a graph's kernel")

@@ -33,7 +33,7 @@ from onnx_fuse.program.problem import (
 )
 from onnx_fuse.runtime.schedule import at_ends
 
-FORMAT = 5
+FORMAT = 6
 """Version of what is written; a reader takes this one alone."""
 
 Module = tuple[str, tuple[tuple[str, str], ...]]
@@ -105,9 +105,10 @@ class CheckedOpen(SymbolicProgram):
             sizes, changes = self.part("sizes", values), self.part("changes", values)
             if sizes is not None:
                 _sizes(sizes, 0, _LARGEST * len(program.buffers), "a list of sizes")
-            for i, j, grid, words, sync in changes or ():
+            for i, j, grid, smem, words, sync in changes or ():
                 launch = program.calls[i].launches[j]
-                if (grid, sync) != (launch.grid, launch.sync) or type(words) is not tuple:
+                same = (grid, smem, sync) == (launch.grid, launch.smem, launch.sync)
+                if not same or type(words) is not tuple:
                     raise _fault("a launch that changes is another")
                 if not {*map(type, words)} <= {int, float}:
                     _check_words(words)

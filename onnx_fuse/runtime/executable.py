@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes, Tensor
-from onnx_fuse.program.open import SymbolicProgram
+from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
@@ -30,8 +29,9 @@ from onnx_fuse.runtime.growing import Growing
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Instance
 from onnx_fuse.runtime.plan import PlannedProgram
-from onnx_fuse.runtime.prepared import OutputGroup, Prepared, output_groups
+from onnx_fuse.runtime.prepared import OutputGroup, Prepared, kinds_of, output_groups
 from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
+from onnx_fuse.runtime.shapes import KeptShapes, Shape
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors, adopt
 from onnx_fuse.runtime.weights import Weights
@@ -44,27 +44,12 @@ if TYPE_CHECKING:
     from onnx_fuse.runtime.program_cache import Origin
     from onnx_fuse.runtime.specialize import Specializer
 
-INSTANCES = 64
-"""Shape keys kept; the least recently used goes first."""
 DIRECT_BYTES = 1 << 20
 """From here on, an output that is kept is written where it stays rather than copied there, although
 the graph must be told the place: that takes the host some microseconds a kernel, a copy of so many
 bytes one on the GPU."""
 
 Feeds = Mapping[str, Any]
-
-
-@dataclass
-class Shape:
-    """What is kept for a set of shapes: its Program, and its Instance while that has memory."""
-
-    made: PlannedProgram
-    instance: Instance | None = None
-
-    @property
-    def program(self) -> Program:
-        """The program that runs in this shape."""
-        return self.made.program
 
 
 class Executable:
@@ -96,11 +81,11 @@ class Executable:
             expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
-        retire = weakly(self._retire)
+        self._shapes = KeptShapes()
+        retire = weakly(self._shapes.retire)
         self.shared = Resources(model, self.state, device_id, home, retire)
         """What its instances refer to, and not to this."""
         self.hw, self._memory = self.shared.hw, memory
-        self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
         self._fresh_after_fault = AfterFault(weakly(self._forget_all))
         self._warned: set[str] = set()
@@ -113,8 +98,8 @@ class Executable:
         later where it is kept."""
         self._resident_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[SymbolicProgram | None, Shape] = {}
-        """Shapes that have come once, by their source."""
+        self._expected: Counter[tuple[Any, ...]] = Counter()
+        """How many shapes of the same classes of sizes have come."""
 
     @cached_property
     def specializer(self) -> Specializer:
@@ -384,6 +369,8 @@ class Executable:
         with self._lock:
             try:
                 fresh: DeviceTensors = {}
+                if prepared.resized and not self._resized(prepared):
+                    return False
                 if prepared.fresh:
                     binding.results = {}  # memory that nobody else has is taken again
                     fresh = self._memories(prepared.fresh)
@@ -409,6 +396,32 @@ class Executable:
                 raise
         binding.results = {**prepared.results, **prepared.places, **fresh}
         return True
+
+    def _resized(self, prepared: Prepared) -> bool:
+        """Let the instance of a binding run the shape that its feeds have now.
+
+        False where that is not all there is to do, as for another program or outputs of other
+        sizes.
+        """
+        instance, made = prepared.instance, prepared.made
+        once = self._shapes.once(made.source)
+        if once is None or once.instance is not instance or self._deciding:
+            return False
+        planned = made.resized(prepared.resized)
+        if planned is None:
+            return False
+        key = prepared.key(self._fed_names)
+        if key in self._shapes:
+            return False
+        with collector.paused():
+            outputs = made.ends.outputs
+            self.stream.catch_up()
+            if not instance.update(planned):
+                return False
+            self._shapes.hand_over(once, key, Shape(planned))
+            self._expect(planned, prepared.feeds)
+            prepared.runs(planned)
+        return planned.ends.outputs is outputs
 
     def _ready(self, binding: Binding) -> Prepared | None:
         """What the last run of this binding prepared; None where the next needs more."""
@@ -491,16 +504,14 @@ class Executable:
 
     def _found(self, feeds: Feeds, inputs: DeviceTensors, outputs: DeviceTensors) -> Instance:
         key = self._key(feeds)
-        shape = self._shapes.get(key)
-        if shape is not None:
-            self._shapes.move_to_end(key)
+        shape = self._shapes.find(key)
         if shape is None or shape.instance is None:
             with collector.paused():
                 shape = self._made(shape, key, feeds, inputs, outputs)
         device.start(self.device_id)  # this thread may be another than the one that made it
         assert shape.instance is not None
-        if shape.instance.runs and self._once.get(shape.made.source) is shape:
-            del self._once[shape.made.source]  # a shape that comes again keeps its own
+        if shape.instance.runs:
+            self._shapes.comes_again(shape)
         return shape.instance
 
     def _made(
@@ -519,35 +530,32 @@ class Executable:
             deciding = len(self._deciding)
             shape = Shape(self._lowered(feeds))
             # the key may have become longer
-            self._shapes[key if len(self._deciding) == deciding else self._key(feeds)] = shape
-            self._take_over(shape)
-            while len(self._shapes) > INSTANCES:
-                self._drop(self._shapes.popitem(last=False)[1])
+            key = key if len(self._deciding) == deciding else self._key(feeds)
+            self.stream.catch_up()
+            other = self._shapes.once(shape.made.source)
+            if other is None or other.instance is None or not other.instance.update(shape.made):
+                self._shapes.add(key, shape)
+            else:
+                self._shapes.hand_over(other, key, shape)
         device.start(self.device_id)
         if shape.instance is None:
             shape.instance = self._instance(shape.made, inputs, outputs)
             collector.keep()
-            source = shape.made.source
-            if source is not None and (
-                source not in self._once or self._once[source].instance is None
-            ):
-                self._once[source] = shape
-        if new and shape.made.source is not None and config.AHEAD.value and self._ahead is not None:
-            shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
-            self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
+            self._shapes.has_instance(shape)
+        if new:
+            self._expect(shape.made, feeds, time.perf_counter() - began)
         return shape
 
-    def _take_over(self, shape: Shape) -> None:
-        """Give a new shape the instance of a shape of its kind that was not used again."""
-        source = shape.made.source
-        other = self._once.get(source)
-        if other is None or other.instance is None:
+    def _expect(self, made: PlannedProgram, feeds: Feeds, seconds: float = 0.0) -> None:
+        """Have prepared what may come after a new shape, whose program took so long to make."""
+        if made.source is None or not config.AHEAD.value or self._ahead is None:
             return
-        self.stream.catch_up()
-        if other.instance.update(shape.made):
-            shape.instance, other.instance = other.instance, None
-            other.made.forget()
-            self._once[source] = shape
+        # in the same classes others were expected already, of the first sizes of each
+        classes = made.source, *[size_class(n) for n in made.guarded.values()]
+        self._expected[classes] += 1
+        if self._expected[classes] <= 2:
+            shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
+            self._ahead.expect({**self._resident(), **shapes}, seconds)
 
     def _instance(
         self, made: PlannedProgram, inputs: DeviceTensors, outputs: DeviceTensors
@@ -556,7 +564,7 @@ class Executable:
         try:
             return Instance(self.shared, made, inputs, outputs)
         except device.DeviceMemoryError:
-            if all(shape.instance is None for shape in self._shapes.values()):
+            if all(shape.instance is None for shape in self._shapes):
                 raise
             self._give_up()
             return Instance(self.shared, made, inputs, outputs)
@@ -565,25 +573,12 @@ class Executable:
         """Let go of what a call that failed may have left half done; weights and states stay."""
         with suppress(DeviceError):  # a lost GPU does nothing anymore
             self.stream.wait("after a fault")
-        self._retire()
         self._shapes.clear()
         self.shared.forget()
 
-    def _retire(self) -> None:
-        """Release the memory of all shapes; each is set up anew when it comes again."""
-        for shape in self._shapes.values():
-            self._drop(shape)
-        self._once.clear()
-
-    @staticmethod
-    def _drop(shape: Shape) -> None:
-        if shape.instance is not None:
-            shape.instance.alive = False
-            shape.instance = None
-
     def _key(self, feeds: Feeds) -> tuple[Any, ...]:
         """Shapes and dtypes, and the bytes of the feeds that decide about shapes."""
-        key = tuple([(feeds[n].shape, feeds[n].dtype) for n in self._fed_names if n in feeds])
+        key = tuple(kinds_of(feeds, self._fed_names).values())
         if not self._deciding:
             return key
         return key, tuple(self.host_value(feeds[name]).tobytes() for name in self._deciding)
@@ -641,12 +636,12 @@ class Executable:
 
     def instances(self) -> list[Instance]:
         """The instances that have memory, the least recently used first."""
-        return [s.instance for s in self._shapes.values() if s.instance is not None]
+        return [s.instance for s in self._shapes if s.instance is not None]
 
     def programs(self) -> list[Program]:
         """The programs of the shapes kept, the least recently used first, stages included."""
         result = []
-        for shape in self._shapes.values():
+        for shape in self._shapes:
             result.append(shape.program)
             if shape.instance is not None and shape.instance.stages is not None:
                 for inner in shape.instance.stages.runners():
@@ -665,7 +660,7 @@ class Executable:
 
     def _give_up(self) -> None:
         """Give the memory of all shapes back to the driver."""
-        self._retire()
+        self._shapes.retire()
         self.shared.arena.release()
         self.shared.pool.trim()
 

@@ -169,19 +169,21 @@ class Instance:
     def _renew(self) -> None:
         """Write the launches for the present shape and placement."""
         moved, self._moved = self._moved, set()
-        lost = self.launcher.take(self.made, self._changes, self.now.where, moved)
+        changed = self.launcher.take(self.made, self._changes, self.now.where, moved)
         self._stale = False
-        if lost:
+        if changed is None:
             self._rewritten = NEVER
-        elif self.launcher.count - len(self._changes) > GRAPH_LAUNCHES:
+        elif self.launcher.count - changed > GRAPH_LAUNCHES:
             self._rewritten += 1
 
     def _set_tensors(self) -> None:
         """Take the ends of the present shape; most are those of the one before."""
         old, ends = self._ends, self.made.ends
         self._ends, movable = ends, self._own
-        self._placements: dict[tuple[str | int | None, ...], Placement] = {}
-        if old is None or ends.outputs is not old.outputs:
+        alike = old is not None and ends.outputs is old.outputs
+        if not (alike and (self._aliases is None or self._aliases.take(ends))):
+            self._placements: dict[tuple[str | int | None, ...], Placement] = {}
+        if not alike:
             self.outputs = dict(ends.outputs)
             self._in_place = {
                 n: t for n, t in ends.outputs if isinstance(t, Tensor) and t.buffer in movable
@@ -197,6 +199,10 @@ class Instance:
                 for n, t in self.inputs
             }
             self._fed = tuple([place[:3] for place in self._places.values() if place[3]])
+            sizes = [(n, t.nbytes) for n, t in self.inputs if n in known and known[n][2] is not t]
+            for key, placement in list(self._placements.items()):
+                if any(nbytes > placement.reach.get(n, nbytes) for n, nbytes in sizes):
+                    del self._placements[key]
 
     def _say(self) -> None:
         if config.DEBUG.value >= 1:

@@ -69,7 +69,7 @@ def limits(model: ir.Model) -> dict[str, int]:
 def limited(model: ir.Model) -> Iterable[tuple[str, int, str, int]]:
     """(input, axis, name, limit) of each dimension that `note` wrote."""
     most = limits(model)
-    for value in model.graph.inputs:
+    for value in model.graph.inputs if most else ():
         for axis, size in enumerate(value.shape or ()):
             name = None if isinstance(size, int) else size.value
             if name in most:

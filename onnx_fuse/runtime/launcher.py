@@ -166,10 +166,11 @@ class Launcher:
         changes: Sequence[Change],
         where: Places,
         others: Collection[int],
-    ) -> bool:
+    ) -> int | None:
         """Run another shape at these places, with `others` elsewhere as well, by its `changes`.
 
-        A graph stays one where it can; returns whether one is lost.
+        A graph stays one where it can. Returns the number of launches that have other numbers, None
+        where a graph is lost.
         """
         self._made = made
         self.stand(where)
@@ -178,7 +179,7 @@ class Launcher:
         (part,) = self.parts
         assert isinstance(part, Launches)
         with collector.paused():
-            part.rewrite(changes, moved, made.ends.calls)
+            count = part.rewrite(changes, moved, made.ends.calls)
         lost = self.current.captured and not part.captured
         self.current.captured = part.captured
-        return lost
+        return None if lost else count

@@ -74,12 +74,12 @@ class Launches:
 
     def rewrite(
         self, changes: Sequence[Change], moved: Collection[int], calls: Sequence[Call]
-    ) -> None:
+    ) -> int:
         """Launch with the numbers of another shape, and take the new addresses of `moved`.
 
-        A graph stays one, unless a call that only copies begins or ceases to have nothing to do;
-        `calls` are the shape's, of which those `at_ends` suffice. What no other size has a part in
-        is the same Change as before.
+        The number of launches that have others is returned. A graph stays one, unless a call that
+        only copies begins or ceases to have nothing to do; `calls` are the shape's, of which those
+        `at_ends` suffice. A launch stays as it is where its Change is equal to the one before.
         """
         if not self._changes:
             at = {(i, k - self._calls.index(i)): k for k, i in enumerate(self._calls)}
@@ -88,14 +88,15 @@ class Launches:
         before, self._changes, self._shape = self._changes, changes, calls
         new = set()
         for k, change, old in zip(self._numbers, changes, before, strict=True):
-            if change is not old:
-                step, (_, _, grid, words, sync) = self._steps[k], change
+            if change is not old and change != old:
+                step, (_, _, grid, smem, words, sync) = self._steps[k], change
                 assert isinstance(step, BoundLaunch)
-                step.rewrite(grid, words, sync, self._address)
+                step.rewrite(grid, smem, words, sync, self._address)
                 self._tell(k)
                 new.add(k)
         if moved:
             self.move(moved, new)
+        return len(new)
 
     def _tell(self, k: int) -> None:
         """Let the graph, if there is one, launch the step as it is now."""
@@ -109,7 +110,7 @@ class Launches:
             # one again
             self._graph = None
         elif self._graph is not None and k in self._nodes:
-            self._graph.update(self._nodes[k], step.arguments, step.grid)
+            self._graph.update(self._nodes[k], step.arguments, step.grid, step.smem)
 
     def _stands(self, k: int, number: int, call: Call) -> bool:
         """Note whether step `k` copies tensors to where they stand; whether that is new."""

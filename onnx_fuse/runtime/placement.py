@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.runtime.tensor import DeviceTensors
@@ -12,17 +13,22 @@ ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
 
 
+_ANY = 1 << 62  # more bytes than there are
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a run's inputs and outputs stand: an address for each of `Instance.movable`.
 
     `copied` outputs are made in the instance's own memory and copied from there; `fed` says whether
-    inputs on the GPU are copied to it.
+    inputs on the GPU are copied to it. All this is so as well while such an input has other bytes,
+    up to those of `reach`.
     """
 
     where: tuple[int, ...]
     copied: frozenset[str] = frozenset()
     fed: bool = False
+    reach: Mapping[str, int] = field(default_factory=dict)
 
 
 def placed(
@@ -67,7 +73,12 @@ def placed(
             copied.add(name)
         elif name not in copied:
             where[output.buffer] = target.address
-    return Placement(tuple(where.values()), frozenset(copied), fed)
+    starts = sorted([low for low, _, _ in used])
+    reach = dict.fromkeys(inputs, 0)
+    for name, (low, _) in borrowed.items() if not copied else ():
+        after = bisect_right(starts, low)
+        reach[name] = starts[after] - low if after < len(starts) else _ANY
+    return Placement(tuple(where.values()), frozenset(copied), fed, reach)
 
 
 def overlapping(used: list[tuple[int, int, str]]) -> set[str]:

@@ -165,11 +165,17 @@ class PlannedProgram:
         source: SymbolicProgram | None = None,
         room: Mapping[int, int] | None = None,
         numbers: Mapping[str, int] | None = None,
+        layout: _Layout | None = None,
     ) -> None:
         self.plan, self.source, self.room = plan, source, room or {}
         """`room`: bytes that `plan` leaves for a buffer, where they are more than it has."""
         self._program = program
         self._numbers = numbers
+        self._layout = layout
+        self.guarded: Mapping[str, int] = numbers or {}
+        """The sizes that meet the guards of `source`, by symbol."""
+        self.symbols: Mapping[tuple[str, int], str] = {}
+        """The symbol of each open dimension (input, axis), if whoever made this knows."""
 
     @property
     def program(self) -> Program:
@@ -194,6 +200,38 @@ class PlannedProgram:
         if self.source is not None and self._numbers is not None:
             part = self.source.part("changes", self._numbers)
         return part
+
+    def resized(
+        self, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+    ) -> PlannedProgram | None:
+        """The same open program in the same layout for inputs that have had one shape, and have
+        another; None where it, or nobody here knows, serves those.
+        """
+        sizes: dict[str, int] = {}
+        count = 0
+        for name, pair in shapes.items():
+            for axis, (before, now) in enumerate(zip(*pair, strict=True)):
+                if before != now:
+                    symbol = self.symbols.get((name, axis))
+                    # of sizes that are 1 or 0, others are known than that they meet the guards
+                    if symbol is None or min(before, now) < 2:
+                        return None
+                    if sizes.setdefault(symbol, now) != now:
+                        return None
+                    count += 1
+        if self.source is None or self._layout is None or self._numbers is None:
+            return None
+        if count != sum([symbol in sizes for symbol in self.symbols.values()]):
+            return None  # another dimension of this symbol has its old size
+        guarded, numbers = {**self.guarded, **sizes}, {**self._numbers, **sizes}
+        if not self.source.holds(guarded):
+            return None
+        needs = self.source.part("sizes", numbers)
+        if needs is None or not self._layout.serves(needs):
+            return None
+        made = PlannedProgram(None, self.plan, self.source, self.room, numbers, self._layout)
+        made.guarded, made.symbols = guarded, self.symbols
+        return made
 
     def forget(self) -> None:
         """Let go of what can be evaluated again.
@@ -368,7 +406,8 @@ class PlannedOpenProgram:
             with contextlib.suppress(NoValue):  # as bounds need not meet the guards
                 layout = self._for(bounds)
                 if layout.serves(needs):
-                    return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)
+                    ready = layout.plan, self.source, layout.room, numbers, layout
+                    return PlannedProgram(program, *ready)
         program = self.source.at(numbers) if program is None else program
         return PlannedProgram(program, plan(program), self.source, None, numbers)
 

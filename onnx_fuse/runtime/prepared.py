@@ -1,8 +1,8 @@
-"""What a run of a binding found out, for the next: where addresses alone differ, all of it."""
+"""What a run of a binding found out, for the next: all of it but for addresses and sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.exchange import Look, look, stream_of
 from onnx_fuse.runtime.placement import Placement
-from onnx_fuse.runtime.plan import aligned
-from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors
+from onnx_fuse.runtime.plan import PlannedProgram, aligned
+from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors, adopt
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.instance import Fetch, Instance
@@ -36,6 +36,11 @@ def output_groups(values: Mapping[str, Any]) -> list[OutputGroup]:
         step = aligned(prod(shape) * ITEMSIZE[dtype])
         groups.append((f"output {', '.join(names)}", names, shape, dtype_of(dtype), step))
     return groups
+
+
+def kinds_of(feeds: Mapping[str, Any], names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Shape and dtype of each feed among `names`, in that order."""
+    return {n: (feeds[n].shape, feeds[n].dtype) for n in names if n in feeds}
 
 
 class Prepared:
@@ -63,6 +68,9 @@ class Prepared:
         self._watched: list[_Watched] = []
         self._event: device.Event | None = None
         self._latest: tuple[list[int], tuple[Placement, bool]] | None = None
+        self.resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """The shape that an input had when the program was chosen, and the one that it has now."""
+        self._kinds: dict[str, tuple[Any, Any]] | None = None
 
     def watch(self, feeds: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
         """Look at these bound objects at each run; False where one cannot be looked at."""
@@ -81,14 +89,26 @@ class Prepared:
     def _alike(self, watched: _Watched, value: Any) -> bool:
         """Whether a value may stand for the object that is watched, which it then does."""
         now = look(value)
-        if now is None or now[1] != watched.seen[1]:
+        if now is None:
             return False
+        if now[1] != watched.seen[1]:
+            return value is not watched.value and self._resizes(watched, value, now)
         if now[0] != watched.seen[0] or value is not watched.value:
             # nobody is to keep the memory of the one before
             old = watched.side[watched.name]
             new = DeviceTensor(now[0], old.shape, old.dtype, old.device_id, value)
             watched.side[watched.name] = value if type(value) is DeviceTensor else new
             watched.value, watched.seen, self._latest = value, now, None
+        return True
+
+    def _resizes(self, watched: _Watched, value: Any, now: Look) -> bool:
+        """Whether a value of another shape may stand for the watched input, which it then does."""
+        if watched.side is not self.feeds:
+            return False
+        new = adopt(value, self.owner.stream.handle)
+        if not isinstance(new, DeviceTensor) or not self._takes(watched.name, new):
+            return False
+        watched.value, watched.seen = value, now
         return True
 
     def follow(self, stream: device.Stream) -> None:
@@ -107,19 +127,38 @@ class Prepared:
                     stream.wait_event(self._event)
 
     def takes(self, name: str, value: Any) -> bool:
-        """Feed another value from now on; False where it has another shape, or may have one."""
+        """Feed another value from now on; False where it may have another type or rank."""
         for watched in self._watched:
             if watched.name == name and watched.side is self.feeds:
                 return type(value) is type(watched.value) and self._alike(watched, value)
+        return self._takes(name, value)
+
+    def _takes(self, name: str, value: Any) -> bool:
         kind, old = type(value), self.feeds.get(name)
         if old is None or kind is not type(old) or kind not in (np.ndarray, DeviceTensor):
             return False
-        if (value.shape, value.dtype) != (old.shape, old.dtype):
+        if value.dtype != old.dtype or len(value.shape) != len(old.shape):
             return False
+        if value.shape != old.shape:
+            before, _ = self.resized.get(name, (old.shape, ()))
+            self.resized[name], self._latest = (before, value.shape), None
         self.feeds[name] = value
         if kind is DeviceTensor and value.address != old.address:
             self._latest = None
         return True
+
+    def key(self, names: Sequence[str]) -> tuple[Any, ...]:
+        """Shapes and dtypes of the feeds among `names`, in that order."""
+        if self._kinds is None:
+            self._kinds = kinds_of(self.feeds, names)
+        for name in self.resized:
+            self._kinds[name] = self.feeds[name].shape, self.feeds[name].dtype
+        return tuple(self._kinds.values())
+
+    def runs(self, made: PlannedProgram) -> None:
+        """Note that the instance runs another shape, which these feeds have."""
+        self.made = made
+        self.resized.clear()
 
     def moves(self, name: str, place: DeviceTensor) -> bool:
         """Write an output that has a place to another one; False where it has none of this kind."""

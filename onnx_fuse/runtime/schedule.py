@@ -259,19 +259,25 @@ class Aliases:
         self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
         self._asked: dict[tuple[str, str], bool] = {}
 
-    def take(self, program: Program) -> None:
-        """Answer for another shape of the same open program from now on."""
+    def take(self, program: Program) -> bool:
+        """Answer for another shape of the same open program from now on.
+
+        Returns whether all answers that it has given are still true.
+        """
         old, self.program = self.program, program
-        outputs = [t.buffer for _, t in program.outputs if isinstance(t, Tensor)]
-        writers = {w for buffer in outputs for w in self._writers[buffer]}
-        calls = enumerate(zip(program.calls, old.calls, strict=True))
-        others = {i for i, (call, before) in calls if call is not before}
-        same = program.outputs is old.outputs and writers.isdisjoint(others)
+        same = program.outputs is old.outputs
+        if same and program.calls is not old.calls:
+            calls = zip(program.calls, old.calls, strict=True)
+            others = [call for call, before in calls if call is not before]
+            outputs = {t.buffer for t in self._outputs.values() if isinstance(t, Tensor)}
+            same = outputs.isdisjoint([t.buffer for call in others for _, t in call.writes])
         pairs = zip(program.inputs, old.inputs, strict=True)
         moved = {name for (name, x), (_, before) in pairs if x is not before}
-        if not same or not moved.isdisjoint([source for _, source in self._asked]):
+        kept = same and moved.isdisjoint([source for _, source in self._asked])
+        if not kept:
             self._asked.clear()
         self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
+        return kept
 
     def may_share(self, output: str, source: str) -> bool:
         """Whether the output may stand where the input `source` does."""

@@ -230,7 +230,7 @@ class Specializer:
         for i, entry in enumerate(entries):
             if entry.source.holds(decided):
                 entries.insert(0, entries.pop(i))
-                return entry.at(numbers)
+                return _told(entry.at(numbers), symbols, decided)
         programs = None if values or not self.has_only_ours else self.programs
         planned = None if programs is None else programs.find(key, decided)
         lowered = planned is None or not self._serves(planned)
@@ -241,7 +241,7 @@ class Specializer:
                 self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
             planned.seconds = time.perf_counter() - began
-        program = planned.at(numbers)
+        program = _told(planned.at(numbers), symbols, decided)
         if (
             lowered and not values and self.has_only_ours
         ):  # a layout that these sizes need is written as well
@@ -368,6 +368,13 @@ class _Free:
     def sizes_of(self) -> list[Callable[[list[int]], tuple[int, ...]]]:
         """For each group, what takes its sizes out of those of all dimensions."""
         return [itemgetter(*group) for group in self.groups]
+
+
+def _told(planned: PlannedProgram, symbols: Symbols, decided: Mapping[str, int]) -> PlannedProgram:
+    """The program, which knows its open dimensions and the sizes that meet its guards."""
+    planned.guarded = decided
+    planned.symbols = {(name, axis): symbol for name, axis, symbol in symbols}
+    return planned
 
 
 def opened_program(program: Program, trace: Trace) -> SymbolicProgram:

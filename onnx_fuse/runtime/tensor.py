@@ -147,7 +147,7 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
     shape = tuple(int(d) for d in view.shape)
     strides = view.strides
     pairs = zip(shape, strides or (), dense_strides(shape), strict=False)
-    if strides and any(d != 1 and s != e for d, s, e in pairs):
+    if strides and 0 not in shape and any(d != 1 and s != e for d, s, e in pairs):
         raise UsageError(
             "an input on the GPU must be a contiguous tensor: copy it (in torch: x.contiguous())"
         )

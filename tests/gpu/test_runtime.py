@@ -28,8 +28,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.lower import elementwise
 from onnx_fuse.program.problem import GemmProblem, Hardware
-from onnx_fuse.runtime import device, plan
-from onnx_fuse.runtime import executable as module
+from onnx_fuse.runtime import device, plan, shapes
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.training.trainer import Trainer
 from onnx_fuse.validation.request import Request
@@ -154,7 +153,7 @@ def test_session_runs_other_shapes_through_other_instances(tmp_path) -> None:
 
 
 def test_instances_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(module, "INSTANCES", 3)
+    monkeypatch.setattr(shapes, "INSTANCES", 3)
     runner = Executable(text_model(CHAIN))
     for rows in range(1, 8):
         feeds = feeds_of(rows)
