@@ -23,35 +23,35 @@ import scale_model
 FOUND: dict[str, dict[str, Any]] = {
     "one": {"ms": 23.4, "backward": 14.5, "states": 1000 * 2**20},
     "ranks": {"ms": 23.9, "exposed": 0.412, "states": 1000 * 2**20},
+    "optimizer": {"ms": 24.2, "exposed": 0.5, "states": 251 * 2**20, "memory": 3000 * 2**20},
+    "all": {"failed": "ended after 60 s"},
     "ddp-one": {"ms": 33.28},
     "ddp": {"ms": 37.76},
-    "optimizer": {"ms": 24.2, "exposed": 0.5, "states": 251 * 2**20},
-    "all": {"failed": "ended after 60 s"},
     "equal": {"differences": {"plain": 1.5e-6}, "same bits on all ranks": True},
 }
 
 
 def test_the_table_has_each_part_and_what_follows_from_several() -> None:
-    lines = bench_gpus.table(FOUND, 4, 16 * 1024)
+    lines = bench_gpus.table(FOUND, "gpt2", 4)
     rows = [" ".join(line.split()) for line in lines]
     assert rows[1:7] == [
-        "onnx-fuse 1 23.400 0.700 1,000",
-        "onnx-fuse 4 23.900 0.979 2.742 0.412 1,000",
-        "DDP, torch.compile 1 33.280 0.492",
-        "DDP, torch.compile 4 37.760 0.881 1.736 4.480",
-        'onnx-fuse, shard="optimizer" 4 24.200 0.967 2.708 0.500 251',
+        "onnx-fuse 1 23.400 684 1,000",
+        "onnx-fuse 4 23.900 0.979 2,678 0.412 1,000",
+        'onnx-fuse, shard="optimizer" 4 24.200 0.967 2,645 0.500 251 3,000',
         'onnx-fuse, shard="all" ended after 60 s',
+        "DDP, torch.compile 1 33.280 481",
+        "DDP, torch.compile 4 37.760 0.881 1,695 4.480",
     ]
     assert "0.2510 of one GPU's (1 / 4 is 0.2500)" in lines[8]
     assert lines[9].endswith("plain 1.5e-06; the same bits by rank")
     assert "ms on 4 GPUs, " in lines[10]
-    ends = {len(line) for line in lines[1:6] if line.endswith(("1,000", "251"))}
-    assert ends == {len(lines[0])}  # the columns stand below their heads
+    assert len(lines[3]) == len(lines[0])  # the columns stand below their heads
 
 
 def test_a_table_of_nothing_says_so() -> None:
-    lines = bench_gpus.table({"equal": {"failed": "ended after 9 s"}}, 2, 1024)
-    assert sum("not measured" in line for line in lines) == 6
+    late = {"failed": "ended after 9 s"}
+    lines = bench_gpus.table({"equal": late, "ranks": {}}, "bert", 2)
+    assert [line.split()[1:] for line in lines[1:2]] == [["not", "measured"]]
     assert lines[-1] == "50 steps in fp32: ended after 9 s"
 
 
@@ -76,9 +76,10 @@ def test_a_part_that_hangs_is_ended_with_all_its_ranks(
 
 
 PART = """
-import json, sys
-name, file = sys.argv[sys.argv.index("--part") + 1], sys.argv[sys.argv.index("--file") + 1]
-open(file, "w").write(json.dumps({"ms": 2.0}))
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--folder") + 1])
+name = sys.argv[sys.argv.index("--parts") + 1]
+(folder / f"{name}.json").write_text(json.dumps({"ms": 2.0}))
 raise SystemExit(int(name == "one"))
 """
 
@@ -89,22 +90,23 @@ def test_what_a_part_found_before_it_failed_is_kept(
     (tmp_path / "part.py").write_text(PART)
     monkeypatch.setattr(bench_gpus, "__file__", str(tmp_path / "part.py"))
     args = argparse.Namespace(
-        gpus=1, batch=16, size="gpt2-small", reduce="bf16", minutes=1.0, only=["one", "ranks"],
-        json=tmp_path / "found.json",
+        gpus=1, model="gpt2", reduce="bf16", memory="", minutes=1.0,
+        only=["one", "ranks", "ddp"], json=tmp_path / "found.json",
     )  # fmt: skip
     assert bench_gpus.run(args) == 1
     found = json.loads(args.json.read_text())
-    assert found == {"one": {"ms": 2.0, "failed": "ended with exit code 1"}, "ranks": {"ms": 2.0}}
-    assert "8.192" in capsys.readouterr().out  # M tokens/s
+    failed = {"failed": "ended with exit code 1"}
+    assert found == {"one": {"ms": 2.0}, "ranks": failed, "ddp": {"ms": 2.0}}
+    assert "8,000" in capsys.readouterr().out  # rows/s
 
 
 def test_parts_for_which_no_time_is_left_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(
-        gpus=2, batch=16, size="gpt2-small", reduce="bf16", minutes=0.0,
+        gpus=2, model="gpt2", reduce="bf16", memory="", minutes=0.0,
         only=list(bench_gpus.PARTS), json=None,
     )  # fmt: skip
     assert bench_gpus.run(args) == 1
-    assert "equal: 0 s; failed left out: the time is over" in capsys.readouterr().out
+    assert "equal: failed left out: the time is over" in capsys.readouterr().out
 
 
 def test_curves_are_compared_by_case_and_by_rank(tmp_path: Path) -> None:
@@ -155,10 +157,13 @@ def test_an_all_reduce_takes_the_time_of_its_links(
     assert scale_model.Links().all_reduce(nbytes, gpus) == pytest.approx(seconds)
 
 
-def test_the_model_has_the_gradients_of_gpt2() -> None:
-    sizes = scale_model.gradients("gpt2-small")
-    assert sum(sizes) == 124_439_808
-    assert buckets.plan([2 * n for n in sizes])[-1] >= 8
+@pytest.mark.parametrize(
+    ("model", "numbers"), [("gpt2", 124_439_808), ("bert", 109_483_778), ("resnet50", 25_557_032)]
+)
+def test_the_model_has_the_gradients_of_each_network(model: str, numbers: int) -> None:
+    sizes = [n for n, _ in scale_model.MODELS[model]()]
+    assert sum(sizes) == numbers
+    assert buckets.plan([2 * n for n in sizes])[-1] == {"resnet50": 2}.get(model, 9)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_the_model_has_the_gradients_of_gpt2() -> None:
     [(1, 28.73), (2, 29.75)],  # two H200 of one machine, November 2026 (docs/distributed.md)
 )
 def test_the_model_is_within_five_percent_of_what_was_measured(gpus: int, measured: float) -> None:
-    found, exposed = scale_model.step("gpt2-small", 28.73, 17, gpus, 2, scale_model.Links(), 0.1)
+    found, exposed = scale_model.step("gpt2", 28.73, 17, gpus, 2, scale_model.Links(), 0.1)
     assert found == pytest.approx(measured, rel=0.05)
     assert 0 <= exposed <= found - 28.73 + 1e-9
 

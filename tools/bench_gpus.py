@@ -1,12 +1,13 @@
-"""Training GPT-2 124M on the GPUs of this machine, beside PyTorch's compiled DDP: one table.
+"""Training a model on the GPUs of this machine, beside PyTorch's compiled DDP: one table.
 
-    python tools/bench_gpus.py [--gpus 4] [--minutes 8] [--only one ranks ...] [--json FILE]
+    python tools/bench_gpus.py [--model bert] [--gpus 4] [--only one ranks ...] [--json FILE]
 
-bf16, AdamW, 16 x 1024 tokens a GPU, random weights and tokens. Each part is a process a GPU, one
-after another: a step on one GPU and on all, what of the communication no kernel hid, the same with
-shard="optimizer" and "all", torch.compile with DistributedDataParallel on one GPU and on all, and
-50 steps in fp32 whose weights are compared with those of one GPU. A part that fails or takes too
-long is ended with all its ranks, and named; the table has what the others found.
+A model of tools/bench_train.py, its batch on each GPU, bf16, AdamW, random weights and feeds. A
+process a GPU measures a step of one GPU and of all, what of the communication no kernel hid, and
+the same with shard="optimizer" and "all" ("sync": with sync_batchnorm). Then come torch.compile
+with DistributedDataParallel on one GPU and on all, and 50 steps in fp32 whose weights are compared
+with those of one GPU. What fails or takes too long is ended with all its ranks, and named; the
+table has what was found until then.
 """
 
 import argparse
@@ -19,50 +20,60 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import _paths
-import gpt
+import bench_train
 import numpy as np
 import scale_model
 
 from onnx_fuse.distributed import launch
+from onnx_fuse.errors import UsageError
 
 Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one start of processes measures."""
+    """A line of the table."""
 
     label: str
-    """Its line of the table."""
     limit: float
     """Seconds after which it is ended."""
     ranked: bool = True
     """Whether it runs on all GPUs, and not on one."""
-    shard: str = ""
-    torch: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What the Trainer is given for it."""
+    start: str = "ours"
+    """Parts of one start, next to each other, are measured by the same processes."""
 
 
 PARTS = {
-    "one": Part("onnx-fuse", 90, ranked=False),
-    "ranks": Part("onnx-fuse", 90),
-    "ddp-one": Part("DDP, torch.compile", 120, ranked=False, torch=True),
-    "ddp": Part("DDP, torch.compile", 150, torch=True),
-    "optimizer": Part('onnx-fuse, shard="optimizer"', 60, shard="optimizer"),
-    "all": Part('onnx-fuse, shard="all"', 60, shard="all"),
-    "equal": Part("50 steps in fp32", 120),
+    "one": Part("onnx-fuse", 60, ranked=False),
+    "ranks": Part("onnx-fuse", 60),
+    "optimizer": Part('onnx-fuse, shard="optimizer"', 60, more={"shard": "optimizer"}),
+    "all": Part('onnx-fuse, shard="all"', 60, more={"shard": "all"}),
+    "sync": Part("onnx-fuse, sync_batchnorm", 60, more={"sync_batchnorm": True}),
+    "ddp-one": Part("DDP, torch.compile", 120, ranked=False, start="alone"),
+    "ddp": Part("DDP, torch.compile", 150, start="ddp"),
+    "equal": Part("50 steps in fp32", 120, start="equal"),
+    "session": Part("fp16 inference", 40, ranked=False, start="inference"),
+    "replicas": Part("fp16 inference, replicas", 40, start="inference"),
+    "split": Part("the same, a batch split", 40, start="inference"),
 }
-ALONE = {"ranks": "one", "optimizer": "one", "all": "one", "ddp": "ddp-one"}
+ALONE = {"ranks": "one", "optimizer": "one", "all": "one", "sync": "one", "ddp": "ddp-one",
+         "replicas": "session", "split": "session"}  # fmt: skip
 """What a part on all GPUs is compared with."""
 EQUAL = ("plain", "clip", "masked", "sharded")
 """The cases of tests/rank_worker.py whose curves are compared."""
-ROUNDS, STEPS = 7, 10
+MODELS = ("gpt2", "bert", "vit", "llama", "resnet50")
+"""Of tools/bench_train.py."""
+ROUNDS, STEPS, BATCHES = 7, 10, 4
 SHORTEST = 5.0
 """Seconds in which no part finds anything."""
 
@@ -74,42 +85,61 @@ def say(file: Path, figures: Mapping[str, Any]) -> None:
     draft.replace(file)
 
 
-def batch(config: Any, rows: int, rank: int) -> np.ndarray:
-    """A rank's tokens, [rows, context + 1]: inputs and labels are the same, one place apart."""
-    return np.random.default_rng(rank).integers(0, config.vocab, (rows, config.context + 1))
+def row_of(name: str) -> bench_train.Row:
+    """A row of tools/bench_train.py; ResNet-50 as models/ has it, without torchvision."""
+    row = bench_train.ROWS[name]
+    return replace(row, size=f"{row.size}-training", exported=False) if row.exported else row
 
 
-# ---- in the processes of a part ----------------------------------------------------------------
+# ---- in the processes of a start ---------------------------------------------------------------
 
 
-def ours(part: Part, args: argparse.Namespace) -> None:
+def ours(names: Sequence[str], args: argparse.Namespace) -> None:
     """Measure `Trainer.step` as one graph launch a step."""
+    row = row_of(args.model)
+    config = row.config(0)
+    model, rank = row.model(config), int(os.environ.get("RANK", 0))
+    feeds = row.feeds(config, row.batch, row.length, np.random.default_rng(rank))
+    for name in names:
+        try:
+            found = step_of(PARTS[name], args, model, feeds)
+        except UsageError as error:  # of a limit that all ranks refuse
+            found = {"failed": str(error)}
+        if rank == 0:
+            say(args.folder / f"{name}.json", found)
+            print(f"  {name}: {found}", flush=True)
+
+
+def step_of(part: Part, args: argparse.Namespace, model: Any, feeds: Any) -> Found:
+    """The figures of one Trainer; that of one GPU is every rank's own."""
     import onnx_fuse as of
 
-    config = gpt.SIZES[args.size]
     begun = time.perf_counter()
-    more = {"distributed": True, "reduce_dtype": args.reduce, "shard": part.shard}
+    more = {"distributed": True, "reduce_dtype": args.reduce, **part.more}
+    limit = {"memory": args.memory} if args.memory else {}
     trainer = of.Trainer(
-        gpt.build(config),
+        model,
         loss="cross_entropy",
         loss_options={"class_axis": -1},
-        optimizer=of.optim.AdamW(lr=3e-4),
+        optimizer=of.optim.AdamW(lr=1e-4),
         precision="bf16",
         device="cuda",
-        **(more if part.ranked else {}),
+        **limit,
+        **(more if part.ranked else {"device_id": int(os.environ.get("LOCAL_RANK", 0))}),
     )
-    tokens = batch(config, args.batch, trainer.world.rank if trainer.world else 0)
-    feeds = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     losses = [float(trainer.step(feeds)) for _ in range(5)]
     held = [np.asarray(s.initial).nbytes for s in trainer.spec().states if s.kind == "slot"]
+    states = trainer._device._states  # type: ignore[union-attr]
+    executable = states._executables["update"]
+    (instance,) = executable.instances()
+    weights = states._home.weights.nbytes
     found: Found = {
         "first": time.perf_counter() - begun,
         "losses": [losses[0], losses[-1]],
         "states": sum(held),
-        "weights and states": trainer._device._states._home.weights.nbytes,
+        "weights and states": weights,
+        "memory": weights + executable.weights.nbytes + instance.memory.nbytes,
     }
-    executable = trainer._device._states._executables["update"]
-    (instance,) = executable.instances()
     times = []
     for _ in range(ROUNDS):
         if trainer.world is not None:
@@ -119,11 +149,11 @@ def ours(part: Part, args: argparse.Namespace) -> None:
     exchanged = trainer.communication()
     if exchanged is not None:
         found |= {"exposed": exchanged.exposed * 1e3, "communication": str(exchanged)}
-    if trainer.world is None:
-        say(args.file, found)
+        found["exchanges"] = [astuple(each) for each in exchanged.exchanges]
+        found["waits"] = exchanged.waits
+    else:
         found["backward"] = found["ms"] * backward_share(instance)
-    if trainer.world is None or trainer.world.rank == 0:
-        say(args.file, found)
+    return found
 
 
 def backward_share(instance: Any) -> float:
@@ -138,28 +168,74 @@ def backward_share(instance: Any) -> float:
     return float(back / sum(took for _, took in seconds))
 
 
-def ddp(part: Part, args: argparse.Namespace) -> None:
+def inference(names: Sequence[str], args: argparse.Namespace) -> None:
+    """Measure batches from NumPy to NumPy: by a session, from the queue of replicas, and split."""
+    import onnx_fuse as of
+
+    row = row_of(args.model)
+    config = row.config(0)
+    model, wide = row.model(config), args.gpus * row.batch
+    rngs = [np.random.default_rng(seed) for seed in range(BATCHES)]
+    batches = [row.feeds(config, wide, row.length, rng) for rng in rngs]
+    for batch in batches:
+        del batch["labels"]
+    parts = [{name: a[: row.batch] for name, a in batch.items()} for batch in batches]
+    session = of.InferenceSession(model, device="cuda", precision="fp16")
+    devices = [f"cuda:{i}" for i in range(args.gpus)]
+    with of.Replicas(model, devices, precision="fp16") as replicas:
+
+        def queued(given: Sequence[Any]) -> None:
+            for each in [replicas.submit(None, batch) for batch in given]:
+                each.result()
+
+        def in_turn(runs: Any, given: Sequence[Any]) -> None:
+            for batch in given:
+                runs.run(None, batch)
+
+        works = {
+            "session": partial(in_turn, session, parts),
+            "replicas": partial(queued, args.gpus * parts),
+            "split": partial(in_turn, replicas, batches),
+        }
+        for name in names:
+            work, times = works[name], []
+            for _ in range(1 + ROUNDS):  # the first makes the programs
+                begun = time.perf_counter()
+                for _ in range(STEPS):
+                    work()
+                times.append((time.perf_counter() - begun) / STEPS / BATCHES * 1e3)
+            found = {"ms": median(times[1:]), "least": min(times[1:]), "most": max(times[1:])}
+            say(args.folder / f"{name}.json", found)
+
+
+def ddp(names: Sequence[str], args: argparse.Namespace) -> None:
     """Measure PyTorch's step of the same network: autocast, fused AdamW, one process a GPU."""
     import gpu_events
     import torch
     import torch.distributed as dist
     import train_peers
 
-    config = gpt.SIZES[args.size]
+    (name,) = names
+    row, part = row_of(args.model), PARTS[name]
+    config = row.config(0)
     rank = int(os.environ.get("RANK", 0))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     begun = time.perf_counter()
     torch.manual_seed(0)
+    feeds = row.feeds(config, row.batch, row.length, np.random.default_rng(rank))
     with torch.device("cuda"):
-        net: Any = train_peers.Gpt(config)
+        net: Any = getattr(train_peers, row.peer)(config)
     train_peers.small_weights(net)
+    if "x" in feeds:  # images, laid out as in tools/bench_train.py
+        net = net.to(memory_format=torch.channels_last)
     if part.ranked:
         dist.init_process_group("nccl")
         net = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     run = torch.compile(net, dynamic=False)
-    update = torch.optim.AdamW(net.parameters(), lr=3e-4, fused=True)
-    tokens = torch.from_numpy(batch(config, args.batch, rank)).cuda()
-    given = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    update = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    given = {name: torch.from_numpy(array).cuda() for name, array in feeds.items()}
+    if "x" in given:
+        given["x"] = given["x"].contiguous(memory_format=torch.channels_last)
 
     def step() -> Any:
         with torch.autocast("cuda", torch.bfloat16):
@@ -178,7 +254,7 @@ def ddp(part: Part, args: argparse.Namespace) -> None:
         times.append(gpu_events.microseconds(step, STEPS) / 1e3)
     found |= {"ms": median(times), "least": min(times), "most": max(times)}
     if rank == 0:
-        say(args.file, found)
+        say(args.folder / f"{name}.json", found)
     if part.ranked:
         dist.destroy_process_group()
 
@@ -229,14 +305,19 @@ def once(command: Sequence[str]) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def measured(name: str, args: argparse.Namespace, seconds: float, folder: Path) -> Found:
-    """The figures of a part; "failed" says why some are missing."""
-    part, file = PARTS[name], folder / f"{name}.json"
-    command = [sys.executable, __file__, "--part", name, "--file", str(file)]
-    command += ["--batch", str(args.batch), "--size", args.size, "--reduce", args.reduce]
-    failed = started(command, args.gpus if part.ranked else 1, seconds)
-    found: Found = json.loads(file.read_text()) if file.is_file() else {}
-    return found | ({"failed": failed} if failed else {})
+def measured(
+    names: Sequence[str], args: argparse.Namespace, seconds: float, folder: Path
+) -> dict[str, Found]:
+    """The figures of the parts of one start; "failed" says why some are missing."""
+    command = [sys.executable, __file__, "--parts", *names, "--folder", str(folder)]
+    command += ["--model", args.model, "--reduce", args.reduce, "--gpus", str(args.gpus)]
+    command += ["--memory", args.memory] if args.memory else []
+    ranked = any(PARTS[name].ranked and PARTS[name].start != "inference" for name in names)
+    failed = started(command, args.gpus if ranked else 1, seconds)
+    files = {name: folder / f"{name}.json" for name in names}
+    found = {k: json.loads(f.read_text()) if f.is_file() else {} for k, f in files.items()}
+    late = [name for name in names if not found[name]] or names[-1:]
+    return found | {name: {**found[name], "failed": failed} for name in late if failed}
 
 
 def curves(args: argparse.Namespace, seconds: float, folder: Path) -> Found:
@@ -264,34 +345,36 @@ def compared(folder: Path, ranks: int) -> Found:
     return {"differences": largest, "same bits on all ranks": same}
 
 
-def line(name: str, found: Mapping[str, Found], gpus: int, tokens: int) -> str:
-    """A part's line of the table."""
+def line(name: str, found: Mapping[str, Found], gpus: int, rows: int) -> str:
+    """A part's line of the table; `rows` is the batch of a GPU."""
     part, own = PARTS[name], found.get(name, {})
     if "ms" not in own:
         return f"{part.label:29s} {own.get('failed', 'not measured')}"
     size = gpus if part.ranked else 1
     ms, alone = own["ms"], found.get(ALONE.get(name, ""), {}).get("ms")
-    exposed = own.get("exposed", ms - alone if part.torch and alone and part.ranked else None)
+    exposed = own.get("exposed", ms - alone if part.start == "ddp" and alone else None)
     columns = [
         f"{size:4d}",
         f"{ms:8.3f}",
         f"{alone / ms:9.3f}" if alone else " " * 9,
-        f"{size * tokens / ms / 1e3:10.3f}",
+        f"{size * rows / ms * 1e3:8,.0f}",
         " " * 10 if exposed is None else f"{exposed:10.3f}",
-        f"{own['states'] / 2**20:11,.0f}" if "states" in own else "",
+        *(f"{own[of] / 2**20:11,.0f}" for of in ("states", "memory") if of in own),
     ]
     return f"{part.label:29s} {' '.join(columns)}".rstrip()
 
 
 HEAD = (
-    f"{'':29s} {'GPUs':>4} {'ms':>8} {'of linear':>9} {'M tokens/s':>10} {'exposed ms':>10} "
-    f"{'states, MiB':>11}"
+    f"{'':29s} {'GPUs':>4} {'ms':>8} {'of linear':>9} {'rows/s':>8} {'exposed ms':>10} "
+    f"{'states, MiB':>11} {'memory, MiB':>11}"
 )
 
 
-def table(found: Mapping[str, Found], gpus: int, tokens: int) -> list[str]:
+def table(found: Mapping[str, Found], model: str, gpus: int) -> list[str]:
     """All that was found, as lines."""
-    lines = [HEAD, *(line(name, found, gpus, tokens) for name in PARTS if name != "equal")]
+    rows = row_of(model).batch
+    lines = [HEAD]
+    lines += [line(name, found, gpus, rows) for name in PARTS if name in found and name != "equal"]
     lines.append(
         "exposed: what the step's own events show that no kernel hid; DDP's is its step less that "
         "of one GPU"
@@ -302,17 +385,17 @@ def table(found: Mapping[str, Found], gpus: int, tokens: int) -> list[str]:
             f'states of a GPU with shard="optimizer": {sharded / one:.4f} of one GPU\'s '
             f"(1 / {gpus} is {1 / gpus:.4f})"
         )
-    equal = found.get("equal", {})
-    if "differences" in equal:
+    equal = found.get("equal")
+    if equal is not None and "differences" in equal:
         worst = ", ".join(f"{case} {x:.1e}" for case, x in equal["differences"].items())
         same = "the same bits" if equal["same bits on all ranks"] else "DIFFERENT BITS"
         lines.append(f"50 steps in fp32, largest difference from one GPU: {worst}; {same} by rank")
-    else:
+    elif equal is not None:
         lines.append(f"50 steps in fp32: {equal.get('failed', 'not measured')}")
     one, ranks = found.get("one", {}), found.get("ranks", {})
     if "backward" in one and "ms" in ranks:
         ms, _ = scale_model.step(
-            "gpt2-small", one["ms"], one["backward"], gpus, 2, scale_model.Links(), 0.1
+            model, one["ms"], one["backward"], gpus, 2, scale_model.Links(), 0.1
         )
         lines.append(
             f"tools/scale_model.py, of {one['ms']:.2f} ms with {one['backward']:.2f} of backward: "
@@ -324,18 +407,19 @@ def table(found: Mapping[str, Found], gpus: int, tokens: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=16, help="rows a GPU")
-    parser.add_argument("--size", default="gpt2-small")
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--reduce", default="bf16", help="gradients in bf16 or fp32")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--memory", help="a limit of each GPU's, as of onnx-fuse train")
+    usual = [name for name in PARTS if name not in ("sync", "session", "replicas", "split")]
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=usual)
     parser.add_argument("--minutes", type=float, default=8, help="the most that all parts take")
     parser.add_argument("--json", type=Path, help="write all figures to this file as well")
-    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
-    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part:
-        part = PARTS[args.part]
-        (ddp if part.torch else ours)(part, args)
+    if args.parts:
+        measures = {"ours": ours, "inference": inference}
+        measures.get(PARTS[args.parts[0]].start, ddp)(args.parts, args)
         return 0
     return run(args)
 
@@ -343,25 +427,25 @@ def main() -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure all parts, print the table, and return 1 where a part failed."""
     end = time.monotonic() + 60 * args.minutes
-    tokens = args.batch * gpt.SIZES[args.size].context
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as where:
-        for name in args.only:
-            begun = time.monotonic()
-            seconds = min(PARTS[name].limit, end - begun)
-            take = curves if name == "equal" else partial(measured, name)
-            found[name] = {"failed": "left out: the time is over"}
-            if seconds > SHORTEST:
-                found[name] = take(args, seconds, Path(where))
-            if name != "equal":
-                print(line(name, found, args.gpus, tokens), flush=True)
-            about = [f"{time.monotonic() - begun:.0f} s"]
-            about += [f"{key} {found[name][key]}" for key in ("communication", "losses", "failed")
-                      if key in found[name]]  # fmt: skip
-            print(f"  {name}: {'; '.join(about)}", flush=True)
+        for start, group in groupby(args.only, lambda name: PARTS[name].start):
+            names, begun = list(group), time.monotonic()
+            seconds = min(sum(PARTS[name].limit for name in names), end - begun)
+            if seconds <= SHORTEST:
+                found |= {name: {"failed": "left out: the time is over"} for name in names}
+            elif start == "equal":
+                found["equal"] = curves(args, seconds, Path(where))
+            else:
+                found |= measured(names, args, seconds, Path(where))
+            print(f"{', '.join(names)}: {time.monotonic() - begun:.0f} s", flush=True)
+            for name in names:
+                about = [f"{key} {found[name][key]}" for key in ("communication", "losses",
+                         "first", "failed") if key in found[name]]  # fmt: skip
+                print(f"  {name}: {'; '.join(about)}", flush=True)
             if args.json:
                 say(args.json, found)
-    print("\n".join(table(found, args.gpus, tokens)), flush=True)
+    print("\n".join(table(found, args.model, args.gpus)), flush=True)
     return int(any("failed" in each for each in found.values()))
 
 

@@ -1,6 +1,6 @@
 """What a training step takes on many GPUs, from what it takes on one: a model on paper.
 
-    python tools/scale_model.py --step 23.5 --backward 14.5 [--model gpt2-small] [--reduce bf16]
+    python tools/scale_model.py --step 23.5 --backward 14.5 [--model bert] [--reduce bf16]
 
 The step of one GPU is measured (`tools/bench_gpus.py --only one`), in milliseconds, and so is the
 part of it that is the backward. Gradients are ready in the order of the layers, the buckets are
@@ -51,34 +51,64 @@ class Links:
         return seconds
 
 
-WIDTHS = {"gpt2-small": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280),
-          "gpt2-xl": (48, 1600)}  # fmt: skip
-VOCAB, CONTEXT = 50257, 1024
+Gradient = tuple[int, float]
+"""The numbers of a gradient, and how much of the backward's work ends in it."""
 
 
-def gradients(model: str) -> list[int]:
-    """The numbers of the gradients in the order in which the backward makes them."""
-    layers, width = WIDTHS[model]
-    layer = [4 * width * width, 4 * width * width, width * width, 3 * width * width]
-    small = [13 * width]  # biases, and the two norms
-    return [2 * width, *(n for _ in range(layers) for n in layer + small),
-            VOCAB * width + CONTEXT * width]  # fmt: skip
+def gpt2(
+    layers: int = 12, width: int = 768, vocab: int = 50257, context: int = 1024
+) -> list[Gradient]:
+    """The embedding is that of the scores, too: their work is the first, its gradient the last."""
+    scores = (2 * width, vocab * width)
+    return [scores, *_blocks(layers, width), (vocab * width + context * width, 0)]
+
+
+def bert(
+    layers: int = 12, width: int = 768, vocab: int = 30522, context: int = 512
+) -> list[Gradient]:
+    """The pooler and the classifier of two classes; then the blocks and three embeddings."""
+    pooler = (width * width + 3 * width + 2, 0)
+    return [pooler, *_blocks(layers, width), (vocab * width + (context + 4) * width, 0)]
+
+
+def _blocks(layers: int, width: int) -> list[Gradient]:
+    square = width * width
+    products = [4 * square, 4 * square, square, 3 * square]  # of the feed-forward and the attention
+    small = (13 * width, 0.0)  # biases, and the two norms
+    return [g for _ in range(layers) for g in (*((n, float(n)) for n in products), small)]
+
+
+def resnet50() -> list[Gradient]:
+    """A convolution's work is its numbers at each pixel of its result."""
+    found: list[Gradient] = [(2048 * 1000 + 1000, 2048 * 1000)]
+    for stage, blocks in reversed(list(enumerate((3, 4, 6, 3)))):
+        width, pixels = 64 << stage, float((56 >> stage) ** 2)
+        for block in reversed(range(blocks)):
+            entering = 4 * width if block else 2 * width if stage else 64
+            convolutions = [4 * width * width, 9 * width * width, entering * width]
+            convolutions += [] if block else [entering * 4 * width]
+            norms = 2 * (6 * width if block else 10 * width)
+            found += [(n, n * pixels) for n in convolutions] + [(norms, 0.0)]
+    return [*found, (3 * 49 * 64 + 128, 3 * 49 * 64 * 112.0**2)]
+
+
+MODELS = {"gpt2": gpt2, "bert": bert, "resnet50": resnet50}
 
 
 def step(
     model: str, alone: float, backward: float, gpus: int, itemsize: int, links: Links, slow: float
 ) -> tuple[float, float]:
     """The milliseconds of a step on `gpus`, and those of communication that nothing hides."""
-    sizes = [n * itemsize for n in gradients(model)]
+    gradients = MODELS[model]()
+    sizes = [n * itemsize for n, _ in gradients]
     planned = buckets.plan(sizes)
-    total = sum(sizes[:-1])
+    total = sum(work for _, work in gradients)
     ready = done = busy = 0.0
     for bucket in range(planned[-1] + 1):
-        nbytes = sum(n for n, b in zip(sizes, planned, strict=True) if b == bucket)
-        ready += backward / 1e3 * min(1.0, nbytes / total)
-        last = bucket == planned[-1]
-        seconds = links.all_reduce(nbytes, gpus)
-        done = max(done, backward / 1e3 if last else min(ready, backward / 1e3)) + seconds
+        of_bucket = [i for i, b in enumerate(planned) if b == bucket]
+        ready += backward / 1e3 * sum(gradients[i][1] for i in of_bucket) / total
+        seconds = links.all_reduce(sum(sizes[i] for i in of_bucket), gpus)
+        done = max(done, ready) + seconds
         busy += seconds
     exposed = max(0.0, done - backward / 1e3)
     slowed = slow * (busy - exposed)
@@ -87,10 +117,10 @@ def step(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=WIDTHS, default="gpt2-small")
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--step", type=float, required=True, help="ms of a step on one GPU")
     parser.add_argument("--backward", type=float, required=True, help="ms of its backward")
-    parser.add_argument("--tokens", type=int, default=16 * 1024, help="tokens a GPU")
+    parser.add_argument("--rows", type=int, default=16, help="rows of the batch a GPU")
     parser.add_argument("--reduce", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--slowdown", type=float, default=0.1)
     parser.add_argument("--machine", type=int, default=8, help="GPUs of a machine")
@@ -99,7 +129,7 @@ def main() -> None:
     links = Links(machine=args.machine)
     itemsize = 2 if args.reduce == "bf16" else 4
     measured = {int(g): float(ms) for g, _, ms in (m.partition(":") for m in args.measured)}
-    print(f"{'GPUs':>5} {'ms':>8} {'exposed':>8} {'of linear':>9} {'M tokens/s':>10}  measured")
+    print(f"{'GPUs':>5} {'ms':>8} {'exposed':>8} {'of linear':>9} {'rows/s':>10}  measured")
     for gpus in sorted({1, 2, 4, 8, 16, 64, 256, 1024, *measured}):
         found, exposed = step(
             args.model, args.step, args.backward, gpus, itemsize, links, args.slowdown
@@ -107,9 +137,9 @@ def main() -> None:
         beside = ""
         if gpus in measured:
             beside = f"{measured[gpus]:.2f} ms, {found / measured[gpus] - 1:+.1%}"
-        rate = gpus * args.tokens / found / 1e3
+        rate = 1e3 * gpus * args.rows / found
         print(
-            f"{gpus:5} {found:8.2f} {exposed:8.2f} {args.step / found:9.3f} {rate:10.2f}  {beside}"
+            f"{gpus:5} {found:8.2f} {exposed:8.2f} {args.step / found:9.3f} {rate:10,.0f}  {beside}"
         )
 
 
