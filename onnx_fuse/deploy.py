@@ -358,7 +358,7 @@ def _modules(
     wanted: dict[str, dict[Module, Launch]] = {}
     for one in compiled:
         calls = (*one.program.setup, *one.program.calls)
-        launches = (x for c in calls for x in c.launches)
+        launches = (x for c in calls for x in c.launches if not x.of_library)
         wanted.setdefault(one.hw.arch, {}).update(((x.source, x.defines), x) for x in launches)
     for arch, launches_of in wanted.items():
         nvrtc.compile_all(launches_of.values(), arch, workers=os.cpu_count() or 1)
@@ -452,6 +452,8 @@ def relabel(program: Program, names: Mapping[Any, Any]) -> Program:
     """The program whose launches name modules as the file does."""
 
     def launch(x: Launch) -> Launch:
+        if x.of_library:
+            return x
         source, defines = names[x.source, x.defines]
         return replace(x, source=source, defines=defines)
 

@@ -16,6 +16,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import Lowerer
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import Collective
 from onnx_fuse.runtime.deployed import Deployed
 
 NUMBERS = ", ".join(map(str, np.linspace(-1, 1, 30)))
@@ -100,11 +101,30 @@ def test_steps_of_another_run_are_refused(
         trainer(device="cuda", compiled=tmp_path, **OTHERS[case]).step(batch(3))
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_steps_of_ranks_are_compiled_with_their_collectives(tmp_path: Path) -> None:
+    of_two = trainer(device="cuda", hardware=H200, distributed=2, reduce_dtype="bf16")
+    built = deploy.compile_training(of_two, tmp_path, shapes=[{"x": (4, 6), "labels": (4, 5)}])
+    loaded = Deployed(tmp_path / "update.fused")
+    program = loaded.made(loaded.entries[0].shapes, H200).program
+    written, read = (
+        [c.problem for c in p.calls if isinstance(c.problem, Collective)]
+        for p in (built["update"].programs[H200.name][0], program)
+    )
+    assert read == written
+    assert [(p.kind, p.ranks, p.dtypes) for p in read] == [
+        ("AllReduce", 2, dtypes) for dtypes in [("float64",), ("float32",), ("bfloat16",)]
+    ]
+
+
 def test_what_cannot_be_compiled_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="give it hardware="):
         deploy.compile_training(trainer(), tmp_path)
-    with pytest.raises(UsageError, match="for one GPU"):
+    with pytest.raises(UsageError, match="for a GPU"):
         trainer(compiled=tmp_path)
+    for ranks in (True, 1):
+        with pytest.raises(UsageError, match="for a number of them"):
+            trainer(device="cuda", hardware=H200, distributed=ranks)
     with pytest.raises(UsageError, match="does not run them"):
         trainer(device="cuda", hardware=H200).step(batch(3))
     FakeGpu().use(monkeypatch)
@@ -131,6 +151,10 @@ def test_the_command_compiles_training(
     graph, _ = run.graphs()["update"]
     manifest = Deployed(folder / "update.fused").container.manifest
     assert manifest["graph"] == deploy.graph_digest(graph)
+    config.write_text(config.read_text() + "gpus = 2\n")
+    cli.done(*arguments, "-o", folder)
+    manifest = Deployed(folder / "update.fused").container.manifest
+    assert "ranks.counts" in {name for name, *_ in manifest["inputs"]}
     for given, message in (
         ((*arguments, "--target", "a100"), "--train compiles for one GPU"),
         (arguments[:-2], "axis 0 is dynamic"),

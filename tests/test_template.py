@@ -18,7 +18,15 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import formula, template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.problem import CHIPS, GemmProblem, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import (
+    CHIPS,
+    Collective,
+    GemmProblem,
+    Launch,
+    Num,
+    Ptr,
+    TensorMap,
+)
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import encoding, schedule
 
@@ -116,6 +124,19 @@ def put(*path: Any, to: Any) -> Callable[[Any], Any]:
     return change
 
 
+def exchange(*names: str, **fields: Any) -> Launch:
+    """NCCL's call for the operands of the first Softmax, whose tensors have 8 elements."""
+    given = {"kind": "AllReduce", "sizes": (8,), "dtypes": ("float32",), "ranks": 2, "bucket": 0}
+    pointers = tuple(map(Ptr, names or ("x", "y")))
+    problem = Collective(**{**given, **fields})
+    return Launch("", "nccl", (1, 1, 1), (1, 1, 1), pointers, collective=problem)
+
+
+def test_an_exchange_of_ranks_comes_back() -> None:
+    program = put(*_LAUNCH, to=exchange())(softmaxes())
+    assert read(stored(program)).calls[0].launches[0] == exchange()
+
+
 _LAUNCH = ("calls", 0, "launches", 0)
 BAD_PROGRAMS = {
     "a buffer of negative size": put("buffers", 0, "nbytes", to=-1),
@@ -148,6 +169,13 @@ BAD_PROGRAMS = {
         *(*_LAUNCH, "args", 0), to=TensorMap(Ptr("x"), "float32", (4, 9), (16,), (4, 8))
     ),
     "a launch of a library": put(*_LAUNCH, "product", to=GemmProblem("Gemm", 8, 8, 8)),
+    "an exchange of ranks beyond": put(*_LAUNCH, to=exchange(sizes=(9,))),
+    "an exchange of ranks to nowhere": put(*_LAUNCH, to=exchange("x", "z")),
+    "an exchange of no kind": put(*_LAUNCH, to=exchange(kind="Send")),
+    "an exchange of all ranks' parts": put(*_LAUNCH, to=exchange(kind="AllGather")),
+    "an exchange of texts": put(*_LAUNCH, to=exchange(dtypes=("str",))),
+    "an exchange of more than its operands": put(*_LAUNCH, to=exchange(sizes=(4, 4))),
+    "an exchange of no ranks": put(*_LAUNCH, to=exchange(ranks=0)),
     "a workspace of -1": put("calls", 0, "workspace", to=-1),
     "in place of nothing": put("calls", 0, "inplace", to=(("y", "nothing"),)),
     "a copy of nothing": put("calls", 0, "copies", to=(("nothing", "y"),)),

@@ -34,7 +34,8 @@ OPTIONS = """
     dims (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
         for them: 8, several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.
     train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
-        train --config in this file. OUT is then a folder, for onnx-fuse train --compiled.
+        train --config in this file, for each of its `gpus`. OUT is then a folder, for onnx-fuse
+        train --compiled.
     """
 
 
@@ -169,4 +170,6 @@ def _trainer(
     arguments = [str(model), "--data", str(model), "--config", str(config)]
     with command.make_context("train", arguments, parent=context) as options:
         settings = trainer_settings(model, options.params)
-    return Trainer(model, **settings, device="cuda", hardware=hw)
+    gpus = options.params["gpus"] or 1
+    ranks = gpus if gpus > 1 else False
+    return Trainer(model, **settings, device="cuda", hardware=hw, distributed=ranks)

@@ -302,8 +302,9 @@ class _Checker:
         ends: _Ends = {}
         for arg in x.args:
             _argument(arg, ends)
-        library = type(x.product) is GemmProblem, type(x.collective) is Collective
-        if not (self.modules is None and any(library)):
+        if type(x.collective) is Collective and x.product is None:
+            _collective(x.collective, x.args, ends)
+        elif not (self.modules is None and type(x.product) is GemmProblem):
             if (x.product, x.collective) != (None, None):
                 raise _fault("a launch of a library")
             self._kernel(x)
@@ -358,6 +359,25 @@ def _pointer(ptr: Ptr, ends: _Ends) -> None:
         raise _fault("a pointer")
     if ptr.offset > ends.get((ptr.name, False), 0):
         ends[ptr.name, False] = ptr.offset
+
+
+def _collective(problem: Collective, args: tuple[Any, ...], ends: _Ends) -> None:
+    """NCCL reads and writes as many elements as the problem says, in pairs of operands."""
+    ranks, dtypes = problem.ranks, problem.dtypes
+    _whole(ranks, 1, 2**20, "a number of ranks")
+    _sizes(problem.sizes, 0, _LARGEST, "what ranks exchange")
+    known = type(dtypes) is tuple and all(dtype in ITEMSIZE for dtype in dtypes)
+    if not (known and len(args) == 2 * len(problem.sizes) == 2 * len(dtypes)):
+        raise _fault("an exchange of ranks of unequal lengths")
+    if any(type(ptr) is not Ptr for ptr in args):
+        raise _fault("an exchange of ranks of what is no operand")
+    for i, (size, dtype) in enumerate(zip(problem.sizes, dtypes, strict=True)):
+        results = {"AllReduce": size, "ReduceScatter": size // ranks, "AllGather": size * ranks}
+        if problem.kind not in results:
+            raise _fault("an exchange of ranks of no kind")
+        for ptr, elements in zip(args[2 * i :], (size, results[problem.kind]), strict=False):
+            reach = ptr.offset + elements * ITEMSIZE[dtype]
+            ends[ptr.name, False] = max(reach, ends.get((ptr.name, False), 0))
 
 
 def _map(arg: TensorMap, ends: _Ends) -> None:

@@ -267,8 +267,8 @@ def backend(
     Raises UsageError for `hardware` or `compiled` with what they are not for.
     """
     if options.hardware is not None or options.compiled is not None:
-        if options.device == "cpu" or options.memory is not None or world is not None:
-            raise UsageError("compiled steps are for one GPU (device='cuda') without memory=")
+        if options.device == "cpu" or options.memory is not None:
+            raise UsageError("compiled steps are for a GPU (device='cuda') without memory=")
         if options.hardware is not None:
             return Compiling()
     if options.device == "cpu":
@@ -317,7 +317,7 @@ def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
         from onnx_fuse.runtime.device import begin
 
         begin(gpu)
-    float8.check(options.precision, options.hardware, gpu, ranks=options.distributed)
+    float8.check(options.precision, options.hardware, gpu, ranks=bool(options.distributed))
     if options.pack and (kind != "cuda" or options.distributed or options.teacher is not None):
         raise UsageError("pack is for steps on one GPU, and without a teacher")
     if options.pack and (options.compiled is not None or options.hardware is not None):

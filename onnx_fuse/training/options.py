@@ -109,7 +109,8 @@ class TrainingOptions(StepOptions):
             `deploy.compile_training` compiles them.
         distributed: Train together with the other processes of a run (ranks), which torchrun,
             mpirun, srun or `onnx-fuse train --gpus` have started. Each gives `step` its part of the
-            batch; the loss and the update are those of all parts together.
+            batch; the loss and the update are those of all parts together. A number is that of the
+            ranks, which steps that are compiled with `hardware` need.
         reduce_dtype (--reduce NAME): Add up the gradients of several GPUs in fp32 or bf16. | "fp32"
             stands for their own type.
         shard (--shard NAME): Divide among the GPUs, so that each holds a part: optimizer (its
@@ -136,7 +137,7 @@ class TrainingOptions(StepOptions):
     memory: int | str | None = None
     compiled: str | os.PathLike[str] | None = None
     hardware: Hardware | None = None
-    distributed: bool = False
+    distributed: bool | int = False
     reduce_dtype: str = "fp32"
     shard: str = ""
     pack: bool = False

@@ -109,8 +109,12 @@ def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure,
 
 
 def ranks_of(options: TrainingOptions, world: World | None) -> Ranks | None:
-    """This process among those of `world`. Raises UsageError for options that do not go with it."""
-    if world is None:
+    """This process among those of `world`; without it any of those that steps are compiled for.
+
+    Raises UsageError for options that do not go with it.
+    """
+    count = options.distributed
+    if not count:
         if options.shard or options.reduce_dtype != "fp32" or options.sync_batchnorm:
             raise UsageError(
                 "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
@@ -118,8 +122,12 @@ def ranks_of(options: TrainingOptions, world: World | None) -> Ranks | None:
         return None
     if options.ema is not None and options.shard:
         raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
-    how = options.reduce_dtype, options.shard, options.sync_batchnorm
-    return Ranks(world.rank, world.size, *how)
+    if world is None and (count is True or count < 2):
+        raise UsageError("steps of ranks are compiled for a number of them: give distributed=2")
+    if world is not None and count not in (True, world.size):
+        raise UsageError(f"distributed is {count}, but {world.size} ranks have come")
+    rank, size = (0, count) if world is None else (world.rank, world.size)
+    return Ranks(rank, size, options.reduce_dtype, options.shard, options.sync_batchnorm)
 
 
 class Spare(dict[str, Array]):

@@ -101,7 +101,8 @@ class Trainer:
             UsageError: Arguments contradict each other or the model.
             DeviceError: `device` is "cuda" and there is no usable GPU.
         """
-        self.world = world() if arguments.distributed else None
+        ranked = arguments.distributed and arguments.hardware is None
+        self.world = world() if ranked else None
         """The ranks that train together, or None."""
         self._options = options = backends.placed(arguments, self.world)
         self._ranks = ranks_of(options, self.world)
