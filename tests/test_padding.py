@@ -136,14 +136,20 @@ def test_the_program_of_a_gpu_gives_the_same() -> None:
 JOINED = """f = Concat <axis = 2> (n, s) first, second = Split <axis = 2, num_outputs = 2> (f)
         q = Mul (first, second) c = Gather <axis = 1> (q, zero)"""
 
+SOME = """some = Constant <value_ints = [1, 0, -5]> () one = Constant <value_ints = [1]> ()
+        few = Gather <axis = 1> (n, some) sum = ReduceMean <keepdims = 0> (few, one)
+        first = Gather <axis = 1> (n, zero) c = Sub (sum, first)"""
+
 
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("end", [FIRST, BESIDE, JOINED], ids=["first", "beside", "joined"])
+@pytest.mark.parametrize(
+    "end", [FIRST, BESIDE, JOINED, SOME], ids=["first", "beside", "joined", "some"]
+)
 def test_what_stands_at_the_padding_reaches_nothing(hostile: float, end: str) -> None:
     padded = optimized(layer(end))
     packed = pack(padded)
     packing = Packing.of(packed)
-    feeds = batch(packing, padded, (3, 1, 5), 5)
+    feeds = batch(packing, padded, (3, 2, 5), 5)
     (want,) = ort.session(padded).run(None, feeds)
     x = np.where(feeds["m"][..., None] != 0, feeds["x"], np.float32(hostile))
     (found,) = ort.session(packed).run(None, packed_feeds(packing, feeds | {"x": x}))

@@ -4,7 +4,7 @@ Where the mask of every attention hides the keys of padded tokens, and each toke
 from its own alone, nobody reads what stands at the padding. The rows [B, S, ..] of a graph then
 become [1, T, ..], one sequence behind the other, and attention takes the packed kind, which knows
 by offsets where each begins. Operators of rows stay as they are, with their kernels and gradients.
-Three inputs are added, which `Packing.feeds` makes of the mask of one batch.
+Inputs are added, which `Packing.feeds` makes of the mask of one batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Packing:
     rows: str
     """int64 [1, T]: where each token stands among all B x S places; behind the last, any does."""
     places: str
-    """int64 [B, S]: the row of each token; for padding, that of any."""
+    """int64 [B, S]: the row of each token; for padding, that of any. "": no output has them all."""
     offsets: str
     """int64 [B + 1]: where each sequence begins, and the last one ends."""
     inputs: tuple[str, ...]
@@ -68,6 +68,8 @@ class Packing:
     """The outputs that have stayed rows of tokens, [1, T, ..]."""
     longest: int = LONGEST
     """The greatest S at which the masks were tried."""
+    chosen: str = ""
+    """int64 [B, picks]: the rows at the places `picked`. "": there are none."""
 
     @classmethod
     def of(cls, model: ir.Model) -> Packing | None:
@@ -80,9 +82,9 @@ class Packing:
         return cls(**{**fields, **lists})
 
     @property
-    def added(self) -> tuple[str, str, str]:
+    def added(self) -> tuple[str, ...]:
         """The inputs that the graph had not before."""
-        return self.rows, self.places, self.offsets
+        return tuple(filter(None, (self.rows, self.places, self.offsets, self.chosen)))
 
     def feeds(self, mask: Array, shapes: Mapping[str, Sequence[int]]) -> dict[str, Array] | str:
         """What the added inputs are fed for a batch, or why it cannot be packed.
@@ -105,7 +107,8 @@ class Packing:
             return "its mask has other numbers than 0 and 1"
         batch, length = mask.shape
         at = there.ravel().nonzero()[0]
-        offsets = at.searchsorted(np.arange(batch + 1) * length)
+        starts = np.arange(batch + 1) * length
+        offsets = at.searchsorted(starts)
         if (offsets[1:] == offsets[:-1]).any():
             return "a sequence has no token"
         if not all(-length <= place < length and there[:, place].all() for place in self.picked):
@@ -113,10 +116,15 @@ class Packing:
         step = 1 << (max(1, min(length, len(at) // 8)).bit_length() - 1)
         rows = np.full((1, -(-len(at) // step) * step), at[0])
         rows[0, : len(at)] = at
-        places = np.zeros(mask.size, np.int64)
-        places[at] = np.arange(len(at))
-        places = places.reshape(mask.shape)
-        return {self.rows: rows, self.places: places, self.offsets: offsets}
+        fed = {self.rows: rows, self.offsets: offsets}
+        if self.chosen:
+            places = [place % length for place in self.picked]
+            fed[self.chosen] = at.searchsorted(starts[:-1, None] + places)
+        if self.places:
+            row_of = np.zeros(mask.size, np.int64)
+            row_of[at] = np.arange(len(at))
+            fed[self.places] = row_of.reshape(mask.shape)
+        return fed
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,9 @@ class _Packer:
         self.rows: dict[ir.Value, _RowAxes] = {}
         self.shapes: dict[ir.Value, list[int | ir.SymbolicDim]] = {}
         """Of values that are packed now, the shapes that they had."""
-        self.picked: set[int] = set()
+        self.picked: list[int] = []
+        self.places: ir.Value | None = None
+        self.chosen: ir.Value | None = None
         self.packed: dict[tuple[ir.Value, tuple[int | None, int]], ir.Value] = {}
         self.names = Names.of(self.graph)
         self.op = Builder()
@@ -172,7 +182,6 @@ class _Packer:
         self.fed = [v for v in self.graph.inputs if v is not self.mask and self._like_mask(v)]
         self.proofs: dict[tuple[ir.Value | None, ...], KeyMask] = {}
         self.tokens = self._input("padding.rows", ir.DataType.INT64, [1, "tokens"])
-        self.places = self._input("padding.places", ir.DataType.INT64, [*required(self.mask.shape)])
         offsets = self._input("padding.offsets", ir.DataType.INT64, ["offsets"])
         # a tensor of the GPU's own: blocks of each attention read it, and a small input may stay
         # in the host's memory
@@ -196,11 +205,12 @@ class _Packer:
         return Packing(
             mask=str(self.mask.name),
             rows=str(self.tokens.name),
-            places=str(self.places.name),
+            places=str(self.places.name) if self.places else "",
             offsets=str(offsets.name),
             inputs=tuple(str(v.name) for v in self.fed),
             outputs=tuple(str(v.name) for v in ends if self.as_tokens),
-            picked=tuple(sorted(self.picked)),
+            picked=tuple(self.picked),
+            chosen=str(self.chosen.name) if self.chosen else "",
             longest=min(proof.longest for proof in self.proofs.values()),
         )
 
@@ -248,6 +258,9 @@ class _Packer:
                 "pack='zero' gives zeros there"
             )
         op, dtype, name = self.op, required(value.dtype), value.name
+        if self.places is None:
+            sizes = [*required(self.mask.shape)]
+            self.places = self._input("padding.places", ir.DataType.INT64, sizes)
         wide = op.Gather(op.Squeeze(value, [0]), self.places, axis=0)
         there = op.Cast(self.mask, to=int(ir.DataType.BOOL))
         if behind := list(range(2, required(rank(value)))):
@@ -460,7 +473,7 @@ class _Packer:
         if batch is None or row != batch + 1 or size > -batch:
             raise NotPacked(f"'{value.name}' has its rows on other axes than those of tokens")
         self._check_sizes(value, batch, row)
-        shape = self.op.Shape(self.places)
+        shape = self.op.Shape(self.mask)
         if row < -1:
             shape = self.op.Concat(shape, self.op.constant([1] * (-row - 1)), axis=0)
         wide = self.op.Expand(value, shape)
@@ -545,7 +558,7 @@ class _Packer:
         """Let a node that reads the shape of rows read that of the padded ones."""
         place, old = self.rows[x], self.shapes[x]
         op, sizes = self.op, list[ir.Value]()
-        shape = op.Shape(self.places)
+        shape = op.Shape(self.mask)
         for axis, size in enumerate(_sizes(old)):
             if axis == place.row and place.batch is None:
                 sizes.append(op.ReduceProd(shape, keepdims=1))
@@ -578,8 +591,12 @@ class _Packer:
         at = const_array(index)
         if at is None or self.rows[x] != _RowAxes(0, 1):
             return False
-        self.picked.update(int(i) for i in at.flat)
-        rows = self.op.Gather(self.places, index, axis=1)
+        if self.chosen is None:
+            sizes = [required(self.mask.shape)[0], "picks"]
+            self.chosen = self._input("padding.chosen", ir.DataType.INT64, sizes)
+        self.picked += sorted({*at.ravel().tolist()} - {*self.picked})
+        columns = np.array([self.picked.index(i) for i in at.flat], np.int64).reshape(at.shape)
+        rows = self.op.Gather(self.chosen, self.op.constant(columns), axis=1)
         flat = self.op.Squeeze(x, [0])
         flat.type, y = x.type, node.outputs[0]
         result = self.op.Gather(flat, rows, axis=0)
@@ -649,7 +666,7 @@ class _Packer:
         )
         names = ("scale", "softcap", "q_rows", "kv_rows")
         attributes = {name: node.attributes[name] for name in names if name in node.attributes}
-        inputs = [q, k, v, self.offsets, self.places]
+        inputs = [q, k, v, self.offsets, self.mask]
         y = self.op.node(packed.name, inputs, domain=FUSE, attributes=attributes, name=node.name)
         old = node.outputs[0]
         y.type, y.shape, y.name = old.type, old.shape, self.names.fresh("padding")
