@@ -17,13 +17,14 @@ from decoders import slotted
 from support import answers, assert_near, formula_model, stock
 
 from onnx_fuse import bench, rewrite
+from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime.specialize import Specializer
-from onnx_fuse.session import load
+from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.gradients import check_gradients
 from onnx_fuse.validation.inputs import Feeds, generate
@@ -250,6 +251,12 @@ def test_the_lengths_follow_from_the_caches(row: Decoder) -> None:
     assert row.cache == "none" or seen == {(True, False), (False, True)}
     assert bench.program(model, CHIPS["H200"]).calls
     assert row.kind == "float16" or check_gradients(model).ok
+
+
+def test_a_cpu_without_the_kernel_of_a_float8_cache_says_so() -> None:
+    row = next(x for x in QUANTIZED if x.float8)
+    with pytest.raises(ModelError, match="CPU cannot run .* types of GroupQueryAttention"):
+        InferenceSession(row.model(), device="cpu").get_inputs()
 
 
 @pytest.mark.parametrize("row", [x for x in QUANTIZED if not x.float8], ids=lambda row: row.name)

@@ -41,7 +41,8 @@ class StepOptions:
             gradient.
         precision (--precision NAME): Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16,
             fp16 or, on a Hopper GPU, fp8; on the CPU fp32 or fp16. | With "bf16" and "fp16",
-            forward and backward are in 16 bits, and weights, sums and the update are in float32.
+            forward and backward are in 16 bits, and weights, sums and the update are in float32
+            (onnxruntime's CPU rounds nothing between operators: its losses in "fp16" are "fp32"'s).
             "fp16" scales the loss, and skips updates whose gradients overflow. "fp8" is "bf16" with
             multiplications by weights in float8, if their sizes, rows included, are multiples of
             16: operands in e4m3, gradients in e5m2, scaled by the largest magnitudes of the last 16
