@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, in_threads, is_container, stamp
-from onnx_fuse.errors import DeviceError, ModelError, UsageError, did_you_mean, listed
+from onnx_fuse.errors import DeviceError, UsageError, did_you_mean, listed
 from onnx_fuse.feeds import (
     InputSpec,
     Interface,
@@ -240,12 +240,8 @@ class InferenceSession:
             try:
                 session, entry = opened(self._read()), None
             except Exception as again:
-                if not ort.NO_KERNEL.search(str(again)):
-                    raise
-                raise ModelError(
-                    f"onnxruntime's CPU cannot run this model: {ort.plain(again)}; "
-                    'device="cuda" has kernels of its own'
-                ) from again
+                ort.refuse_types(again)
+                raise
             text = "onnxruntime refuses the fused graph, and the file runs as it is"
             warnings.warn(f"{text}: {ort.plain(error)}", stacklevel=3)
         if entry and self._cached is None:

@@ -255,7 +255,7 @@ def test_the_lengths_follow_from_the_caches(row: Decoder) -> None:
 
 def test_a_cpu_without_the_kernel_of_a_float8_cache_says_so() -> None:
     row = next(x for x in QUANTIZED if x.float8)
-    with pytest.raises(ModelError, match="CPU cannot run .* types of GroupQueryAttention"):
+    with pytest.raises(ModelError, match=r"CPU cannot run .* types of GroupQueryAttention"):
         InferenceSession(row.model(), device="cpu").get_inputs()
 
 

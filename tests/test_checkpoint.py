@@ -385,6 +385,31 @@ def test_resume_refuses(tmp_path: Path) -> None:
         fit.fit(resumed, arrays(), epochs=EPOCHS, batch_size=4)
 
 
+def test_a_learning_rate_that_is_a_function_is_given_again(tmp_path: Path) -> None:
+    def halved(update: int) -> float:
+        return 0.5**update
+
+    rates = optim.sequential([optim.constant(0.1), optim.custom(0.1, halved)], [2])
+    straight, stopped = trainer(), trainer()
+    for t in (straight, stopped):
+        t.schedule(rates)
+        for _ in range(7):  # three updates, and half of one
+            t.step(arrays())
+    stopped.checkpoint(tmp_path)
+    with pytest.raises(UsageError, match=r"the function .*halved, which no checkpoint holds"):
+        Trainer.resume(tmp_path, model())
+    resumed = Trainer.resume(tmp_path, model(), schedule=rates)
+    assert resumed.lr == pytest.approx(0.05)
+    for t in (straight, resumed):
+        t.step(arrays())
+    for name, array in straight.weights().items():
+        np.testing.assert_array_equal(resumed.weights()[name], array)
+    again = trainer()
+    again.schedule(optim.constant(0.1))
+    with pytest.raises(UsageError, match="takes another schedule"):
+        again.restore(tmp_path)
+
+
 def test_manifest_is_readable(tmp_path: Path) -> None:
     started = trainer()
     run(started, tmp_path)

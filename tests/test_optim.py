@@ -343,6 +343,17 @@ AS_IN_TORCH: dict[str, tuple[optim.Schedule, str, dict[str, Any]]] = {
     "onecycle": (optim.onecycle(0.5, 24), "OneCycleLR", {"max_lr": 0.5, "total_steps": 24}),
     "cosine": (optim.cosine(0.5, 24), "CosineAnnealingLR", {"T_max": 24}),
     "step": (optim.step(0.5, 4, gamma=0.5), "StepLR", {"step_size": 4, "gamma": 0.5}),
+    "custom": (
+        optim.custom(0.5, lambda k: 1 / (1 + k)), "LambdaLR", {"lr_lambda": lambda k: 1 / (1 + k)}
+    ),
+    "sequential": (
+        optim.sequential(
+            [optim.exponential(0.5, 0.8), optim.step(0.5, 2), optim.cosine(0.5, 30)], [5, 9]
+        ),
+        *("SequentialLR", {"milestones": [5, 9], "schedulers": {
+            "ExponentialLR": {"gamma": 0.8}, "StepLR": {"step_size": 2},
+            "CosineAnnealingLR": {"T_max": 30}}}),
+    ),
 }  # fmt: skip
 
 
@@ -351,7 +362,11 @@ def test_a_schedule_is_that_of_pytorch(name: str) -> None:
     torch = pytest.importorskip("torch")
     ours, theirs, options = AS_IN_TORCH[name]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-    schedule = getattr(torch.optim.lr_scheduler, theirs)(optimizer, **options)
+    scheduler = torch.optim.lr_scheduler
+    if theirs == "SequentialLR":
+        parts = [getattr(scheduler, n)(optimizer, **o) for n, o in options["schedulers"].items()]
+        options = {**options, "schedulers": parts}
+    schedule = getattr(scheduler, theirs)(optimizer, **options)
     rates = []
     for _ in range(24):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -380,6 +395,11 @@ def test_restarts_of_one_length_and_a_power_of_one() -> None:
         {"lr": 1.0, "shape": "multistep"},
         {"lr": 1.0, "shape": "polynomial"},
         {"lr": 1.0, "shape": "cosine", "steps": 5, "warmup": 5},
+        {"lr": 1.0, "shape": "custom"},
+        {"lr": 1.0, "shape": "sequential"},
+        {"lr": 1.0, "shape": "sequential", "parts": [0.5]},
+        {"lr": 1.0, "shape": "sequential", "parts": [optim.constant(1.0)], "milestones": [1]},
+        {"lr": 1.0, "shape": "sequential", "parts": [optim.constant(1.0)] * 2, "milestones": [0]},
     ],
 )
 def test_schedule_refuses(fields: dict[str, Any]) -> None:

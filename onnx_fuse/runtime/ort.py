@@ -310,12 +310,21 @@ def plain(error: BaseException) -> str:
     """An error's text on one line, without onnxruntime's numbers and C++ signatures."""
     if isinstance(error, UnicodeDecodeError):
         return "an output holds text that is not UTF-8"
-    if unserved := NO_KERNEL.search(str(error)):
+    if unserved := _NO_KERNEL.search(str(error)):
         return "no kernel takes the types of {} '{}'".format(*unserved.groups())
     return _NOISE.sub("", " ".join(str(error).split()))[:400]
 
 
-NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\) node with name '(.*)'")
+def refuse_types(error: BaseException) -> None:
+    """Raise ModelError where onnxruntime has no kernel for the types of a node."""
+    if _NO_KERNEL.search(str(error)):
+        raise ModelError(
+            f"onnxruntime's CPU cannot run this model: {plain(error)}; "
+            'device="cuda" has kernels of its own'
+        ) from error
+
+
+_NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\) node with name '(.*)'")
 """What onnxruntime says of a node's operator and name."""
 
 

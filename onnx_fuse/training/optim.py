@@ -26,6 +26,7 @@ from onnx_fuse.training.schedules import (
     Schedule,
     constant,
     cosine,
+    custom,
     cyclic,
     exponential,
     linear,
@@ -33,6 +34,7 @@ from onnx_fuse.training.schedules import (
     onecycle,
     polynomial,
     restarts,
+    sequential,
     step,
 )
 
@@ -52,6 +54,7 @@ __all__ = [
     "Schedule",
     "constant",
     "cosine",
+    "custom",
     "cyclic",
     "exponential",
     "from_json",
@@ -62,6 +65,7 @@ __all__ = [
     "onecycle",
     "polynomial",
     "restarts",
+    "sequential",
     "step",
     "to_json",
 ]
@@ -602,8 +606,14 @@ def chosen(optimizer: Optimizer | str | None) -> Optimizer:
 
 
 def to_json(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer as JSON values, such as {"name": "adamw", "lr": {...}, ...}."""
-    return {"name": type(optimizer).__name__.lower(), **dataclasses.asdict(optimizer)}
+    """The optimizer as JSON values, such as {"name": "adamw", "lr": {...}, ...}.
+
+    A function of a schedule is text that names it.
+    """
+    assert isinstance(optimizer.lr, Schedule)
+    fields = dataclasses.asdict(dataclasses.replace(optimizer, lr=optimizer.lr.lr))
+    name = type(optimizer).__name__.lower()
+    return {"name": name, **fields, "lr": optimizer.lr.to_json()}
 
 
 def from_json(data: Mapping[str, Any]) -> Optimizer:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.options import check_types
@@ -34,11 +35,20 @@ class Schedule:
     power: float = 1.0
     """The power of "polynomial"."""
     milestones: Sequence[int] = ()
-    """The updates, after the warm-up, at which "multistep" multiplies the rate by `gamma`."""
+    """The updates, after the warm-up, at which "multistep" multiplies the rate by `gamma`, and at
+    which "sequential" goes on to its next part."""
+    factor: Callable[[int], float] | str | None = None
+    """Of "custom": a function from the updates done to a factor on `lr`. Text stands for a function
+    that a checkpoint names: it has no rate."""
+    parts: Sequence[Schedule] | None = None
+    """The schedules of "sequential", each of which begins at its own first update."""
 
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "milestones", tuple(self.milestones))
+        if self.parts is not None:
+            parts = (Schedule(**p) if isinstance(p, Mapping) else p for p in self.parts)
+            object.__setattr__(self, "parts", tuple(parts))
         if self.shape not in _SHAPES:
             raise UsageError(unknown("schedule", self.shape, _SHAPES))
         if not 0 <= self.lr < math.inf:
@@ -49,11 +59,43 @@ class Schedule:
             raise UsageError(f"the periods of restarts cannot shrink: gamma is {self.gamma}")
         if self.shape == "multistep" and not self.milestones:
             raise UsageError("a multistep schedule needs milestones: optim.multistep takes them")
+        if self.shape == "custom" and not (callable(self.factor) or isinstance(self.factor, str)):
+            raise UsageError("a custom schedule needs a function: optim.custom takes it")
+        if self.shape == "sequential":
+            self._check_parts()
         if self.shape in ENDING and self.steps <= self.warmup:
             raise UsageError(
                 f"a {self.shape} schedule of {self.steps} steps ends within its {self.warmup} "
                 "steps of warm-up: give it more steps, or less warm-up"
             )
+
+    def _check_parts(self) -> None:
+        parts, starts = self.parts or (), self.milestones
+        if not parts or not all(isinstance(part, Schedule) for part in parts):
+            raise UsageError("a sequential schedule needs schedules: optim.sequential takes them")
+        grow = list(starts) == sorted({*starts}) and min(starts, default=1) >= 1
+        if not grow or len(starts) != len(parts) - 1:
+            raise UsageError(
+                f"{len(parts)} schedules need {len(parts) - 1} milestones that grow, from 1 on: "
+                f"given are {list(starts)}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values: of a function, its name."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        if callable(self.factor):
+            name = getattr(self.factor, "__qualname__", type(self.factor).__name__)
+            record["factor"] = f"the function {name}"
+        if self.parts is not None:
+            record["parts"] = [part.to_json() for part in self.parts]
+        return record
+
+    @property
+    def missing(self) -> str:
+        """The first function that `to_json` could only name, or nothing."""
+        if isinstance(self.factor, str):
+            return self.factor
+        return next(filter(None, (part.missing for part in self.parts or ())), "")
 
     def __call__(self, step: int) -> float:
         """The rate of update `step`, where the first update is 0."""
@@ -94,6 +136,22 @@ def _cyclic(schedule: Schedule, done: int) -> float:
     return schedule.end + (1 - schedule.end) * height * schedule.gamma**cycle
 
 
+def _custom(schedule: Schedule, done: int) -> float:
+    if not callable(schedule.factor):
+        raise UsageError(f"the learning rate is {schedule.factor}, which is not here: give it anew")
+    factor = float(schedule.factor(done))
+    if not 0 <= factor < math.inf:
+        raise UsageError(f"the learning rate's function gives {factor} for update {done}")
+    return factor
+
+
+def _sequential(schedule: Schedule, done: int) -> float:
+    """The rate of the part that `done` is in, of the highest one."""
+    at = sum(done >= start for start in schedule.milestones)
+    rate = (schedule.parts or ())[at](done - (0, *schedule.milestones)[at])
+    return rate / (schedule.lr or 1.0)
+
+
 # Factor on lr, `done` updates after the warm-up.
 _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "constant": lambda s, done: 1.0,
@@ -105,6 +163,8 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "restarts": _restarts,
     "onecycle": _one_cycle,
     "cyclic": _cyclic,
+    "custom": _custom,
+    "sequential": _sequential,
 }
 ENDING = ("linear", "cosine", "polynomial", "onecycle")
 """The schedules that have a last update."""
@@ -177,3 +237,22 @@ def cyclic(
     "triangular", 0.5 "triangular2". The cycles begin after `warmup` updates of growth.
     """
     return Schedule(lr, "cyclic", warmup=warmup, end=end, every=every, gamma=gamma)
+
+
+def custom(lr: float, factor: Callable[[int], float], *, warmup: int = 0) -> Schedule:
+    """The rate lr · factor(k) at update k, counted after `warmup` updates of growth.
+
+    It is PyTorch's LambdaLR. A checkpoint stores only the function's name, so `Trainer.resume`
+    needs such a schedule again.
+    """
+    return Schedule(lr, "custom", warmup=warmup, factor=factor)
+
+
+def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
+    """PyTorch's SequentialLR: one of the `schedules` after another.
+
+    The first is used until the first of the `milestones`, then the second, which begins at its own
+    first update, and so on.
+    """
+    highest = max((part.lr for part in schedules if isinstance(part, Schedule)), default=0.0)
+    return Schedule(highest, "sequential", milestones=milestones, parts=schedules)

@@ -639,6 +639,12 @@ class Trainer:
         stored = dict(checkpoint.read(folder)[1]["settings"])
         try:
             optimizer = optim.from_json(stored.pop("optimizer"))
+            missing = optimizer.lr.missing if isinstance(optimizer.lr, optim.Schedule) else ""
+            if missing and schedule is None:
+                raise UsageError(
+                    f"{folder}: the learning rate of the run is {missing}, which no checkpoint "
+                    "holds: give its schedule as schedule="
+                )
             run_loss = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
             stored |= {"loss": run_loss}
             if stored["lora"] is not None:
