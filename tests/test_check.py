@@ -450,7 +450,7 @@ SPECIAL = """g (float[N,4] x) => (float[{rows},4] y) <int64 n = {{{n}}}, int64[1
         (
             "g (float[N,4] x) => (float[M,4] y) <float zero = {0}> "
             "{ n = IsNaN (x)  y = Where (n, zero, x) }",
-            "the last row of floats holds NaN and infinity",
+            "the last row of floats is NaN",
         ),
     ],
     ids=["one", "none", "nan"],

@@ -219,16 +219,13 @@ def test_a_third_feed_hides_a_whole_row(kind: str, apply: str) -> None:
 
 def test_other_floats_get_both_zeros_other_magnitudes_and_nan() -> None:
     model = text_model("g (float[B,S] x) => (float[B,S] y) { y = Relu (x) }")
-    [(_, feed), (_, not_finite)] = extremes(model, {"x": np.full((3, 20), 2, np.float32)})
+    [(_, feed), (_, of_nan)] = extremes(model, {"x": np.full((3, 20), 2, np.float32)})
     x = feed["x"]
     zeros = x[x == 0]
     assert np.signbit(zeros).any()
     assert not np.signbit(zeros).all()
     assert np.abs(x).max() / np.abs(x[x != 0]).min() > 1e4
-    y = not_finite["x"]
-    assert np.isnan(y[-1, 0])
-    assert np.isinf(y[-1, -1])
-    assert np.isfinite(y).sum() == y.size - 2
+    np.testing.assert_array_equal(np.isnan(of_nan["x"]).all(1), [False, False, True])
 
 
 # ---- decoders --------------------------------------------------------------------------------

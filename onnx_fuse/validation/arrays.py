@@ -163,13 +163,14 @@ def extreme_values(array: Array) -> Array:
     return out
 
 
-def not_finite_values(array: Array) -> Array:
-    """Numbers whose last row begins with NaN and ends with an infinity."""
+def nan_values(array: Array) -> Array:
+    """Numbers whose last row is NaN, all of it.
+
+    Of one NaN among keys that a mask hides, a kernel of attention may know nothing (CONTRIBUTING).
+    """
     out = array.copy()
     if out.size:
-        row = out[-1:].reshape(-1)
-        row[-1], row[0] = np.inf, np.nan
-        out[-1] = row.reshape(out[-1].shape)
+        out[-1] = np.nan
     return out
 
 
