@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_fuse import __version__, progress, rewrite, session
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import source_hash, waiting
+from onnx_fuse.cuda.source import source_hash
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.feeds import argument
 from onnx_fuse.files import written
@@ -372,9 +372,7 @@ def _modules(
                 cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
                 members[cubins[arch]] = cubin
         names[source, defines] = (unique(source), defines)
-        waits = waiting(source)
-        entry = {"source": unique(source), "defines": defines, "waits": waits, "cubins": cubins}
-        table.append(entry)
+        table.append({"source": unique(source), "defines": defines, "cubins": cubins})
     return names, table
 
 

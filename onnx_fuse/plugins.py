@@ -22,7 +22,7 @@ from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.patterns import body_rule
 from onnx_fuse.ops.rules import ADDED, Rule
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr, Waits
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime.specialize import forget_programs
 
@@ -46,11 +46,16 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-Kernel = HeuristicKernel
-"""The base of kernels: a subclass gives a name, `supports`, `configs`, `cost` and `launch`."""
 GROUP = "onnx_fuse.plugins"
 _TAKEN = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")
 _loaded: set[str] = set()
+
+
+class Kernel(HeuristicKernel):
+    """The base of kernels: a subclass gives a name, `supports`, `configs`, `cost` and `launch`."""
+
+    waits: Waits = ""
+    """When its source waits for earlier launches, as `Launch.waits` says."""
 
 
 def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1) -> None:

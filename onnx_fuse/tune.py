@@ -21,7 +21,7 @@ import numpy as np
 from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
-from onnx_fuse.kernels import Selection, candidates, select, tuning
+from onnx_fuse.kernels import Selection, by_cost, candidates, select, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.contractions import Attention
@@ -110,13 +110,7 @@ def ranked(
     kernel: Kernel, problem: AnyProblem, hw: Hardware, why: str = "tuned"
 ) -> list[Selection]:
     """The configurations of a kernel, best predicted first; none where it does not serve."""
-    if kernel.supports(problem, hw) is not None:
-        return []
-    choices = [
-        Selection(kernel, how, kernel.cost(problem, how, hw), why)
-        for how in kernel.configs(problem, hw)
-    ]
-    return sorted(choices, key=lambda choice: choice.seconds)
+    return [] if kernel.supports(problem, hw) else [*by_cost((kernel,), problem, hw, why)]
 
 
 def prepared(call: Call, choices: Sequence[Selection], hw: Hardware) -> tuple[list[Call], Operands]:

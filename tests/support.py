@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from string import Template
@@ -21,6 +22,7 @@ import onnxruntime
 import pytest
 
 from onnx_fuse import cli
+from onnx_fuse.cuda.source import source_text
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.formula import written_out
@@ -257,6 +259,19 @@ def in_threads(work: Callable[[Any], object], values: Iterable[Any]) -> None:
     with ThreadPoolExecutor(len(items := list(values))) as pool:
         for _ in pool.map(work, items):
             pass
+
+
+_WAIT = re.compile(r"\b(after_previous_launch|grid_dependency_wait)\(\)")
+
+
+@cache
+def waits(source: str) -> str:
+    """`Launch.waits` of a source, as its text says: at most one statement stands before "first"."""
+    kernels = source_text(source).split('extern "C" __global__')[1:]
+    heads = [";".join(kernel.partition("{")[2].split(";")[:2]) for kernel in kernels]
+    if all(map(_WAIT.search, heads)):
+        return "first"
+    return "later" if all(map(_WAIT.search, kernels)) else ""
 
 
 def setting(*keys: Any, to: Any) -> Callable[[Any], None]:

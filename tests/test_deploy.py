@@ -21,7 +21,6 @@ from support import ENCODER, assert_same, setting, table
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, rewrite, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import waiting
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program import template
@@ -109,7 +108,7 @@ def test_an_encoder_with_its_cubins_its_weights_and_its_graph(
                 cubin = nvrtc.compile(x.source, x.defines, "sm_90a")
                 assert cubin == nvrtc.compile(y.source, y.defines, "sm_90a")
                 assert cubin[:4] == b"\x7fELF"
-                assert waiting(x.source) == waiting(y.source)
+                assert x.waits == y.waits
         for b in written.buffers:
             if b.kind == "weight" and b.id in written.constants:
                 assert loaded.weight(b.name).tobytes() == written.constants[b.id].tobytes()
@@ -519,7 +518,6 @@ BAD_MANIFESTS = {
     "a shape of text": (setting("programs", 0, "inputs", "x", to=["24", "f"]), "manifest lacks"),
     "a member that is not there": (setting("programs", 0, "member", to="../x"), "is missing"),
     "a module without code": (lambda m: m["modules"][0].pop("cubins"), "manifest lacks"),
-    "a module that waits once": (setting("modules", 0, "waits", to=[True]), "manifest lacks"),
     "modules of numbers": (setting("modules", to=[1, 2]), "manifest lacks"),
 }
 

@@ -13,7 +13,6 @@ from onnx_fuse.cuda.pointwise import (
     Code,
     launch_of,
 )
-from onnx_fuse.cuda.source import without_bounds
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.walk import lower
@@ -230,11 +229,6 @@ def test_batched_launches_compile() -> None:
     for call in calls:
         (launch,) = call.launches
         assert nvrtc.resources(launch.source, launch.defines)["batched"].clean
-
-
-def test_bounds_are_taken_off_whatever_they_hold() -> None:
-    text = "a __launch_bounds__(256) f(); __launch_bounds__(T, x ? (g(8) == 8 ? 2 : 3) : 1) h(int)"
-    assert without_bounds(text) == "a  f();  h(int)"
 
 
 def test_table_names_are_onnx_or_steps() -> None:

@@ -12,11 +12,11 @@ import cuda.pathfinder
 import pytest
 from cuda.bindings import driver
 from lowering import lowered
-from support import python
+from support import python, waits
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import Defines, source_root, waiting
+from onnx_fuse.cuda.source import Defines, source_root
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import text_model
@@ -224,6 +224,7 @@ def launches(hw: Hardware, likeliest: int, whole: bool = True) -> dict[tuple[str
             for place, how in enumerate(ranked[: None if whole else 1]):
                 # cuBLASLt's are no sources of ours
                 calls = [c for c in kernel.launch(problem, how, hw) if c.product is None]
+                assert [c.waits for c in calls] == [waits(c.source) for c in calls]
                 who = f"{kernel.name} {how} {problem}"
                 if place < likeliest:
                     found |= {(call.source, call.defines): who for call in calls}
@@ -512,23 +513,18 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(
 def test_every_kernel_waits_for_the_launch_before() -> None:
     sources = [p.relative_to(source_root()).as_posix() for p in source_root().rglob("*.cu")]
     assert len(sources) > 30
-    assert [s for s in sources if not waiting(s)[0]] == []
+    assert [s for s in sources if not waits(s)] == []
     # loads through such a pointer go ahead of the wait
     texts = [path.read_text() for path in source_root().rglob("*.cu*")]
     assert not any("* __restrict__" in text for text in texts)
-    careless = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; }\n'
-    assert not waiting(careless)[0]  # launched when all before it is done
-    assert waiting(careless.replace("*x", "after_previous_launch(); *x"))[0]
-
-
-def test_kernels_that_do_something_before_they_wait_follow_one_launch_alone() -> None:
     step = ("gemm/fma_sm80.cu", "gemm/simt.cu", "layernorm/row.cu", "layernorm/grad.cu",
             "reduce/reduce.cu", "loss/cross_entropy.cu")  # fmt: skip
-    assert all(waiting(source)[1] for source in step)
-    assert waiting("gemm/cluster_sm90.cu") == (True, False)  # it reads weights ahead
-    late = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; y(); WAIT }\n'
-    late = late.replace("WAIT", "after_previous_launch();")
-    assert waiting(late) == (True, False)
+    assert {waits(source) for source in step} == {"first"}
+    assert waits("gemm/cluster_sm90.cu") == "later"  # it reads weights ahead
+    kernel = '#include "common.cuh"\nextern "C" __global__ void set(int* x) { *x = 1; y(); WAIT }\n'
+    assert waits(kernel) == ""  # to be launched when all before it is done
+    late = kernel.replace("WAIT", "after_previous_launch();")
+    assert (waits(late), waits(late.replace("*x = 1; y();", ""))) == ("later", "first")
 
 
 @pytest.mark.parametrize("level", [0, 2])

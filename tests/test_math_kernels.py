@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 import pytest
 from math_cases import H200, cases
+from support import waits
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_root
@@ -61,9 +62,8 @@ def test_every_call_is_a_problem(programs):
             seen.add(call.problem.op)
             assert call.problem.floor(H200) >= 0
             assert str(call.problem).startswith(call.problem.op)
-            assert call.why.partition(" ")[0].rstrip(":") in {
-                k.name for k in candidates(call.problem.op)
-            }
+            assert call.choice.kernel in {k.name for k in candidates(call.problem.op)}
+            assert all(x.waits == waits(x.source) for x in call.launches), str(call)
     assert len(seen) >= 25
 
 

@@ -185,6 +185,8 @@ def test_a_registered_kernel_serves_its_operator_and_compiles() -> None:
     assert (call.kernel, launch.entry, launch.grid) == ("Squash", "squash", (1, 1, 1))
     assert {name for name, _ in (*call.reads, *call.writes)} == {"x", "scale", "y"}
     assert launch.args[-1] == plugins.Num("f32", 3.0)
+    # it does not wait by itself, so it starts when all before it is done
+    assert launch.waits == Squash().one("squash", 1, 1)[0].waits == ""
     assert nvrtc.compile(launch.source, launch.defines, "sm_90a")
     # what it does not serve runs as its body
     assert all("squash" not in x.entry for c in program("double").calls for x in c.launches)

@@ -17,7 +17,7 @@ import sanitize
 from math_cases import Case, cases, only
 
 from onnx_fuse.cuda import launch as launching
-from onnx_fuse.cuda.source import source_text, without_bounds
+from onnx_fuse.cuda.source import source_text
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
 from onnx_fuse.runtime.executable import Executable
@@ -143,9 +143,14 @@ def test_initcheck_fills_what_a_run_stores_by_tma(
     assert alone._stored == step._stored
 
 
+def test_bounds_are_taken_off_whatever_they_hold() -> None:
+    text = "a __launch_bounds__(256) f(); __launch_bounds__(T, x ? (g(8) == 8 ? 2 : 3) : 1) h(int)"
+    assert sanitize.without_bounds(text) == "a  f();  h(int)"
+
+
 def test_a_function_that_stores_by_tma_counts_by_its_name() -> None:
     source, entry = "sdpa/wgmma_grad_sm90.cu", "sdpa_gradients"
-    head = re.search(rf"{entry}\(([^)]*)\)", without_bounds(source_text(source)))
+    head = re.search(rf"{entry}\(([^)]*)\)", sanitize.without_bounds(source_text(source)))
     assert head
     names = [argument.split()[-1] for argument in head[1].split(",")]
     assert {names[i] for i in sanitize.stored_maps(source, entry)} == {"map_out1", "map_out2"}

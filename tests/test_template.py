@@ -168,6 +168,9 @@ BAD_PROGRAMS = {
     "a map beyond its tensor": put(
         *(*_LAUNCH, "args", 0), to=TensorMap(Ptr("x"), "float32", (4, 9), (16,), (4, 8))
     ),
+    "a wait that is none": put(*_LAUNCH, "waits", to="always"),
+    "a time of text": put("calls", 0, "choice", "seconds", to="1"),
+    "a configuration of numbers": put("calls", 0, "choice", "config", "attrs", to=((1, 2),)),
     "a launch of a library": put(*_LAUNCH, "product", to=GemmProblem("Gemm", 8, 8, 8)),
     "an exchange of ranks beyond": put(*_LAUNCH, to=exchange(sizes=(9,))),
     "an exchange of ranks to nowhere": put(*_LAUNCH, to=exchange("x", "z")),

@@ -201,7 +201,7 @@ def kernel_times(instance: Any) -> dict[str, list[float]]:
     kinds: dict[str, list[float]] = {}
     for call, took in instance.profile():
         name = f"{call.kernel[:40]} {call.problem or ''}".strip()[:110]
-        kind = kinds.setdefault(f"{name} {call.why.split(':')[0]}", [0, 0.0])
+        kind = kinds.setdefault(f"{name} {call.choice.how if call.choice else call.note}", [0, 0.0])
         kind[:] = kind[0] + 1, kind[1] + took
     return kinds
 

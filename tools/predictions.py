@@ -157,7 +157,7 @@ def show(name: str, found: list[Timed], least: float, worst: int | None) -> None
         flush=True,
     )
     for row in sorted(large, key=lambda row: -row.off)[:worst]:
-        choice = row.call.why.split(":")[0]
+        choice = row.call.choice.how
         print(f"  {row.measured:9.1f} us, predicted {row.predicted:9.1f} "
               f"({row.measured / row.predicted:5.2f}), {row.count} of  {row.call.kernel[:40]}  "
               f"{row.call.problem} | {choice}"[:700])  # fmt: skip

@@ -43,7 +43,7 @@ from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.arguments import MAP_BYTES, Operands
 from onnx_fuse.cuda.launch import BoundLaunch
-from onnx_fuse.cuda.source import source_root, source_text, without_bounds
+from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
 
@@ -265,6 +265,14 @@ class Turns:
         self.writer.line(f"\n{TOOK}{time.monotonic() - self.begun:.1f}")
         names = {(GENERATED if "\n" in text else text, entry) for text, entry in launching.bound()}
         self.report.write_text(json.dumps(sorted(names)))
+
+
+_BOUNDS = re.compile(r"__launch_bounds__\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+
+
+def without_bounds(text: str) -> str:
+    """The text without its __launch_bounds__(...), so that a name follows its type."""
+    return _BOUNDS.sub("", text)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.cuda.arguments import Addresses, Arguments, Operands
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
-from onnx_fuse.cuda.source import KEPT, Defines, waiting
+from onnx_fuse.cuda.source import KEPT, Defines
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware, Launch
 
@@ -168,7 +168,7 @@ class BoundLaunch:
     def __init__(
         self, launch: Launch, address: Addresses, hw: Hardware, operands: Operands | None = None
     ) -> None:
-        self.launch, self.early = launch, hw.cc >= 90 and waiting(launch.source)[0]
+        self.launch, self.early = launch, hw.cc >= 90 and launch.waits != ""
         self.grid, self.smem = launch.grid, launch.smem
         self._loaded = _kernel(launch, hw.arch)
         self._kernel = self._loaded.function

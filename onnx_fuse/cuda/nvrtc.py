@@ -25,7 +25,8 @@ from onnx_fuse import config, progress
 from onnx_fuse.cuda.source import GIVEN, Defines, source_text
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 from onnx_fuse.files import private_folder, read_private
-from onnx_fuse.program.problem import Launch, hold_capability
+from onnx_fuse.program.hardware import hold_capability
+from onnx_fuse.program.problem import Launch
 
 NVRTC = 13
 """The release of NVRTC that the kernels are tested with, from 13.0.88 on."""

@@ -368,7 +368,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     )
     blocks = -(-prod(dims) // (width * THREADS))
     args = tuple(arg for _, arg in params)
-    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args)
+    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args, waits="first")
 
 
 def sum_blocks(n: int, width: int) -> tuple[int, int]:
@@ -455,7 +455,7 @@ def launch_sums(
     count = {"columns": strips, "rows": most, "all": 1}[over]
     args = tuple(arg for _, arg in params)
     grid, block = (strips, parts, 1), (THREADS, 1, 1)
-    return Launch(source, "pointwise_sums", grid, block, args, sync=4 * count)
+    return Launch(source, "pointwise_sums", grid, block, args, sync=4 * count, waits="first")
 
 
 def sums_width(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
@@ -507,7 +507,7 @@ def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
     return Launch(
         "indexing/transpose.cu", "transpose", (tiles, 1, 1), (256, 1, 1),
         (Ptr("a0"), Ptr("y0"), *args),
-        (("IDX", "i64" if wide else "int"), ("T", unit), ("VEC", str(vec))),
+        (("IDX", "i64" if wide else "int"), ("T", unit), ("VEC", str(vec))), waits="first",
     )  # fmt: skip
 
 
@@ -600,7 +600,7 @@ def launch_many(
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
     args = tuple(arg for _, arg in params)
-    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), args)
+    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), args, waits="first")
 
 
 Ref: TypeAlias = tuple[str, int]

@@ -8,8 +8,6 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-import re
-from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-CALLS_EARLY = frozenset({"gemm/wgmma_sm90.cu", "sdpa/wgmma_sm90.cu"})
-"""Sources with the macro NEXT_ALONE, by which a launch calls for the next one at once."""
 
 # op -> module of its candidates; the module's KERNELS maps op -> candidates
 MODULES: dict[str, str] = {
@@ -101,6 +97,15 @@ def candidates(op: str) -> Sequence[Kernel]:
     return (*added, *kernels[op]) if added else kernels[op]
 
 
+def named(op: str, name: str) -> Kernel:
+    """The candidate of `op` with this name. Raises UsageError where there is none."""
+    kernels = candidates(op)
+    for kernel in kernels:
+        if kernel.name == name:
+            return kernel
+    raise UsageError(f"{op} has no kernel {name!r}; it has {', '.join(k.name for k in kernels)}")
+
+
 def forced(prefs: Prefs = None) -> dict[str, str]:
     """op -> candidate name asked for by ONNX_FUSE_KERNEL, overridden by `prefs`."""
     entries = (entry.partition("=") for entry in config.KERNEL.value.split(",") if entry)
@@ -161,16 +166,13 @@ def _select(
         return None
     want = forced(prefs).get(op)
     if want is not None:
-        kernel = next((k for k in kernels if k.name == want), None)
-        if kernel is None:
-            names = ", ".join(k.name for k in kernels)
-            raise UsageError(f"{op} has no kernel {want!r}; it has {names}")
+        kernel = named(op, want)
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
         if isinstance(kernel, HeuristicKernel):
             return _by_rule([kernel], problem, hw, "forced")
         return _first_that_fits(
-            problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
+            problem, by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
         )
     if not isinstance(kernels[0], HeuristicKernel):
         problem.upper_bound()  # fixes the size class of each dimension before `supports`
@@ -190,7 +192,7 @@ def _select(
             return Selection(kernel, best, seconds, "tuning record")
     if isinstance(legal[0], HeuristicKernel):
         return _by_rule(legal, problem, hw, "its rule")
-    return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"), hw)
+    return _first_that_fits(problem, by_cost(tuple(legal), largest, hw, "cost model"), hw)
 
 
 def serves(op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> bool:
@@ -316,35 +318,33 @@ class ExplainRow:
 
 
 def site(call: Call, hw: Hardware) -> ExplainRow:
-    """The Site of a call that has a problem; its kernel is chosen anew, which gives the same."""
-    problem = call.problem
+    """The row of a call that has a problem, at its own sizes, which are plain."""
+    problem, choice = call.problem, call.choice
     assert problem is not None, f"{call.kernel} has no kernels to choose from"
-    choice = select(problem.op, problem, hw)
-    assert choice is not None, f"no kernel serves {problem}"
-    refused = refusals(problem.op, problem, hw)
-    others = [
-        kernel
-        for kernel in candidates(problem.op)
-        if kernel.name not in refused and kernel.name != choice.kernel.name
-    ]
-    op, why = problem.op, choice.why
-    if isinstance(
-        choice.kernel, HeuristicKernel
-    ):  # its neighbours are for other problems, not refused
+    assert choice is not None, f"{call.kernel} has no launches"
+    kernel, refused = named(problem.op, choice.kernel), refusals(problem.op, problem, hw)
+    others = [x for x in candidates(problem.op) if x is not kernel and x.name not in refused]
+    record = tuning.lookup(problem.op, problem, hw, [kernel])
+    if record is not None and record[1] == choice.config:
+        seconds = record[2]
+    else:
+        seconds = kernel.cost(problem, choice.config, hw)
+    op, why = problem.op, choice.reason
+    if isinstance(kernel, HeuristicKernel):  # its neighbours are for other problems, not refused
         refused = {}
         op = call.kernel if op in call.kernel else f"{call.kernel} ({op})"
         op += ", channels last" if getattr(problem, "channels_last", False) else ""
-        why += f"; also {', '.join(kernel.name for kernel in others)}" if others else ""
+        why += f"; also {', '.join(x.name for x in others)}" if others else ""
     elif others:
-        rest = (_by_cost((kernel,), problem, hw, "")[0] for kernel in others)
+        rest = (by_cost((x,), problem, hw, "")[0] for x in others)
         second = min(rest, key=lambda other: other.seconds)
         why += f"; next {second.kernel.name}, {second.seconds * 1e6:.1f} µs"
     return ExplainRow(
         call.nodes,
         op,
-        choice.kernel.name,
+        choice.kernel,
         str(choice.config),
-        choice.seconds,
+        seconds,
         problem.floor(hw, call.bytes),
         why if others else f"{why}; no other kernel is possible",
         tuple(refused.items()),
@@ -354,18 +354,13 @@ def site(call: Call, hw: Hardware) -> ExplainRow:
 def chosen_seconds(call: Call, hw: Hardware) -> float:
     """By the cost model of the kernel that a call has, which may be one for larger sizes."""
     assert call.problem is not None
-    name, _, how = call.why.partition(": ")[0].partition(" ")
-    attrs = {key: literal_eval(value) for key, value in _ATTRIBUTE.findall(how)}
-    kernel = next(kernel for kernel in candidates(call.problem.op) if kernel.name == name)
-    return kernel.cost(call.problem, KernelConfig.of(**attrs), hw)
-
-
-_ATTRIBUTE = re.compile(r"(\w+)=(\([^)]*\)|\S+)")
-"""One of a configuration, as `Call.why` has it."""
+    assert call.choice is not None
+    kernel = named(call.problem.op, call.choice.kernel)
+    return kernel.cost(call.problem, call.choice.config, hw)
 
 
 @lru_cache(128)
-def _by_cost(
+def by_cost(
     kernels: tuple[Kernel, ...], problem: AnyProblem, hw: Hardware, why: str
 ) -> tuple[Selection, ...]:
     """Every configuration of `kernels`, the cheapest first."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from math import prod
 
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
-from onnx_fuse.cuda.source import source_text, without_bounds
-from onnx_fuse.kernels import Selection, candidates
+from onnx_fuse.kernels import Selection, named
 from onnx_fuse.kernels.kernel import Kernel, Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
@@ -53,7 +52,7 @@ class BatchedKernel(HeuristicKernel):
     name = "batched"
 
     def launch(self, problem: BatchedCalls, config: KernelConfig, hw: Hardware) -> Launches:
-        kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
+        kernel = named(problem.problem.op, problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
         axis, count, bound = free_axis(kernel, launch), problem.count, problem.bound
         pointers = [arg for arg in launch.args if isinstance(arg, Ptr)]
@@ -71,15 +70,20 @@ class BatchedKernel(HeuristicKernel):
             else:
                 column = sum(isinstance(a, Ptr) for a in launch.args[:i])
                 passed.append(f"CallPointer{{rows.at[blockIdx.{axis}].p[{column}]}}")
-        text = without_bounds(source_text(launch.source)).replace("__global__", "__device__ inline")
-        source = f"""{text}
+        bounds = f"__attribute__((launch_bounds({prod(launch.block)}, 1)))"
+        source = f"""// its kernels become functions of the device
+#undef __global__
+#undef __launch_bounds__
+#define __global__ __device__ inline
+#define __launch_bounds__(...)
+#include "{launch.source}"
 struct CallPointer {{
     u64 p;
     template <class Pointee> __device__ operator Pointee*() const {{ return (Pointee*)p; }}
 }};
 struct CallPointers {{ u64 p[{len(pointers)}]; }};
 struct CallTable {{ CallPointers at[{rows}]; }};
-extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
+extern "C" __attribute__((global)) void {bounds}
     batched(const __grid_constant__ CallTable rows{"".join(parameters)}) {{
     after_previous_launch();
     {launch.entry}({", ".join(passed)});
@@ -88,7 +92,9 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
         x, y, z = launch.grid
         grid = (x, count, z) if axis == "y" else (x, y, count)
         table = Table(tuple(words))
-        return (Launch(source, "batched", grid, launch.block, (table, *numbers), launch.defines),)
+        return (Launch(
+            source, "batched", grid, launch.block, (table, *numbers), launch.defines, waits="first",
+        ),)  # fmt: skip
 
 
 class MultiTensor(HeuristicKernel):

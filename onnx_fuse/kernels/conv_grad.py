@@ -191,6 +191,7 @@ class Wgmma(Planned, HeuristicKernel):
 
     name = "wgmma"
     source = "conv/weight_grad_sm90.cu"
+    waits = "later"
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
@@ -282,7 +283,6 @@ class PointwiseWeightGrad(HeuristicKernel):
     """A filter of one tap: a Gemm of dy's and x's pixels, where its tiles are many."""
 
     name = "product"
-    source = Gemm.source
 
     def __init__(self) -> None:
         self.inner = Gemm()

@@ -438,7 +438,6 @@ class Gathered(Chosen):
 
     def __init__(self, many: Wgmma | Tf32) -> None:
         self.many = many
-        self.source = many.source
 
     def inner(self, config: KernelConfig) -> Wgmma | Tf32 | Cluster:
         """The candidate of the product to which the configuration belongs."""

@@ -15,6 +15,7 @@ class Rounding(HeuristicKernel):
     """quant/float8.cu. Operands: x history q qt scale next part."""
 
     source = "quant/float8.cu"
+    waits = "later"
 
     def supports(self, problem: Float8, hw: Hardware) -> str | None:
         if hw.cc < 89:

@@ -38,7 +38,7 @@ class Cluster(Kernel):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "cluster"
-    source = "gemm/cluster_sm90.cu"
+    source, waits = "gemm/cluster_sm90.cu", "later"
     norms = False  # whether gamma and beta are applied to a in shared memory
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

@@ -238,7 +238,7 @@ class WgmmaInt8Nhwc(MmaInt8Nhwc):
     """conv/integer_sm90.cu: the same on wgmma; mma.sync is for few rows and for other chips."""
 
     name = "wgmma_s8_nhwc"
-    source = "conv/integer_sm90.cu"
+    source, waits = "conv/integer_sm90.cu", "later"
     entry = "conv_integer_wgmma"
     version = 1
     costs = IntegerCosts(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.gemm_portable import (
     CHOICES,
     HALVES,
@@ -129,7 +130,8 @@ class Wgmma(Kernel):
     """The candidate of gemm/wgmma_sm90.cu."""
 
     name = "wgmma"
-    source = "gemm/wgmma_sm90.cu"
+    source, waits = "gemm/wgmma_sm90.cu", "later"
+    early = defines(NEXT_ALONE=1)
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":

@@ -51,7 +51,7 @@ class Tf32(Kernel):
     """
 
     name = "wgmma_tf32"
-    source = "gemm/tf32_sm90.cu"
+    source, waits = "gemm/tf32_sm90.cu", "later"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":

@@ -39,7 +39,7 @@ class Gemv(Kernel):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"
-    source = "gemm/vector.cu"
+    source, waits = "gemm/vector.cu", "later"
     version = 2
     free_axes = "yz"
 

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any, Protocol, TypeAlias
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
-from onnx_fuse.cuda.macros import defines
+from onnx_fuse.cuda.macros import Defines, defines
 from onnx_fuse.program.problem import (
     Arg,
     Hardware,
@@ -18,6 +18,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     Table,
     TensorMap,
+    Waits,
 )
 from onnx_fuse.program.size import upper_bound
 
@@ -26,12 +27,15 @@ Blocks = int | tuple[int, int, int]
 
 def launch(
     source: str, entry: str, blocks: Blocks, threads: int, *args: Arg, smem: Any = 0,
-    cluster: Any = 1, sync: Any = 0, cooperative: Any = False, **macros: object,
+    cluster: Any = 1, sync: Any = 0, cooperative: Any = False, waits: Any = "first",
+    early: Any = (), **macros: object,
 ) -> Launch:  # fmt: skip
     """The launch of an entry of a source, of so many blocks and threads of each, by its macros."""
     grid = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
-    texts, block = defines(**macros), (threads, 1, 1)
-    return Launch(source, entry, grid, block, args, texts, smem, cluster, sync, cooperative)
+    return Launch(
+        source, entry, grid, (threads, 1, 1), args, defines(**macros), smem, cluster, sync,
+        cooperative, waits=waits, early=early,
+    )  # fmt: skip
 
 
 def matrices(
@@ -95,6 +99,10 @@ class Kernel(Protocol):
 
     name: str
     source: str = ""
+    waits: Waits = "first"
+    """When its source waits for what was launched before it (see `Launch`)."""
+    early: Defines = ()
+    """The macros by which its source lets the next launch start at once."""
 
     @property
     def version(self) -> int:
@@ -122,7 +130,8 @@ class Kernel(Protocol):
 
     def one(self, entry: str, blocks: Blocks, threads: int, *args: Arg, **how: Any) -> Launches:
         """One launch of an entry of its source; `how`: macros, and what `launch` names."""
-        return (launch(self.source, entry, blocks, threads, *args, **how),)
+        facts: dict[str, Any] = {"waits": self.waits, "early": self.early}
+        return (launch(self.source, entry, blocks, threads, *args, **facts, **how),)
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace", none by default, which may hold anything."""

@@ -87,6 +87,7 @@ class FewRows(Planned):
 
     name = "few_rows"
     source = "layernorm_gemm/grad_few_rows.cu"
+    waits = "later"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in ("float16", "bfloat16"):

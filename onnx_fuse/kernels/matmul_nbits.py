@@ -33,7 +33,7 @@ class FewRows(Kernel):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
-    source = "quant/matmul_nbits.cu"
+    source, waits = "quant/matmul_nbits.cu", "later"
     free_axes = "z"
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
@@ -111,7 +111,7 @@ class TiledRows(Kernel):
     """
 
     name = "tiles"
-    source = "quant/tiled_nbits.cu"
+    source, waits = "quant/tiled_nbits.cu", "later"
     version = 3
     free_axes = "z"
 

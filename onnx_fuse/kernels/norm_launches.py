@@ -54,7 +54,7 @@ def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int 
     return launch(
         "norm/fold.cu", "fold_rows", ceil(n / 4), 128,
         *args("w gamma beta c, i32 k n, wq cs cv", k=k, n=n),
-        T=C_TYPES[dtype], VEC=8 if k % 8 == 0 and align % 16 == 0 else 1,
+        T=C_TYPES[dtype], VEC=8 if k % 8 == 0 and align % 16 == 0 else 1, waits="later",
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def fold_columns(
     return launch(
         "norm/fold.cu", "fold_columns", fewest * strips, 32 * warps, Table(tuple(words)),
         *args("i32 count", count=len(shapes)), cluster=fewest, T=C_TYPES[dtype], COLS=cols,
-        WARPS=warps, PARTS=fewest, ROWS=room, **how,
+        WARPS=warps, PARTS=fewest, ROWS=room, waits="later", **how,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, sqrt
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.cache_append import cache_macro, row_macros, step_args
 from onnx_fuse.kernels.kernel import Kernel, Kernels, apart, launch, rename
 from onnx_fuse.kernels.rule_based import Plan, Planned
@@ -365,7 +365,8 @@ _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
 class Wgmma(Kernel):
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
-    name, source = "wgmma", "sdpa/wgmma_sm90.cu"
+    name, source, waits = "wgmma", "sdpa/wgmma_sm90.cu", "later"
+    early = defines(NEXT_ALONE=1)
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -504,7 +505,7 @@ class Simt(_Attention):
 class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version = "one_query", "sdpa/one_query.cu", 6
+    name, source, version, waits = "one_query", "sdpa/one_query.cu", 6, "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem

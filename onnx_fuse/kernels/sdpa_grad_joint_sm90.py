@@ -26,6 +26,7 @@ class WgmmaGradJoint(Planned):
     """
 
     name, source = "wgmma_joint", "sdpa/wgmma_grad_joint_sm90.cu"
+    waits = "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem

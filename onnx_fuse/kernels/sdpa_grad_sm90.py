@@ -29,6 +29,7 @@ class WgmmaGrad(Planned):
     """
 
     name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
+    waits = "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem

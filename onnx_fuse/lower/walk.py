@@ -664,7 +664,7 @@ class Lowerer(Control):
                 (),
                 tuple(reads.items()),  # type: ignore[arg-type]
                 tuple(writes.items()),
-                why=reason,
+                note=reason,
                 host=model.SerializeToString(),
             )
         )

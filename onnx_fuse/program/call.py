@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launches
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Choice, Hardware, Launches
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of each input, by name."""
@@ -223,12 +223,15 @@ class Call:
     workspace: int = 0
     flops: int = 0
     bytes: int = 0
-    why: str = ""
+    note: str = ""
+    """What is said of a call that onnxruntime runs, or that runs again."""
     inplace: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     """(read, write) of each tensor, of a call that does nothing but copy them."""
     problem: AnyProblem | None = field(default=None, repr=False)
     """What is computed: passes rewrite it, and the last one makes its launches."""
+    choice: Choice | None = None
+    """The kernel of the launches."""
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
 
@@ -249,6 +252,11 @@ class Call:
         pair, flops = (tuple(reads.items()), tuple(writes.items())), problem.flops
         costs = {"bytes": sum(t.nbytes for part in pair for _, t in part), "flops": flops, **more}
         return cls(kernel, tuple(nodes), (), *pair, problem=problem, **costs)
+
+    @property
+    def why(self) -> str:
+        """The note and the choice in words."""
+        return ": ".join(filter(None, (self.note, str(self.choice or ""))))
 
     @cached_property
     def buffers(self) -> frozenset[int]:

@@ -33,16 +33,26 @@ from onnx_fuse.program.open import (
     defaults,
     field_names,
 )
-from onnx_fuse.program.problem import Collective, GemmProblem, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.problem import (
+    Choice,
+    Collective,
+    GemmProblem,
+    KernelConfig,
+    Launch,
+    Num,
+    Ptr,
+    Table,
+    TensorMap,
+)
 
 CLASSES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Buffer, Call, Collective, Epilogue, Launch, Num, GemmProblem, Program, Ptr, Table,
-                 Tensor, TensorMap)
+    for kind in (Buffer, Call, Choice, Collective, Epilogue, KernelConfig, Launch, Num, GemmProblem,
+                 Program, Ptr, Table, Tensor, TensorMap)
 }  # fmt: skip
 """The classes whose instances a file may hold, by name."""
 _KNOWN = frozenset(CLASSES.values())
-_NO_DATA = {"Call.expression", "Call.host"}
+_NO_DATA = {"Call.expression", "Call.host", "Launch.early"}
 
 
 def _left_out(name: str, value: Any) -> bool:

@@ -119,7 +119,7 @@ def measured(hw: Hardware, timer: Timer) -> Hardware:
         macros = {macro: 1} | ({"SHAPE": f'"{_SHAPES[macro]}"'} if macro in _SHAPES else {})
         args = (Ptr("out"), Num("i32", _ROUNDS))
         grid, block = (blocks, 1, 1), (256, 1, 1)
-        launch = Launch(PEAK, "peak", grid, block, args, defines(**macros))
+        launch = Launch(PEAK, "peak", grid, block, args, defines(**macros), waits="first")
         total = 8 * blocks * _ROUNDS * operations
         rate = REACHED * total / _held(kind, timer.seconds(launch, {"out": 4}))
         flops.append((kind, rate * (HOPPER if hw.cc == 90 and macro in _SHAPES else 1)))
@@ -132,7 +132,7 @@ def _copied(hw: Hardware, timer: Timer, nbytes: int, rounds: int = 1) -> float:
     """Bytes a second, read and written, of a copy of about `nbytes`, `rounds` times in a launch."""
     nbytes = max(16, nbytes // 16 * 16)
     operands = (Ptr("x"), Ptr("y"), Num("i64", nbytes // 16), Num("i32", rounds))
-    launch = Launch(COPY, "copy", (8 * hw.sm_count, 1, 1), (256, 1, 1), operands)
+    launch = Launch(COPY, "copy", (8 * hw.sm_count, 1, 1), (256, 1, 1), operands, waits="first")
     seconds = _held("a copy", timer.seconds(launch, {"x": nbytes, "y": nbytes}))
     return 2 * rounds * nbytes / seconds
 

@@ -47,8 +47,8 @@ class Deployed:
             self.outputs = [_end(e) for e in manifest["outputs"]]
             self.targets = {str(k): _hardware(str(k), v) for k, v in manifest["targets"].items()}
             modules = [_module(m) for m in manifest["modules"]]
-            self._modules: list[Module] = [module for module, _, _ in modules]
-            self._compiled = [(cubins, waits) for _, cubins, waits in modules]
+            self._modules: list[Module] = [module for module, _ in modules]
+            self._cubins = [cubins for _, cubins in modules]
             self.entries = [_Entry(p) for p in manifest["programs"]]
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -189,9 +189,9 @@ class Deployed:
             return
         self._given.add(arch)
         keys = []
-        for (source, defines), (cubins, waits) in zip(self._modules, self._compiled, strict=True):
+        for (source, defines), cubins in zip(self._modules, self._cubins, strict=True):
             if arch in cubins:
-                give(source, defines, arch, self.container.member(cubins[arch]), waits)
+                give(source, defines, arch, self.container.member(cubins[arch]))
                 keys.append((source, defines, arch))
         weakref.finalize(self, take_back, keys).atexit = False
 
@@ -269,14 +269,11 @@ def _axis(value: Any) -> int:
     return value
 
 
-def _module(
-    data: Any,
-) -> tuple[tuple[str, tuple[tuple[str, str], ...]], dict[str, str], tuple[bool, bool]]:
-    """(source, defines), the members of its cubins by architecture, and how it waits."""
-    first, second = data["waits"]
+def _module(data: Any) -> tuple[Module, dict[str, str]]:
+    """(source, defines), and the members of its cubins by architecture."""
     cubins = {str(arch): str(name) for arch, name in data["cubins"].items()}
     defines = tuple((str(k), str(v)) for k, v in data["defines"])
-    return (str(data["source"]), defines), cubins, (bool(first), bool(second))
+    return (str(data["source"]), defines), cubins
 
 
 def _end(data: Any) -> Argument:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,13 +23,16 @@ from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import EvalPlan, SymbolicProgram
 from onnx_fuse.program.problem import (
     ITEMSIZE,
+    Choice,
     Collective,
     GemmProblem,
+    KernelConfig,
     Launch,
     Num,
     Ptr,
     Table,
     TensorMap,
+    Waits,
 )
 from onnx_fuse.runtime.schedule import at_ends
 
@@ -272,8 +275,10 @@ class _Checker:
             if any(y not in written or x not in read for y, x in pairs):
                 raise _fault("a call writes in place, or copies, what it does not have")
         if not (type(call.inplace) is type(call.copies) is type(call.launches) is tuple
-                and type(call.kernel) is type(call.why) is str):  # fmt: skip
+                and type(call.kernel) is type(call.note) is str):  # fmt: skip
             raise _fault("a call is of no kind")
+        if call.choice is not None:
+            _choice(call.choice)
         _words(call.nodes, "a list of nodes")
         if call.host != b"" or type(call.problem) not in (type(None), Collective):
             raise _fault("a call holds what no file has")
@@ -298,6 +303,8 @@ class _Checker:
         _whole(x.smem, 0, 1 << 20, "a launch's shared memory")
         _whole(x.cluster, 1, 16, "a cluster")
         _a(x.cooperative, bool, "whether a launch is cooperative")
+        if x.waits not in get_args(Waits) or x.early != ():
+            raise _fault(f"a launch waits {str(x.waits)[:40]!r}")
         _a(x.args, tuple, "a list of arguments")
         ends: _Ends = {}
         for arg in x.args:
@@ -328,6 +335,18 @@ class _Checker:
         if self.modules is None and "\n" not in x.source and not _SOURCE.match(x.source):
             raise _fault(f"a kernel of {x.source[:40]!r}")
         self.kernels.add(key)
+
+
+def _choice(choice: Any) -> None:
+    _a(choice, Choice, "a choice")
+    _words((choice.kernel, choice.reason), "a kernel chosen")
+    if choice.seconds is not None:
+        _a(choice.seconds, float, "a choice's time")
+    _a(choice.config, KernelConfig, "a configuration")
+    for name, value in choice.config.attrs:
+        numbers = value if type(value) is tuple else (value,)
+        if type(name) is not str or not {*map(type, numbers)} <= {bool, int, float, str}:
+            raise _fault(f"a configuration has {str(value)[:40]!r}")
 
 
 def _argument(arg: Any, ends: _Ends) -> None:

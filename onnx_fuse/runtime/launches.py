@@ -9,7 +9,6 @@ from math import prod
 
 from onnx_fuse import config
 from onnx_fuse.cuda.launch import BoundLaunch, PlacedLaunch, bind
-from onnx_fuse.cuda.source import waiting
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware, Launch
@@ -266,12 +265,12 @@ class Launches:
             return free
         launches = [launch for call in calls for launch in call.launches]
         plain = all(x.product is None and not x.cooperative for x in launches)
-        return free and plain and all(waiting(x.source)[1] for x in launches)
+        return free and plain and all(x.waits == "first" for x in launches)
 
 
 def _waits(step: PlacedLaunch) -> bool:
     """Whether a kernel of ours waits for those before it ahead of all else."""
-    return isinstance(step, BoundLaunch) and waiting(step.launch.source)[1]
+    return isinstance(step, BoundLaunch) and step.launch.waits == "first"
 
 
 def _label(call: Call) -> str:

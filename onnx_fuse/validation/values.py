@@ -45,8 +45,7 @@ def writers(program: Program) -> dict[str, str]:
     for name, value in program.outputs:
         call = last.get(value.buffer) if isinstance(value, Tensor) else None
         if call is not None:
-            chosen = call.why.partition(":")[0]
-            kernels[name] = f"{call.kernel} ({chosen})" if chosen else call.kernel
+            kernels[name] = f"{call.kernel} ({call.choice.how})" if call.choice else call.kernel
     return kernels
 
 

@@ -169,7 +169,7 @@ def recomputed(program: Program, turn: int, again: Collection[int]) -> Program:
                 buffers[copies[buffer]] = replace(buffers[buffer], id=copies[buffer])
             late = {b: y for b, same in twins.items() for at, y in same if turn < at < i}
             second = rename_buffers(first, copies | late)
-            calls.append(replace(second, why=f"run again: {first.why}"))
+            calls.append(replace(second, note="run again"))
         calls.append(
             replace(call, reads=tuple((n, rename_buffer(t, copies)) for n, t in call.reads))
         )

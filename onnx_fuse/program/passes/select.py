@@ -8,11 +8,11 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import CALLS_EARLY, Selection, refusals, select
+from onnx_fuse.kernels import Selection, refusals, select
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.copy_fusion import copied
-from onnx_fuse.program.problem import Hardware, Prefs
+from onnx_fuse.program.problem import Choice, Hardware, Prefs
 from onnx_fuse.program.size import upper_bound, wide_size_class
 from onnx_fuse.program.spec import GRID
 
@@ -23,10 +23,9 @@ def with_launches(call: Call, choice: Selection, hw: Hardware) -> Call:
     Other sizes with too many blocks along y or z of a grid do not meet the guards.
     """
     assert call.problem is not None
-    how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
     # by a rule the time is that of the sizes lowered, and an open program has others as well
-    if call.problem.trace is None or not isinstance(choice.kernel, HeuristicKernel):
-        how += f", {choice.seconds * 1e6:.1f} us"
+    ruled = call.problem.trace is not None and isinstance(choice.kernel, HeuristicKernel)
+    seconds = None if ruled else float(choice.seconds)
     launches = choice.launch(call.problem, hw)
     for launch in launches:
         for size, most in zip(launch.grid[1:], GRID[1:], strict=True):
@@ -34,8 +33,9 @@ def with_launches(call: Call, choice: Selection, hw: Hardware) -> Call:
             assert size <= most, f"{launch.entry}: {size} blocks"
     alone = () if copied(call) is None else ((call.reads[0][0], call.writes[0][0]),)
     return replace(
-        call, launches=launches, workspace=choice.workspace(call.problem, hw), why=how,
+        call, launches=launches, workspace=choice.workspace(call.problem, hw),
         copies=call.copies or alone,
+        choice=Choice(choice.kernel.name, choice.config, choice.why, seconds),
     )  # fmt: skip
 
 
@@ -70,10 +70,10 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     places = [(i, j) for i, launches in enumerate(lists) for j in range(len(launches))]
     for (i, j), (after, first) in pairwise(places):
         launch, alone = lists[i][j], 2 * lists[after][first].smem > hw.smem_per_block
-        if not (alone and launch.source in CALLS_EARLY):
+        if not (alone and launch.early):
             continue
         if upper_bound(prod(launch.grid), wide_size_class) > 128:  # fewer do it anyway
-            defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
+            defines = tuple(sorted((*launch.defines, *launch.early)))
             lists[i][j] = replace(launch, defines=defines)
     return tuple(
         replace(call, launches=tuple(launches)) for call, launches in zip(calls, lists, strict=True)
