@@ -510,7 +510,7 @@ def test_a_program_with_other_ends_is_refused(tanh: Path, ends: str) -> None:
 
 
 BAD_MANIFESTS = {
-    "another format": (setting("format", to=99), "of format 99.*reads format 6.*recompile"),
+    "another format": (setting("format", to=99), "of format 99.*reads format 7.*recompile"),
     "no programs": (lambda m: m.pop("programs"), "manifest lacks"),
     "inputs of numbers": (setting("inputs", to=[1]), "manifest lacks"),
     "a negative size": (setting("inputs", 0, 2, to=[-3]), "manifest lacks"),

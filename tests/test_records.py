@@ -2,16 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from onnx_fuse.kernels import tuning
+from onnx_fuse.program import hardware
 from onnx_fuse.program.contractions import Attention, AttentionGrad, IntegerProduct, PackedProduct
 from onnx_fuse.program.data_movement import BatchedCalls
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.expression import Expression, Operation, Tail
+from onnx_fuse.program.hardware import CHIPS
 from onnx_fuse.program.problem import GemmProblem, KernelConfig
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums, Pool, Softmax, Window
 
@@ -84,3 +87,14 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
     ):
         with pytest.raises(ValueError, match="is no problem of numbers and names"):
             tuning.read(name)
+
+
+def test_a_cost_has_few_numbers_and_is_a_kernels() -> None:
+    package = Path(hardware.__file__).parents[1]
+    texts = "".join(path.read_text() for path in (package / "kernels").glob("*.py"))
+    costs = json.loads((hardware.FOLDER / "H200.json").read_text())["costs"]
+    for kernel, numbers in costs.items():
+        assert f'"{kernel}"' in texts, kernel
+        assert 1 <= len(numbers) <= 6, kernel
+        assert all(0 < number < inf for number in numbers.values()), kernel
+        assert replace(CHIPS["A100"], name="another").costs(kernel) == numbers

@@ -14,7 +14,7 @@ from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
-from onnx_fuse.kernels.kernel import Kernels, launch
+from onnx_fuse.kernels.kernel import Kernels, launch, roofline
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -184,10 +184,9 @@ class Implicit(_Tiled):
     source = "conv/implicit.cu"
 
     def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
-        """The floor, or the products at the share of their rate that is reached."""
+        """Its bytes, or the products at the share of their rate that is reached."""
         # 0.36 to 0.49 of it for the 3 x 3 filters of ResNet-50 in float32 on an H200 (2026-11)
-        work = problem.flops / (0.45 * problem.rate(hw))
-        return max(problem.floor(hw), work) + hw.launch_seconds
+        return roofline(hw, self.numbers(hw), problem.bytes, problem.flops / problem.rate(hw))
 
 
 KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())}

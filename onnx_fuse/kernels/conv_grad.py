@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unpaired,
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
-from onnx_fuse.kernels.kernel import Kernels, launch, matrices, rename
+from onnx_fuse.kernels.kernel import Kernels, launch, matrices, rename, roofline
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -143,8 +143,8 @@ class Mma(Planned, HeuristicKernel):
         return tile, tiles(tile), -(-pixels // (parts * step)) * step
 
     def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
-        """The floor at the share that ConvNeXt's first layer reaches of it on an H200 (2026-11)."""
-        return problem.floor(hw) / 0.45 + hw.launch_seconds
+        """Bytes and products at the shares that ConvNeXt's first layer reaches (H200, 2026-11)."""
+        return roofline(hw, self.numbers(hw), problem.bytes, problem.flops / problem.rate(hw))
 
     def plan(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Plan:
         tile, tiles, chunk = self._ruled(problem, config)
@@ -190,8 +190,7 @@ class Wgmma(Planned, HeuristicKernel):
     """
 
     name = "wgmma"
-    source = "conv/weight_grad_sm90.cu"
-    waits = "later"
+    source, waits = "conv/weight_grad_sm90.cu", "later"
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
@@ -364,13 +363,13 @@ class Depthwise(Planned, HeuristicKernel):
         return wide, krows, -(-rows // (8 * parts)) * 8
 
     def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
-        """Passes over x and dy at 0.4 of a copy's rate, one for each group of rows of the filter.
+        """Passes over x and dy, one for each group of rows of the filter.
 
-        So it is for filters of 7 x 7 on an H200 (2026-11).
+        Their rate is that of filters of 7 x 7 on an H200 (2026-11).
         """
         problem = problem.concrete()
         passes = problem.window.kernel[1] // self._rule(problem)[1]
-        return passes * problem.bytes / (0.4 * hw.bandwidth) + hw.launch_seconds
+        return roofline(hw, self.numbers(hw), passes * problem.bytes)
 
     def plan(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Plan:
         wide, krows, chunk = self._rule(problem)

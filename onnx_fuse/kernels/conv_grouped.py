@@ -89,14 +89,16 @@ class Grouped(Chosen):
         slabs = problem.groups // self._slab(problem)
         # of 16 pixels and a warp's filters: 512 bytes a gather, at 128 a cycle
         gathers = -(-high * wide // 16) * (size // 8 // self._width(c)) * -(-c // 16)
-        work = tiles * gathers * prod(problem.window.kernel) * (8 if c > 4 else 12)
+        costs = self.numbers(hw)
+        cycles = costs["gather"] if c > 4 else costs["narrow_gather"]
+        work = tiles * gathers * prod(problem.window.kernel) * cycles
         rate = hw.rate("float32") / 256  # cycles of all multiprocessors a second
         read = tiles * slabs * self._stage(problem, (high, wide))
-        moved = read / (2 * hw.bandwidth) + problem.bytes / hw.bandwidth
+        moved = read / (costs["cached"] * hw.bandwidth) + problem.bytes / hw.bandwidth
         # a block's start, and its weights: a block of one tile loads them again (H200, 2026-11)
         weights = size * c * prod(problem.window.kernel) * 2
         blocks = min(tiles, -(-3 * hw.sm_count // slabs)) if config.integer("stays") else tiles
-        start = 5e-6 + 0.3 * blocks * weights / hw.bandwidth
+        start = costs["start"] + costs["weights"] * blocks * weights / hw.bandwidth
         return max(moved, work / rate) + start + hw.launch_seconds
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:

@@ -12,7 +12,7 @@ from math import ceil
 from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import LIBRARY, epilogue_refusal, normed
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Kernel, roofline
 from onnx_fuse.program.problem import (
     GemmProblem,
     Hardware,
@@ -99,7 +99,7 @@ class CublasLt(Kernel):
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Waves of its usual tiles, k split where they do not fill the chip."""
         kind = "tf32" if (problem.dtype, problem.math) == ("float32", "tf32") else problem.dtype
-        plain, costs = kind in ("float32", "float64"), []
+        plain, costs, own = kind in ("float32", "float64"), [], hw.costs("cublaslt")
         for bm, bn, *shares in TILES:
             if not (share := shares[plain]):
                 continue
@@ -108,9 +108,8 @@ class CublasLt(Kernel):
             waves = ceil(tiles * splits / hw.sm_count)
             per_sm = hw.rate(kind) * share / hw.sm_count
             seconds = waves * 2 * bm * bn * ceil(problem.k / splits) / per_sm
-            costs.append(seconds + (1e-6 if splits > 1 else 0.0))
-        moved = problem.bytes / (0.65 * hw.bandwidth)
-        return max(min(costs), moved) + hw.launch_seconds
+            costs.append(seconds + (own["split"] if splits > 1 else 0.0))
+        return roofline(hw, own, problem.bytes, min(costs))
 
     def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """The bytes that cuBLASLt's authors advise."""

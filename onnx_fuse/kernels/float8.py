@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernels
+from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Float8
@@ -14,8 +14,7 @@ from onnx_fuse.program.problems import Float8
 class Rounding(HeuristicKernel):
     """quant/float8.cu. Operands: x history q qt scale next part."""
 
-    source = "quant/float8.cu"
-    waits = "later"
+    source, waits = "quant/float8.cu", "later"
 
     def supports(self, problem: Float8, hw: Hardware) -> str | None:
         if hw.cc < 89:
@@ -27,8 +26,7 @@ class Rounding(HeuristicKernel):
         return None
 
     def cost(self, problem: Float8, config: KernelConfig, hw: Hardware) -> float:
-        """Seconds for its bytes at 0.77 of a copy's rate (H200, 2026-11), and for a launch."""
-        return problem.bytes / (0.77 * hw.bandwidth) + hw.launch_seconds
+        return roofline(hw, self.numbers(hw), problem.bytes)
 
     def launch(self, problem: Float8, config: KernelConfig, hw: Hardware) -> Launches:
         grid = (ceil(problem.k / 128), ceil(problem.m / 128), 1)

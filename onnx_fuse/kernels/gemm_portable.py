@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.kernel import Kernel, rename, roofline
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -188,7 +188,7 @@ def each_has_steps(steps: int, splits: int) -> bool:
 
 
 def tile_seconds(
-    problem: GemmProblem, bm: int, bn: int, per_sm: float, hw: Hardware, step_us: float, bk: int,
+    problem: GemmProblem, bm: int, bn: int, per_sm: float, hw: Hardware, step: float, bk: int,
     ends: int = 0,
 ) -> float:  # fmt: skip
     """Whole waves of bm x bn tiles at `per_sm` operations/s, floored by bytes and latency.
@@ -198,7 +198,7 @@ def tile_seconds(
     tiles = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches
     waves = ceil(tiles / hw.sm_count)
     work = waves * 2 * bm * bn * (problem.k + ends) / per_sm
-    latency = ceil(problem.k / bk) * step_us * 1e-6
+    latency = ceil(problem.k / bk) * step
     # a few blocks can't draw the memory's whole rate
     fed = min(1.0, tiles / (0.7 * hw.sm_count))
     return max(work, latency, problem.bytes / hw.bandwidth / fed) + hw.launch_seconds
@@ -336,12 +336,12 @@ class Simt(_Portable):
         """Predicted seconds: waves of blocks at the rate of FMAs."""
         size = config.integer("tile")
         kind = "float64" if problem.dtype == "float64" else "float32"
-        efficiency = {128: 0.75, 64: 0.5, 32: 0.25}[size]
-        per_sm = hw.rate(kind) * efficiency / hw.sm_count
+        costs = self.numbers(hw)
+        per_sm = hw.rate(kind) * costs[f"tile_{size}"] / hw.sm_count
         slope = slope_seconds(problem, SIMT_TILES[size]["TM"] * SIMT_TILES[size]["TN"])
         # 401408 x 64 with k = 16 took 70 us, 100352 x 72 with k = 24 37 us (float16, H200, 2026-11)
         ends = 16 if ITEMSIZE[problem.dtype] == 2 else 0
-        return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16, ends) + slope
+        return tile_seconds(problem, size, size, per_sm, hw, costs["step"], 16, ends) + slope
 
     def tile(self, config: KernelConfig) -> tuple[int, int]:
         return config.integer("tile"), config.integer("tile")
@@ -426,7 +426,7 @@ class SimtSplitK(_Portable):
         slower = 50e12 / hw.rate("float32") * 132 / hw.sm_count
         groups, *each = FMA_TILES[bm, bn]
         work = waves * ceil(ceil(problem.k / 64) / split) * each[problem.trans_b] * 1e-6 * slower
-        share = 0.8e-6 if split > 1 else 0.0
+        share = self.numbers(hw)["exchange"] if split > 1 else 0.0
         slope = slope_seconds(problem, 64 / groups / split)
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
@@ -509,20 +509,22 @@ class Mma(_Portable):
         """Tensor-core waves, at the tile's share of the full rate."""
         bm, bn, wm, wn = tile = config.integers("tile")
         kind = "tf32" if problem.dtype == "float32" else problem.dtype
-        share = MMA_TILES[tile] * (0.7 if problem.dtype == "float32" else 1.0)
+        costs = self.numbers(hw)
+        share = MMA_TILES[tile] * (costs["tf32"] if problem.dtype == "float32" else 1.0)
         if hw.cc < 90:
             share = min(1.0, 1.8 * share)  # rates there are mma.sync's own
         if problem.math == "bf16x3" and problem.dtype == "float32":
-            share *= 0.6
-        seconds = tile_seconds(problem, bm, bn, hw.rate(kind) * share / hw.sm_count, hw, 0.4, 32)
+            share *= costs["bf16x3"]
+        per_sm = hw.rate(kind) * share / hw.sm_count
+        seconds = tile_seconds(problem, bm, bn, per_sm, hw, costs["step"], 32)
         # one row against 235 MB of weights at 0.69 of a copy's rate (H200, 2026-11)
-        seconds = max(seconds, problem.bytes / (0.7 * hw.bandwidth) + hw.launch_seconds)
-        # results leave one by one, and so do operands come whose lines are not aligned: 5 us a wave
-        # of 128 x 128 and 2.2 for 32 of k (H200, 16 bits, 2026-11)
+        seconds = max(seconds, roofline(hw, costs, problem.bytes))
+        # results leave one by one, and so do operands come whose lines are not aligned: a time for
+        # a wave of 128 x 128, and one for 32 of k (16 bits)
         tiles = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches
         waves = ceil(tiles / hw.sm_count)
         if waves > 1:
-            seconds += waves * 5e-6 * bm * bn / 128**2
+            seconds += waves * costs["store"] * bm * bn / 128**2
         if problem.dtype != "float32" and not aligned(problem):
-            seconds += waves * ceil(problem.k / 32) * 2.2e-6 * (bm + bn) / 256
+            seconds += waves * ceil(problem.k / 32) * costs["ragged"] * (bm + bn) / 256
         return seconds + slope_seconds(problem, wm * wn / 32)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.kernel import launch, rename
+from onnx_fuse.kernels.kernel import launch, rename, roofline
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
 from onnx_fuse.program.problem import (
@@ -21,10 +21,6 @@ from onnx_fuse.program.problem import (
     args,
     ld,
 )
-
-TRANSPOSE_RATE, TRANSPOSE_SECONDS = 0.77, 3e-6
-"""The share of the memory's rate at which an operand is transposed, and what it takes beside that
-(H200, 2026-11)."""
 
 
 class Copy(NamedTuple):
@@ -82,7 +78,8 @@ class _Turned(DelegatingKernel, ABC):
         """The product's, and a pass over each operand that is transposed."""
         copies = self._copies(problem)
         moved = 2 * sum(copy.nbytes for copy in copies)
-        passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * TRANSPOSE_SECONDS
+        costs = hw.costs("indexing/transpose.cu")
+        passes = roofline(hw, costs, moved, launches=0) + len(copies) * costs["start"]
         return self.inner.cost(self._gemm(problem), config, hw) + passes
 
     def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:

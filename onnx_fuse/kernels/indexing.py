@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Arena, Kernels, launch
+from onnx_fuse.kernels.kernel import Arena, Kernels, launch, roofline
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, Plan, Planned, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
@@ -230,9 +230,10 @@ class WarpLines(HeuristicKernel):
         return None
 
     def cost(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> float:
-        """The bytes, or a warp's rounds one after another: 0.5 us for 32 updates."""
-        waves = max(1.0, problem.lines / (64 * hw.sm_count))
-        rounds = (-(-problem.given // 32) + 2) * 0.5e-6
+        """The bytes, or a warp's rounds of 32 updates one after another."""
+        costs = self.numbers(hw)
+        waves = max(1.0, problem.lines / (costs["resident"] * hw.sm_count))
+        rounds = (-(-problem.given // 32) + 2) * costs["round"]
         return max(super().cost(problem, config, hw), rounds * waves + hw.launch_seconds)
 
     def moved(self, problem: ScatterElements) -> int:
@@ -278,10 +279,11 @@ class Grouped(Planned, HeuristicKernel):
         return None
 
     def cost(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> float:
-        """The sort, and the updates, read in its order at 0.13 of a copy's rate (H200, 2026-11)."""
+        """The sort, and the updates, read in its order at a small part of a copy's rate."""
         updates = _Updates.of(problem)
         read = updates.count * updates.inner * ITEMSIZE[problem.dtype]
-        return super().cost(problem, config, hw) + read / (0.13 * hw.bandwidth)
+        passes = roofline(hw, self.numbers(hw), read, launches=0)
+        return super().cost(problem, config, hw) + passes
 
     def configs(self, problem: Scatter, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then smaller and larger parts."""

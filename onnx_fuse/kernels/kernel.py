@@ -65,6 +65,17 @@ class Arena:
         return place
 
 
+def roofline(
+    hw: Hardware, costs: Mapping[str, float], moved: float, work: float = 0.0, launches: int = 1
+) -> float:
+    """Seconds of `moved` bytes or of `work`, seconds at a full rate, whichever take longer.
+
+    Of the numbers of a cost, "memory" and "math" are the shares of both rates that it reaches.
+    """
+    took = max(moved / (costs.get("memory", 1.0) * hw.bandwidth), work / costs.get("math", 1.0))
+    return took + launches * hw.launch_seconds
+
+
 def apart(blocks: int, hw: Hardware) -> int:
     """Shared memory by which no two of so many blocks stand on one SM, or no more than must.
 
@@ -124,6 +135,10 @@ class Kernel(Protocol):
 
     def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
+
+    def numbers(self, hw: Hardware) -> Mapping[str, float]:
+        """The numbers of its cost on this GPU, by name."""
+        return hw.costs(self.source)
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel calls, in order."""

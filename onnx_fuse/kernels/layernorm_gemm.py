@@ -204,7 +204,8 @@ class ApplyNorm(DelegatingKernel):
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The GEMM, and x read and written once; a cluster's start then hides behind nothing."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
-        seconds += 1.3e-6 if isinstance(self.inner, Cluster) else 0.5e-6
+        costs = hw.costs("norm ahead of a product")
+        seconds += costs["cluster" if isinstance(self.inner, Cluster) else "start"]
         return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
 
     def _own_bytes(self, problem: GemmProblem) -> int:

@@ -25,7 +25,7 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Arena, Kernels, rename
+from onnx_fuse.kernels.kernel import Arena, Kernels, rename, roofline
 from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRows
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Plan, Planned
@@ -148,7 +148,7 @@ class TwoGemms(Planned):
         seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         if gemm.epilogue.dw or gemm.rows:
             return seconds
-        planes, fed = gemm.planes, 0.7
+        planes, fed = gemm.planes, hw.costs("layernorm_gemm_grad")["dots"]
         if planes:  # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
             fed *= min(1.0, 2 * ceil(gemm.m / 16) / hw.sm_count)
         moved = 2 * (ITEMSIZE[gemm.out] + planes) * gemm.m * gemm.k
@@ -167,12 +167,8 @@ class TwoGemms(Planned):
         moved += size * m * k if planes else 0  # xh by a pass of its own
         moved += 16 * ceil(n / 16) * k if problem.trans_b else 0  # sums of columns, there and back
         others = 0.0 if problem.frozen else self._cost(gemm_dw, dw, hw)
-        return (
-            self._cost(gemm_dx, dx, hw)
-            + others
-            + moved / (0.85 * hw.bandwidth)
-            + (6 if planes else 4) * hw.launch_seconds
-        )
+        passes = roofline(hw, hw.costs("layernorm_gemm_grad"), moved, launches=6 if planes else 4)
+        return self._cost(gemm_dx, dx, hw) + others + passes
 
     def plan(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Plan:
         """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
@@ -306,7 +302,7 @@ class Portable(TwoGemms):
         """A product, what its epilogue reads and writes beside its result."""
         seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         moved = gemm.m * gemm.n * (1 + gemm.epilogue.save_z) * ITEMSIZE[gemm.out]
-        return seconds + moved / (0.7 * hw.bandwidth)
+        return seconds + moved / (hw.costs("layernorm_gemm_grad in 32 bits")["dots"] * hw.bandwidth)
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both products, the fold of the weights, the pass over dy and z, the last sums."""
@@ -323,7 +319,9 @@ class Portable(TwoGemms):
         # launches take 3.5 us, and there is one more of them (H200, 2026-11)
         fed = min(1.0, ceil(m / 16) / hw.sm_count)
         moved += (3 if problem.epilogue.act else 2) * size * m * n / fed
-        return seconds + moved / (0.8 * hw.bandwidth) + 1.6 * launches * hw.launch_seconds
+        costs = hw.costs("layernorm_gemm_grad in 32 bits")
+        passes = roofline(hw, costs, moved, launches=0)
+        return seconds + passes + costs["launch"] * launches * hw.launch_seconds
 
 
 KERNELS: Kernels = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Arena
+from onnx_fuse.kernels.kernel import Arena, roofline
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import (
@@ -86,8 +86,7 @@ class FewRows(Planned):
     """Two launches; a third before them where there is an activation."""
 
     name = "few_rows"
-    source = "layernorm_gemm/grad_few_rows.cu"
-    waits = "later"
+    source, waits = "layernorm_gemm/grad_few_rows.cu", "later"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in ("float16", "bfloat16"):
@@ -145,8 +144,10 @@ class FewRows(Planned):
         busy = max(busy, ceil(of_g / slots) * one_g) * 1e-6
         moved = size * (2 * k * n + 2 * m * n + 2 * m * k) + 4 * splits * m * k
         added = size * m * k / hw.bandwidth if problem.add else 0
-        first = 1.5e-6 + max(busy, moved / (0.86 * hw.bandwidth))
-        second = (1.1 + 0.2 * splits) * 1e-6 + 4 * (splits + 1) * m * k / (1.9 * hw.bandwidth)
+        costs = self.numbers(hw)
+        first = costs["start"] + roofline(hw, costs, moved, busy, launches=0)
+        summed = 4 * (splits + 1) * m * k / (costs["cached"] * hw.bandwidth)
+        second = costs["second"] + costs["part"] * splits + summed
         if not problem.epilogue.act:
             return first + second + added
         passed = 3 * size * m * n  # from L2 where it fits: dy was made just before

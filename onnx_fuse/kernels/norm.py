@@ -213,8 +213,8 @@ class GradRow(_Grad):
     def cost(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> float:
         """Each row reads the matrix that makes dy of few columns again."""
         again = problem.flops / 2 * ITEMSIZE[problem.dtype]
-        # 0.48 of a copy's rate for rows of 768, 0.31 for rows of 96 (H200, 2026-11)
-        share = 0.31 if problem.length <= 128 else 0.48
+        # rows of 768 and rows of 96 were measured
+        share = self.numbers(hw)["short" if problem.length <= 128 else "memory"]
         return problem.floor(hw) / share + hw.launch_seconds + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: KernelConfig) -> bool:

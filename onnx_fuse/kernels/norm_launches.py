@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import launch
+from onnx_fuse.kernels.kernel import launch, roofline
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr, Table, args
 from onnx_fuse.program.size import coarse, minimum
@@ -44,7 +44,7 @@ def row_stats(
 
 def fold_seconds(k: int, n: int, dtype: str, hw: Hardware) -> float:
     """Predicted seconds of `fold`: w is read and wq written."""
-    return 2 * ITEMSIZE[dtype] * k * n / (0.85 * hw.bandwidth) + hw.launch_seconds
+    return roofline(hw, hw.costs("norm/fold.cu"), 2 * ITEMSIZE[dtype] * k * n)
 
 
 def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int = 16) -> Launch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from onnx_fuse.cuda.macros import C_TYPES, pow2
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernels
@@ -44,10 +46,10 @@ class Elimination(Planned, HeuristicKernel):
     free_axes = "yz"
 
     def cost(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> float:
-        """Rounds of barriers, eight blocks a multiprocessor at a time, and their elements."""
-        # 156,250 matrices of 8 rows on an H200 (2026-11): 3.5 us a round
-        waves, n = -(-problem.count // (8 * hw.sm_count)), problem.n
-        return waves * n * (3.5e-6 + n * n * 4e-11) + hw.launch_seconds
+        """Rounds of barriers, some blocks a multiprocessor at a time, and their elements."""
+        costs, n = self.numbers(hw), problem.n  # fitted to 156,250 matrices of 8 rows
+        waves = ceil(problem.count / (costs["resident"] * hw.sm_count))
+        return waves * n * (costs["round"] + n * n * costs["element"]) + hw.launch_seconds
 
     def plan(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Plan:
         """One launch, a block a matrix, with a copy of each."""
@@ -68,9 +70,10 @@ class Stockham(HeuristicKernel):
         return None
 
     def cost(self, problem: Fourier, config: KernelConfig, hw: Hardware) -> float:
-        """The stages' 46 bytes a point, at half of shared memory's rate, or the usual."""
+        """The stages' bytes of a point, at half of shared memory's rate, or the usual."""
         stages = -(-(problem.points.bit_length() - 1) // 3)
-        shared = problem.count * problem.points * stages * 46 / (1.1e11 * hw.sm_count)
+        costs, points = self.numbers(hw), problem.count * problem.points
+        shared = points * stages * costs["point"] / (costs["shared"] * hw.sm_count)
         return max(shared + hw.launch_seconds, super().cost(problem, config, hw))
 
     def launch(self, problem: Fourier, config: KernelConfig, hw: Hardware) -> Launches:

@@ -15,7 +15,7 @@ from onnx_fuse.cuda.pointwise import (
     sum_blocks,
     sums_width,
 )
-from onnx_fuse.kernels.kernel import Kernels
+from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
@@ -104,18 +104,15 @@ class Sums(HeuristicKernel):
         parts = minimum(ceil(m / ROWS_AT_ONCE), most)
         moved = sum(_bytes_moved(t, READ_APART) for t in views.reads)
         moved += sum(_bytes_moved(t, WRITTEN_APART) for t in views.writes)
-        # lanes beyond the last column idle; beyond the L2 the walk draws 0.85 of the memory's rate
-        rate = hw.bandwidth * (0.85 if moved > hw.l2_bytes else 1.0)
-        idle = 0.5 + 0.5 * strips * 32 * width / n
-        seconds = max(views.flops / views.rate(hw), idle * moved / rate) + hw.launch_seconds
-        return (
-            seconds
-            + {
-                "columns": 1.4e-6 + 4.8e-8 * parts + 9e-8 * strips,
-                "rows": 1.4e-6 + 9e-8 * strips,
-                "all": 1e-6 + 5.2e-9 * strips * parts,  # that take turns at one counter
-            }[problem.over]
-        )
+        # lanes beyond the last column idle; beyond the L2 the walk draws a part of memory's rate
+        costs = hw.costs("sums of a generated kernel")
+        share = {"memory": costs["memory"]} if moved > hw.l2_bytes else {}
+        idle = (1 + strips * 32 * width / n) / 2
+        seconds = roofline(hw, share, idle * moved, views.flops / views.rate(hw))
+        if problem.over == "all":  # whose blocks take turns at one counter
+            return seconds + costs["all"] + costs["turn"] * strips * parts
+        seconds += costs["start"] + costs["strip"] * strips
+        return seconds + costs["part"] * parts if problem.over == "columns" else seconds
 
     def workspace(self, problem: PointwiseSums, config: KernelConfig, hw: Hardware) -> int:
         """One float for each block and column, or row, or one for each block."""

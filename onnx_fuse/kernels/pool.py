@@ -29,9 +29,9 @@ class Windows(HeuristicKernel):
     free_axes = "yz"
 
     def cost(self, problem: Pool, config: KernelConfig, hw: Hardware) -> float:
-        """The floor, with each tap of x read at three quarters of memory's rate, through caches."""
+        """The floor, with each tap of x read at a share of memory's rate, through caches."""
         taps = problem.planes * prod(problem.outer) * prod(problem.window.kernel)
-        read = taps * ITEMSIZE[problem.dtype] / (0.75 * hw.bandwidth)
+        read = taps * ITEMSIZE[problem.dtype] / (self.numbers(hw)["taps"] * hw.bandwidth)
         return max(problem.floor(hw), read) + hw.launch_seconds
 
     def launch(self, problem: Pool, config: KernelConfig, hw: Hardware) -> Launches:
@@ -60,9 +60,9 @@ class MaxGrad(Planned, HeuristicKernel):
     def cost(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the instructions of an element of x, which vectors of channels share."""
         elements = problem.planes * prod(problem.inner) * problem.channels
-        # 3 x 3 windows of stride 2 on an H200 (2026-11), in picoseconds
-        each = 4e-12 if problem.channels > 1 else 12e-12
-        return max(problem.floor(hw), elements * each * 50e12 / hw.rate("float32"))
+        # fitted to 3 x 3 windows of stride 2
+        each = self.numbers(hw)["channels_last" if problem.channels > 1 else "planes"]
+        return max(problem.floor(hw), elements * each / hw.rate("float32"))
 
     def plan(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> Plan:
         """The windows' first maxima, by the number of their tap, then the sums."""
@@ -101,7 +101,9 @@ class Taps(HeuristicKernel):
         """The usual, or the instructions of a tap, of which vectors share the address."""
         sums = problem.outer * problem.resized * problem.rows[1] * problem.inner
         taps = sums * problem.taps * max(1, problem.rows[2])
-        took = taps * (6 + 14 / self._vec(problem)) / hw.rate("float32")
+        costs = self.numbers(hw)
+        each = costs["tap"] + costs["address"] / self._vec(problem)
+        took = taps * each / hw.rate("float32")
         return max(took + hw.launch_seconds, super().cost(problem, config, hw))
 
     def launch(self, problem: Resample, config: KernelConfig, hw: Hardware) -> Launches:

@@ -110,7 +110,8 @@ class Column(HeuristicKernel):
 
     def cost(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> float:
         """A pass over x; short columns in one launch have few rows on their way at a time."""
-        return problem.floor(hw) * (4 if problem.short else 1) + hw.launch_seconds
+        slower = self.numbers(hw)["short"] if problem.short else 1
+        return problem.floor(hw) * slower + hw.launch_seconds
 
     def launch(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch: a block for up to 32 accesses side by side."""

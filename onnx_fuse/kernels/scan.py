@@ -126,11 +126,8 @@ class InBlock(HeuristicKernel):
         return size, min(256, size // 2) if part > size else min(512, max(32, size // 2))
 
     def cost(self, problem: TopK, config: KernelConfig, hw: Hardware) -> float:
-        """The rounds of a block and the exchanges of its sorts, and the blocks one after another.
-
-        A round of loads takes 0.7 us, and an exchange of a thread's pairs 0.25 us (H200, 2026-11).
-        """
-        seconds = problem.bytes / hw.bandwidth
+        """The rounds of a block's loads, the exchanges of a thread's pairs, and waves of blocks."""
+        costs, seconds = self.numbers(hw), problem.bytes / hw.bandwidth
         for length, chunks in self._levels(problem):
             size, block = self._block(problem, length, chunks)
             rounds = -(-length // (chunks * block))
@@ -138,7 +135,7 @@ class InBlock(HeuristicKernel):
             exchanges = size.bit_length() ** 2 // 2 * -(-size // (2 * block))
             blocks = problem.outer * problem.inner * chunks
             waves = max(1.0, blocks * block / (hw.sm_count * 1024))
-            took = rounds * 0.7e-6 + sorts * exchanges * 0.25e-6
+            took = rounds * costs["round"] + sorts * exchanges * costs["exchange"]
             seconds += took * waves + hw.launch_seconds
         return seconds
 

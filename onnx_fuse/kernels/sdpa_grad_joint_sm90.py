@@ -25,8 +25,7 @@ class WgmmaGradJoint(Planned):
     `split` blocks of a cluster share the keys of a head; clusters take one head after another.
     """
 
-    name, source = "wgmma_joint", "sdpa/wgmma_grad_joint_sm90.cu"
-    waits = "later"
+    name, source, waits = "wgmma_joint", "sdpa/wgmma_grad_joint_sm90.cu", "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -54,10 +53,11 @@ class WgmmaGradJoint(Planned):
         tiles, blocks = -(-p.m // TILE), -(-p.n // KEYS)
         steps = tiles * (blocks + 1) / 2 if p.causal else tiles * blocks
         turns = -(-p.batches // self._most(split, hw))
-        # 1.65 us for 64 queries and 128 keys where all multiprocessors work
-        tile = 2 * TILE * KEYS * 5 * 64 * hw.sm_count / (hw.rate(p.dtype) * 0.53)
-        sums = 0.7e-6 * tiles if blocks > 1 else 0.0
-        return hw.launch_seconds + 2e-6 + turns * (3.5e-6 + (sums + tile * steps) / split)
+        costs = self.numbers(hw)
+        tile = 2 * TILE * KEYS * 5 * 64 * hw.sm_count / (hw.rate(p.dtype) * costs["math"])
+        sums = costs["sums"] * tiles if blocks > 1 else 0.0
+        turn = costs["turn"] + (sums + tile * steps) / split
+        return hw.launch_seconds + costs["start"] + turns * turn
 
     def plan(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Plan:
         """One launch of clusters that stay, and each block's sums of dq."""

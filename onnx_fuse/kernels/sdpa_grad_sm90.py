@@ -28,8 +28,7 @@ class WgmmaGrad(Planned):
     Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.
     """
 
-    name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
-    waits = "later"
+    name, source, waits = "wgmma", "sdpa/wgmma_grad_sm90.cu", "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -55,7 +54,8 @@ class WgmmaGrad(Planned):
         p = problem
         width = sum(-(-n // 64) * 64 for n in (p.k, p.dv))
         # parts of the chip's rate (tiles of 64 columns are narrow), start, and a block's own
-        share, start, each = (0.54, 2e-6, 3e-6) if width <= 128 else (0.75, 6e-6, 0.0)
+        costs, kind = self.numbers(hw), "narrow" if width <= 128 else "wide"
+        share, start, each = costs[kind], costs[f"{kind}_start"], costs.get(f"{kind}_block", 0.0)
         seconds = hw.launch_seconds + start + 2 * p.batches * p.m * p.dv / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
         for length, other, count, products, at_once in (
@@ -71,7 +71,7 @@ class WgmmaGrad(Planned):
             seconds += work / (hw.rate(p.dtype) * share * busy)
         # a mask is loaded for each tile (40 us in place of 25 for BERT's 32 x 128 tokens on an
         # H200, 2026-11)
-        return seconds * (1.5 if p.mask else 1.0)
+        return seconds * (costs["mask"] if p.mask else 1.0)
 
     def plan(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Plan:
         """The gradients of queries, which leave what those of keys and values take: for each query

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from onnx_fuse.errors import DeviceError
 
@@ -41,6 +44,14 @@ class Hardware:
     @cached_property
     def _rates(self) -> dict[str, float]:
         return dict(self.flops)
+
+    def costs(self, kernel: str) -> Mapping[str, float]:
+        """The numbers of a kernel's cost, by name: the H200's where nobody measured this GPU's."""
+        return self._costs[kernel]
+
+    @cached_property
+    def _costs(self) -> dict[str, dict[str, float]]:
+        return next((c for key, c in _COSTS.items() if key in self.name), _COSTS["H200"])
 
     @property
     def cc(self) -> int:
@@ -94,25 +105,16 @@ class Hardware:
         )
 
 
-def _chip(
-    name: str, arch: str, sms: int, smem: int, l2: int, tb: float, t: tuple[float, ...]
-) -> Hardware:
-    kinds = ("float64", "float32", "tf32", "bfloat16", "float16")
-    rates = tuple((kind, rate * 1e12) for kind, rate in zip(kinds, t, strict=True))
-    return Hardware(name, arch, sms, smem, l2 << 20, tb * 1e12, rates)
-
-
-# Bandwidth (TB/s of a copy), TFLOP/s (fp64, fp32 SIMT, tf32, bf16, fp16) of a good kernel.
-# H200 measured 2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50. Others by
-# datasheet, at the H200's fraction of it.
-CHIPS: dict[str, Hardware] = {
-    "H200": _chip("NVIDIA H200", "sm_90a", 132, 232448, 60, 4.3, (50, 50, 350, 790, 790)),
-    "H100": _chip("NVIDIA H100 80GB HBM3", "sm_90a", 132, 232448, 50, 3.0, (50, 50, 350, 760, 760)),
-    "A100": _chip("NVIDIA A100", "sm_80", 108, 166912, 40, 1.7, (17, 17, 125, 260, 260)),
-    "B200": _chip("NVIDIA B200", "sm_100a", 148, 232448, 126, 7.0, (30, 60, 800, 1600, 1600)),
-    "L4": _chip("NVIDIA L4", "sm_89", 58, 101376, 48, 0.27, (0.4, 22, 55, 110, 110)),
-    "4090": _chip("NVIDIA GeForce RTX 4090", "sm_89", 128, 101376, 72, 0.9, (1, 60, 75, 150, 150)),
-}  # fmt: skip
+FOLDER = Path(__file__).parent / "gpus"
+"""A file for each GPU that is known: its sizes, the bytes of a copy a second, the operations a
+second of a good kernel in each type, and the costs of kernels by name. The H200 was measured
+(2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50); others are by datasheet, at
+the H200's fraction of it."""
+_FILES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))[::-1]}
+_COSTS = {key: data.pop("costs") for key, data in _FILES.items() if "costs" in data}
+CHIPS = {
+    key: Hardware(**data | {"flops": tuple(data["flops"].items())}) for key, data in _FILES.items()
+}
 
 
 OLDEST = 80

@@ -36,7 +36,7 @@ from onnx_fuse.program.problem import (
 )
 from onnx_fuse.runtime.schedule import at_ends
 
-FORMAT = 6
+FORMAT = 7
 """Version of what is written; a reader takes this one alone."""
 
 Module = tuple[str, tuple[tuple[str, str], ...]]
@@ -339,14 +339,13 @@ class _Checker:
 
 def _choice(choice: Any) -> None:
     _a(choice, Choice, "a choice")
-    _words((choice.kernel, choice.reason), "a kernel chosen")
-    if choice.seconds is not None:
-        _a(choice.seconds, float, "a choice's time")
     _a(choice.config, KernelConfig, "a configuration")
-    for name, value in choice.config.attrs:
-        numbers = value if type(value) is tuple else (value,)
-        if type(name) is not str or not {*map(type, numbers)} <= {bool, int, float, str}:
-            raise _fault(f"a configuration has {str(value)[:40]!r}")
+    attrs = choice.config.attrs
+    _words((choice.kernel, choice.reason, *(name for name, _ in attrs)), "a kernel chosen")
+    numbers = [n for _, value in attrs for n in (value if type(value) is tuple else (value,))]
+    known = choice.seconds is None or type(choice.seconds) is float
+    if not known or not {*map(type, numbers)} <= {bool, int, float, str}:
+        raise _fault(f"a choice is {str(choice)[:40]!r}")
 
 
 def _argument(arg: Any, ends: _Ends) -> None:
