@@ -1,8 +1,10 @@
 """Compiled training steps without a GPU: what a folder holds, and what a Trainer takes from it."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +104,10 @@ def test_steps_of_another_run_are_refused(
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_steps_of_ranks_are_compiled_with_their_collectives(tmp_path: Path) -> None:
+def test_steps_of_ranks_are_compiled_with_their_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's Trainer takes them, whichever rank it is, and makes NCCL's calls."""
     of_two = trainer(device="cuda", hardware=H200, distributed=2, reduce_dtype="bf16")
     built = deploy.compile_training(of_two, tmp_path, shapes=[{"x": (4, 6), "labels": (4, 5)}])
     loaded = Deployed(tmp_path / "update.fused")
@@ -115,6 +120,26 @@ def test_steps_of_ranks_are_compiled_with_their_collectives(tmp_path: Path) -> N
     assert [(p.kind, p.ranks, p.dtypes) for p in read] == [
         ("AllReduce", 2, dtypes) for dtypes in [("float64",), ("float32",), ("bfloat16",)]
     ]
+    made: list[str] = []
+    ranks = SimpleNamespace(size=2, enqueue=lambda kind, parts, stream: made.append(kind))
+    watch = SimpleNamespace(step=lambda key, begin: begin())
+    world = SimpleNamespace(rank=1, size=2, local_rank=0, watch=watch, agree=lambda *_: None)
+    monkeypatch.setattr(FakeGpu().use(monkeypatch), "_run", lambda *_: None)
+    for owner, name, value in (
+        ("training.trainer", "world", world),
+        ("distributed.nccl", "connect", None),
+        ("distributed.nccl", "current", ranks),
+    ):
+        monkeypatch.setattr(f"onnx_fuse.{owner}.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr(Lowerer, "run", None)
+    more = {"device": "cuda", "compiled": tmp_path, "reduce_dtype": "bf16"}
+    with pytest.raises(UsageError, match="distributed is 3, but 2 ranks have come"):
+        trainer(distributed=3, **more)
+    run = trainer(distributed=True, **more)
+    run.start(batch(4))
+    assert made == ["AllReduce"] * 3
+    del run
+    gc.collect()  # while there is a GPU
 
 
 def test_what_cannot_be_compiled_or_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

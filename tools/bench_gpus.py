@@ -393,10 +393,8 @@ def table(found: Mapping[str, Found], model: str, gpus: int) -> list[str]:
     elif equal is not None:
         lines.append(f"50 steps in fp32: {equal.get('failed', 'not measured')}")
     one, ranks = found.get("one", {}), found.get("ranks", {})
-    if "backward" in one and "ms" in ranks:
-        ms, _ = scale_model.step(
-            model, one["ms"], one["backward"], gpus, 2, scale_model.Links(), 0.1
-        )
+    if "backward" in one and "ms" in ranks and model in scale_model.MODELS:
+        ms, _ = scale_model.step(model, one["ms"], one["backward"], gpus)
         lines.append(
             f"tools/scale_model.py, of {one['ms']:.2f} ms with {one['backward']:.2f} of backward: "
             f"{ms:.2f} ms on {gpus} GPUs, {ms / ranks['ms'] - 1:+.1%} of the measured"
