@@ -377,6 +377,7 @@ def test_every_attention_configuration_compiles_without_spills():
         ({"k_strides": (512, 0, 64)}, "broadcast"),
         ({"dv": 512}, "too large"),
         ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
+        ({"mask": (8, 8, 8, 1), "packed": 300}, "with a mask"),
     ],
 )
 def test_attention_by_tma_says_why_not(more, reason):
@@ -393,6 +394,30 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
             )
             narrow = op == "SdpaGrad" and width == 64
             assert select(op, problem, H200).kernel.name == ("wgmma_joint" if narrow else "wgmma")
+
+
+def test_packed_attention_by_tma_compiles_without_spills():
+    forward, backward = sdpa.Wgmma(), sdpa_grad_sm90.WgmmaGrad()
+    for kernel, width, keys, more in (
+        (forward, 64, 104, {"causal": True}), (forward, 64, 200, {"softcap": 2.0, "guard": 2}),
+        (forward, 128, 200, {}), (backward, 64, 104, {}), (backward, 128, 200, {"causal": True}),
+    ):  # fmt: skip
+        op = "Sdpa" if kernel is forward else "SdpaGrad"
+        more = {"packed": 300, "guard": 1, **more}
+        problem = replace(attention(op, width, "bfloat16", **more), m=keys, n=keys)
+        for config in kernel.configs(problem, H200):
+            for call in kernel.launch(problem, config, H200):
+                for entry in nvrtc.resources(call.source, call.defines, "sm_90a").values():
+                    assert entry.clean, (config, entry)
+
+
+@pytest.mark.parametrize("op", ["Sdpa", "SdpaGrad"])
+def test_packed_attention_takes_the_hopper_kernel_where_it_was_faster(op):
+    rows = ((33, 128, 2048, False), (17, 512, 4096, False), (9, 1024, 2816, True))
+    for batch, longest, tokens, causal in rows:
+        problem = attention(op, 64, "bfloat16", causal=causal, packed=tokens, guard=1)
+        problem = replace(problem, batch=(batch, 12), m=longest, n=longest)
+        assert select(op, problem, H200).kernel.name == "wgmma"
 
 
 def test_the_joint_gradient_of_attention_is_taken_where_it_was_faster():

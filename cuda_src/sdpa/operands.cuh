@@ -55,6 +55,14 @@ DEVICE Operands of_sequence(Operands o, const int* offsets, int rows, bool keys_
     if (behind) (keys_first ? o.queries : o.keys) = 0;
     return o;
 }
+// The first `rows` of a warp's 16 rows, after which another sequence begins, from swizzled shared memory: a row
+// there has 64 columns, and the next 64 columns of all are 64 rows further.
+template <int WIDTH> DEVICE void store_rows(T* to, i64 stride, const u8* from, int rows) {
+    for (int i = threadIdx.x % 32; i < 16 * (WIDTH / 8); i += 32) {
+        const int r = i / (WIDTH / 8), c = i % (WIDTH / 8);
+        if (r < rows) *(uint4*)(to + r * stride + c * 8) = *(const uint4*)(from + (c / 8 * 64 + r) * 128 + ((c % 8 ^ r % 8) << 4));
+    }
+}
 #endif
 #define GATHER_ALL                                                                                 \
     {q_, k_, v_, {qb_, qh_, qr_}, {kb_, kh_, kr_}, {vb_, vh_, vr_}, {mask_, mb_, mh_, mr_, mc_},   \

@@ -23,9 +23,8 @@ template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)
         Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(b + i * 128), 1);
     wgmma_commit();
 }
-// Sums to a warp's 16 rows in shared memory, whose next columns are BOX further, and from there by TMA.
-template <int BOXES>
-DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
+// Sums to a warp's 16 rows in shared memory, whose next columns are BOX further.
+template <int BOXES> DEVICE void to_shared(u32 to, float (&acc)[BOXES * 32], float factor) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < BOXES; c++)
@@ -41,7 +40,12 @@ DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32
         }
     fence_proxy_async();
     __syncwarp();
-    if (lane == 0) {
+}
+// The same, and from there by TMA.
+template <int BOXES>
+DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
+    to_shared<BOXES>(to, acc, factor);
+    if (threadIdx.x % 32 == 0) {
         for (int c = 0; c < BOXES; c++) tma_store(map, to + c * BOX, c * 64, row, head, b);
         tma_store_commit();
     }

@@ -11,7 +11,8 @@
 //            MASK 2: one row, by its strides. One mask at most, which is added or (KEEP) selects.
 // Outputs  : without KEYS, which comes first, dq, and in `rows` of [B, H, padded S] what KEYS makes
 //            probabilities with; then dk, dv. By TMA in any order of memory.
-// Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` behind it); KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
+// Macros   : operands.cuh's (PACKED: no mask and no window; boxes count rows from a sequence's first, and results have
+//            strides for tiles that end within one); WINDOW (a query sees `left` keys before its own and `right` behind it); KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
 // Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch), 128 WGS threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
 //            TILE alone.
@@ -24,6 +25,13 @@
 #define REACH_ , int left, int right
 #else
 #define REACH_
+#endif
+#if PACKED
+#define PACKED_ , const int *offsets, int all, T *out1, i64 head1, i64 row1, T *out2, i64 head2, i64 row2
+#define LSE_ROW (i64)own_head * all + start
+#else
+#define PACKED_
+#define LSE_ROW head * queries
 #endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
@@ -47,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const __grid_constant__ TensorMap map_out1, const __grid_constant__ TensorMap map_out2,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head, i64 mask_column,
     const T* y, i64 y_batch, i64 y_head, i64 y_row, const float* lse, float* rows, int group, int queries, int keys,
-    int padded, float scale, float floor, double fill REACH_) {
+    int padded, float scale, float floor, double fill REACH_ PACKED_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), own_full = base + BAR_AT, full = own_full + 8, empty = full + STAGES * 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
@@ -75,6 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const int block = CAUSAL && !KEYS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * (WGS * 64), mine = first + wg * 64;
     const int own_head = blockIdx.y, b = blockIdx.z, heads = KEYS ? gridDim.y * group : gridDim.y;
+#if PACKED
+    const int batch = 0, start = offsets[b];  // the sequence's first row
+    const bool none = b + 1 == gridDim.z;     // rows behind the last sequence
+    queries = keys = (none ? all : offsets[b + 1]) - start;
+    if (first >= queries) return;
+    if (none) (KEYS ? queries : keys) = 0;
+#else
+    const int batch = b, start = 0;
+#endif
 #if WINDOW  // rows of the other side from `before` ahead of an own row to `behind` it
     const int before = KEYS ? right : left, beyond = KEYS ? left : right;
     const int begin = max(0, first - before) / TILE * TILE, end = min(KEYS ? queries : keys, first + WGS * 64 + beyond);
@@ -92,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         const int s = j % STAGES, h = head_of(j), t = begin + (KEYS ? j - (h - own_head * group) * tiles : j) * TILE;
         const u32 bar = full + s * 8, to = base + STAGE_AT + s * STAGE_BYTES;
         mbarrier_expect(bar, STAGE_BYTES + ROW_BYTES);
-        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_first, bar, c * 64, t, h, b);
-        for (int c = 0; c < VD; c++) tma_load(to + FIRST_BYTES + c * (TILE * 128), map_second, bar, c * 64, t, h, b);
+        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_first, bar, c * 64, start + t, h, batch);
+        for (int c = 0; c < VD; c++) tma_load(to + FIRST_BYTES + c * (TILE * 128), map_second, bar, c * 64, start + t, h, batch);
         if (MASK == 1)
             for (int i = 0; i < WGS; i++)
                 tma_load(to + FIRST_BYTES + SECOND_BYTES + i * (TILE * 128), map_mask, bar, KEYS ? first + i * 64 : t,
@@ -105,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             mbarrier_expect(own_full, WGS * OWN_BYTES);
             for (int i = 0; i < WGS; i++) {
                 const u32 to = base + i * OWN_BYTES;
-                for (int c = 0; c < KD; c++) tma_load(to + c * BOX, map_own1, own_full, c * 64, first + i * 64, own_head, b);
-                for (int c = 0; c < VD; c++) tma_load(to + (KD + c) * BOX, map_own2, own_full, c * 64, first + i * 64, own_head, b);
+                for (int c = 0; c < KD; c++) tma_load(to + c * BOX, map_own1, own_full, c * 64, start + first + i * 64, own_head, batch);
+                for (int c = 0; c < VD; c++) tma_load(to + (KD + c) * BOX, map_own2, own_full, c * 64, start + first + i * 64, own_head, batch);
             }
         }
         for (int j = 0; j < STAGES && j < steps; j++) fetch(j);
@@ -151,14 +168,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
 #pragma unroll
         for (int k = lane % 4; k < VD * 8; k += 4) {  // 16 bytes each
             if (!there || k * 8 >= DV) continue;
-            const auto one = load<8>(y + b * y_batch + own_head * y_head + r * y_row + k * 8);
+            const auto one = load<8>(y + b * y_batch + own_head * y_head + (start + r) * y_row + k * 8);
             const auto two = load<8>((const T*)(smem + (own2 - base) + k / 8 * BOX + r % 64 * 128 + ((k % 8 ^ r % 8) << 4)));
 #pragma unroll
             for (int e = 0; e < 8; e++) sum += to_float(one.at[e]) * to_float(two.at[e]);
         }
         const i64 head = (i64)b * heads + own_head;
         float2 l = make_float2(-NEGATIVE_INFINITY, 0);  // past the last row: no probabilities
-        if (there) l = ((const float2*)lse)[head * queries + r];
+        if (there) l = ((const float2*)lse)[LSE_ROW + r];
         if (GUARD && l.y != l.y) l = make_float2(-NEGATIVE_INFINITY, 0);
         own_rows[i][0] = NATURAL ? l.x : (l.x + l.y) * LOG2E;
         if (NATURAL) own_rows[i][SPREAD] = l.y;
@@ -173,6 +190,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     bool behind = false;  // the products of the tile before may still run
     for (int j = 0, t = begin; j < steps; j++, t = KEYS && t + TILE >= end ? begin : t + TILE) {
         const int stage = j % STAGES;
+#if PACKED
+        if (const int past = t + TILE - end; past > 0) {
+            // the rows of the next sequence may be anything, and 0 times NaN is NaN
+            wait_full(j);
+            for (int i = threadIdx.x; i < (KD + VD) * past * 8; i += THREADS)
+                *(uint4*)(smem + STAGE_AT + stage * STAGE_BYTES + (i / 8 / past * TILE + TILE - past + i / 8 % past) * 128 + i % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+            fence_proxy_async();
+            bar_sync(8, THREADS);
+        }
+#endif
         if (hidden(t)) {
             wgmma_wait<0>();
             if (behind) release(j - 1);
@@ -285,8 +313,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const int out_row = mine + warp % 4 * 16;
     if (out_row < (KEYS ? keys : queries)) {
         const u32 to1 = own1 + warp % 4 * 2048, to2 = own2 + warp % 4 * 2048;
-        tma_store_rows<KD>(map_out1, to1, acc1, scale, out_row, own_head, b);
-        if (KEYS) tma_store_rows<VD>(map_out2, to2, acc2, 1, out_row, own_head, b);
+#if PACKED
+        const int left = (KEYS ? keys : queries) - out_row;
+        if (left < 16) {
+            to_shared<KD>(to1, acc1, scale);
+            store_rows<D>(out1 + own_head * head1 + (start + out_row) * row1, row1, smem + (to1 - base), left);
+            if (KEYS) {
+                to_shared<VD>(to2, acc2, 1);
+                store_rows<DV>(out2 + own_head * head2 + (start + out_row) * row2, row2, smem + (to2 - base), left);
+            }
+            return;
+        }
+#endif
+        tma_store_rows<KD>(map_out1, to1, acc1, scale, start + out_row, own_head, batch);
+        if (KEYS) tma_store_rows<VD>(map_out2, to2, acc2, 1, start + out_row, own_head, batch);
         if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
     }
 }

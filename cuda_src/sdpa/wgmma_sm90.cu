@@ -12,7 +12,8 @@
 //            One mask at most, which is added or (KEEP) selects.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
 // Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` after it); LENGTHS (with WINDOW: the
-//            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+//            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); PACKED (no mask and
+//            no window: boxes count rows from a sequence's first, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
@@ -32,13 +33,22 @@
 #else
 #define LENGTHS_
 #endif
+#if PACKED
+#define PACKED_ , const int *offsets, int all, T *y, i64 y_head, i64 y_row
+#define LSE_ROW (i64)h * all + start
+#else
+#define PACKED_
+#define LSE_ROW ((i64)b * gridDim.y + h) * queries
+#endif
 #if WINDOW
 #define REACH_ , int left, int right
 #define GIVEN_ , left, right
+#define FROM_TILE begin
 #define FROM_ begin * TILE +
 #else
 #define REACH_
 #define GIVEN_
+#define FROM_TILE 0
 #define FROM_
 #endif
 
@@ -156,7 +166,7 @@ DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], floa
     for (int i = 0; i < 2; i++) {
         const float best = fmaxf(top[i], quad_max(fmaxf(now[i][0], now[i][1])));
         // NATURAL logits are as large as a mask: their difference comes before the factor
-#if WINDOW  // the first tile may be hidden from a row
+#if WINDOW || PACKED  // the first tile may be hidden from a row, or there is no key
         zero[i] = NATURAL ? safe(best) : safe(best) * scale;
 #else
         zero[i] = NATURAL ? safe(best) : best * scale;
@@ -181,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
     i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
-    float scale, float softcap, float floor, double fill REACH_ LENGTHS_) {
+    float scale, float softcap, float floor, double fill REACH_ LENGTHS_ PACKED_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -209,7 +219,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
 
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL || LENGTHS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group;
+    const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group, batch = PACKED ? 0 : b;
+#if PACKED
+    const int start = offsets[b];  // the sequence's first row
+    queries = (b + 1 == gridDim.z ? all : offsets[b + 1]) - start;
+    keys = b + 1 == gridDim.z ? 0 : queries;
+    if (first >= queries) return;
+#else
+    constexpr int start = 0;
+#endif
 #if LENGTHS
     keys = min(keys, lengths[b] + 1);
     right = max(lengths[b] + 1 - queries, 0);  // the place of the first query
@@ -220,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const int seen = (end + TILE - 1) / TILE - begin, tiles = ONE ? 1 : LENGTHS ? max(1, seen) : seen;
 #else
     const int end = CAUSAL ? min(keys, first + TILES * 64) : keys;
-    const int tiles = ONE ? 1 : (end + TILE - 1) / TILE;
+    const int tiles = ONE ? 1 : PACKED ? max(1, (end + TILE - 1) / TILE) : (end + TILE - 1) / TILE;
 #endif
 
     const bool loader = warp == LOADER;
@@ -229,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         const u32 bar = k_full + s * 8, to = base + K_AT + s * K_BYTES;
         if (!elect()) return;
         mbarrier_expect(bar, K_BYTES + (MASK == 1 ? MASK_BYTES : 0));
-        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, FROM_ j * TILE, kv, b);
+        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, start + FROM_ j * TILE, kv, batch);
         if (MASK == 1)
             for (int i = 0; i < TILES * (TILE / 64); i++)
                 tma_load(base + MASK_AT + s * MASK_BYTES + i * BOX, map_mask, bar, FROM_ j * TILE + i % (TILE / 64) * 64,
@@ -239,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         const u32 bar = v_full + s * 8, to = base + V_AT + s * V_BYTES;
         if (!elect()) return;
         mbarrier_expect(bar, V_BYTES);
-        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, FROM_ j * TILE, kv, b);
+        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, start + FROM_ j * TILE, kv, batch);
     };
     // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
     T row_mask[TILE / 32];
@@ -261,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             for (int i = 0; i < TILES; i++) {
                 mbarrier_expect(q_full + i * 8, Q_BYTES);
                 for (int c = 0; c < KD; c++)
-                    tma_load(base + i * Q_PITCH + c * BOX, map_q, q_full + i * 8, c * 64, first + i * 64, h, b);
+                    tma_load(base + i * Q_PITCH + c * BOX, map_q, q_full + i * 8, c * 64, start + first + i * 64, h, batch);
             }
         for (int j = 0; j < STAGES && j < tiles; j++) {
             load_keys(j, j);
@@ -366,8 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 }
             }
             mbarrier_wait(v_full + stage * 8, phase);
-#if LENGTHS  // the cache may hold anything after the keys, and 0 times NaN is NaN
-            const int none = max(0, keys - (begin + tiles - 1) * TILE), rows = TILE - none;
+#if LENGTHS || PACKED  // anything may stand after the keys, and 0 times NaN is NaN
+            const int none = max(0, keys - (FROM_TILE + tiles - 1) * TILE), rows = TILE - none;
             for (int i = threadIdx.x; i < VD * rows * 8; i += WGS * 128)
                 *(uint4*)(smem + V_AT + stage * V_BYTES + (i / 8 / rows * TILE + none + i / 8 % rows) * 128 + i % 8 * 16) =
                     make_uint4(0, 0, 0, 0);
@@ -381,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 total[i] = quad_sum(sum[i]);
                 factor[i] = GUARD && total[i] == 0 ? 0.0f : 1 / total[i];
                 if (lse && lane % 4 == 0 && row + 8 * i < queries)
-                    ((float2*)lse)[((i64)b * gridDim.y + h) * queries + row + 8 * i] =
+                    ((float2*)lse)[LSE_ROW + row + 8 * i] =
                         row_lse(top[i] * (NATURAL ? 1.0f : scale), total[i]);
             }
             wgmma_wait<0>();
@@ -400,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             }
             if (GUARD == 2) {  // rows without weights, over what the other lanes wrote
                 __syncwarp();
-                const T* values = v + b * v_batch + kv * v_head;
+                const T* values = v + b * v_batch + kv * v_head + start * v_row;
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     for (int c = lane % 4; is_dead(total[i]) && c < DV; c += 4) {
@@ -411,9 +429,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             }
             fence_proxy_async();
             __syncwarp();
+            const int out = first + tile * 64 + warp % 4 * 16;
+#if PACKED
+            if (out + 16 > queries)
+                store_rows<DV>(y + h * y_head + (i64)(start + out) * y_row, y_row, smem + (to - base), queries - out);
+            else
+#endif
             if (lane == 0) {
-                for (int c = 0; c < VD; c++)
-                    tma_store(map_y, to + c * BOX, c * 64, first + tile * 64 + warp % 4 * 16, h, b);
+                for (int c = 0; c < VD; c++) tma_store(map_y, to + c * BOX, c * 64, start + out, h, batch);
                 tma_store_commit();
             }
         }

@@ -114,8 +114,8 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         return "wgmma is sm_90's"
     if reason := cache_refusal(p):
         return reason
-    if p.packed:
-        return "sequences one behind the other, whose ends TMA does not know"
+    if p.packed and (p.mask or p.window):
+        return "sequences one behind the other, with a mask"
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
@@ -125,6 +125,14 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     if MMA.mask(p) == 1 and not MMA.macros(p, KernelConfig())["MASK_PIECES"]:
         return "the mask's rows are not of aligned 16-byte pieces"
     return None
+
+
+def sequences(p: Attention, *results: str) -> tuple[Arg, ...]:
+    """Where a kernel on TMA finds sequences, and writes rows of `results`; none if not packed."""
+    if not p.packed:
+        return ()
+    ends = ((Ptr(name), *_strides(p, name)[1:]) for name in results)
+    return (*args("offsets, i32 packed", p), *(arg for end in ends for arg in end))
 
 
 def common_macros(p: Attention) -> dict[str, object]:
@@ -242,6 +250,11 @@ SINGLE = 2e-12
 of 32) took 18 us, and 64 with two masks (H200, 2026-11)."""
 
 
+_UNEVEN = {"Sdpa": 1.3, "SdpaGrad": 2.0}
+"""What sequences of other lengths take of the time of as many alike: 9.4 us of 7.5 and 35 of 15 for
+2,048 tokens in 32, 90 of 51 for the gradient of 2,800 in 8 (H200, 2026-11)."""
+
+
 class Mma(_Attention):
     """sdpa/mma_sm80.cu: 16-bit floats on mma.sync."""
 
@@ -265,9 +278,9 @@ class Mma(_Attention):
         ]
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
-        p, rows, mt = problem, self.rows(config), config.integer("mt")
+        p, rows, mt = problem.typical, self.rows(config), config.integer("mt")
         blocks = p.batches * -(-p.m // rows)
-        padded = blocks * rows / (p.batches * p.m)
+        padded = blocks * rows / (p.batches * p.m) * (_UNEVEN[p.op] if problem.packed else 1.0)
         if p.op == "Sdpa":
             return hw.launch_seconds + self._forward(p, config, hw, padded)
         # a block's warps cover 16 mt rows each; two row tiles share what they read
@@ -347,6 +360,7 @@ _SHORT = (  # of heads up to 64, against keys of one tile
 )  # fmt: skip
 _ALONE, _PAIR = ((129, _ANY), (1, 1, 128, 2, 0, 3)), ((129, _ANY), (2, 1, 128, 2, 1, 1))
 _THREE = ((129, _ANY), (3, 1, 128, 2, 0, 1))
+_SPARSE = ((65, _ANY), (1, 1, 64, 2, 0, 4))  # of sequences that end early: fewer keys in vain
 _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
     32: (*_SHORT, _ALONE),
     48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _THREE, _PAIR, _ALONE),
@@ -384,6 +398,8 @@ class Wgmma(Kernel):
         p, wide = problem, max(problem.k, problem.dv)
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
+        if p.packed and wide <= 64:
+            tiles = (*tiles, _SPARSE)
         configs = [
             KernelConfig.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
@@ -392,16 +408,17 @@ class Wgmma(Kernel):
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
             # a mask's row takes registers that three warpgroups do not leave
             if tile[0] < 3 or not p.mask
-            if tile[1] == 1 or not p.lengths  # all warpgroups come to the end of the keys at once
+            # all warpgroups come to the end of the keys at once
+            if tile[1] == 1 or not (p.lengths or p.packed)
         ]
         # both take more registers than a third block leaves
-        if (p.keep and MMA.mask(p) == 2) or (p.lengths and p.softcap):
+        if (p.keep and MMA.mask(p) == 2) or ((p.lengths or p.packed) and p.softcap):
             configs = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in configs]
         return [c for c in configs if self.smem(p, c) <= hw.smem_per_block]
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
-        p, tile, most = problem, config.integer("tile"), config.integer("blocks")
+        p, tile, most = problem.typical, config.integer("tile"), config.integer("blocks")
         row_tiles = config.integer("wgs") * config.integer("rounds")
         high = -(-p.m // (64 * row_tiles))
         blocks, width = p.batches * high, p.k + p.dv
@@ -447,7 +464,7 @@ class Wgmma(Kernel):
             *args("mask, i64 by, v, i64 v_strides, lse, i32 group m n, f32 scale softcap lowest, "
                   "f64 fill", p, by=(*strides[:2], strides[3])),
             *(reach(replace(p, window=p.window or (-1, 0))) if p.lengths else reach(p)),
-            *((Ptr("lengths"),) if p.lengths else ()),
+            *((Ptr("lengths"),) if p.lengths else ()), *sequences(p, "y"),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
         how |= {"WINDOW": 1} if p.window or p.lengths else {}
@@ -480,10 +497,11 @@ class Simt(_Attention):
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.35
-        blocks = problem.batches * -(-problem.m // ROWS)
-        padded = blocks * ROWS / (problem.batches * problem.m)
-        flops, each = problem.flops * padded, rate / hw.sm_count
-        last = 2 * flops / blocks / each if problem.causal else 0.0  # the longest block comes last
+        p = problem.typical
+        blocks = p.batches * -(-p.m // ROWS)
+        padded = blocks * ROWS / (p.batches * p.m)
+        flops, each = p.flops * padded, rate / hw.sm_count
+        last = 2 * flops / blocks / each if p.causal else 0.0  # the longest block comes last
         return hw.launch_seconds + flops / (rate * min(1.0, blocks / hw.sm_count)) + last
 
     def rows(self, config: KernelConfig) -> int:
@@ -640,7 +658,7 @@ class Direct(Kernel):
 
         One tile a block where all keys are one step of its warps, two where they are many.
         """
-        p, tiles = problem, config.integer("tiles")
+        p, tiles = problem.typical, config.integer("tiles")
         share = p.batches * -(-p.m // (16 * tiles)) / hw.sm_count
         if tiles == 1:
             more = 0.0 if p.n <= 64 else 0.6e-6 + 15e-9 * (p.n - 64)

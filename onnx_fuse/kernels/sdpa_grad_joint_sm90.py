@@ -33,6 +33,8 @@ class WgmmaGradJoint(Planned):
             return reason
         if p.softcap or p.mask or p.window:
             return "a mask, a window or a softcap: they take registers that there are not"
+        if p.packed:
+            return "sequences one behind the other: it takes whole tensors"
         if p.group > 1:
             return "queries' heads share keys, whose gradients it keeps for one"
         if min(p.k, p.dv) < 32 or max(p.k, p.dv) > 64:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.kernels.rule_based import Plan, Planned
-from onnx_fuse.kernels.sdpa import MMA, SIMT, boxes, common_macros, mask_boxes, reach, tma_refusal
+from onnx_fuse.kernels.sdpa import (
+    MMA,
+    SIMT,
+    boxes,
+    common_macros,
+    mask_boxes,
+    reach,
+    sequences,
+    tma_refusal,
+)
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
@@ -51,7 +60,7 @@ class WgmmaGrad(Planned):
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Four products of keys' tiles and three of queries'; as on an H200."""
-        p = problem
+        p = problem.typical
         width = sum(-(-n // 64) * 64 for n in (p.k, p.dv))
         # parts of the chip's rate (tiles of 64 columns are narrow), start, and a block's own
         costs, kind = self.numbers(hw), "narrow" if width <= 128 else "wide"
@@ -93,7 +102,7 @@ class WgmmaGrad(Planned):
             *args("mask, i64 by, y, i64 steps, lse workspace, i32 group m n padded, "
                   "f32 scale lowest, f64 fill", p, by=(*mask[:2], mask[3]),
                   steps=p.layout("y")[1], padded=self._padded(p)),
-            *reach(p),
+            *reach(p), *sequences(p, *results),
         )  # fmt: skip
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
         macros = {**common_macros(p), "MASK": MMA.mask(p)} | ({"WINDOW": 1} if p.window else {})

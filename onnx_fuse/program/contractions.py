@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction, Hardware
-from onnx_fuse.program.size import minimum, upper_bound
+from onnx_fuse.program.size import maximum, minimum, upper_bound
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,20 @@ class Attention(AnyProblem):
         """All but the queries' where those are few: a cache grows by a token a run."""
         few = upper_bound(self.m) <= FEW  # a block walks over all its keys anyway
         return self.fields().keys() - {"m", "k", "batch"} if few else ()
+
+    @property
+    def typical(self) -> Attention:
+        """Itself, or of packed sequences the same for as many tokens in sequences of one length.
+
+        That is 4/3 of the mean, as where any length up to the longest is as likely: the mean length
+        of the sequence of a token.
+        """
+        if not self.packed:
+            return self
+        mean = -(-self.packed // maximum(1, self.batch[0] - 1))
+        length = maximum(1, minimum(self.m, mean * 4 // 3))
+        batch = (-(-self.packed // length), self.batch[1])
+        return replace(self, packed=0, batch=batch, m=length, n=length)
 
     @property
     def batches(self) -> int:
