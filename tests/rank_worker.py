@@ -1,13 +1,16 @@
 """What a process of tests/test_distributed.py does: `python rank_worker.py TASK FOLDER`.
 
 With RANK in the environment it is one of several ranks, else it accumulates as many batches. CASES
-and DEVICE name what it trains, and on what; RANKS is the number of ranks.
+and DEVICE name what it trains, and on what; RANKS is the number of ranks. COMPILED names the cases
+whose steps they compile first, BUDGET those of the least possible memory.
 """
 
 import json
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,10 @@ import convnet
 import mlp
 
 import onnx_fuse as of
+from onnx_fuse import deploy
 from onnx_fuse.errors import DeviceError
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.training.fit import start_or_resume
 
 RANKS = int(os.environ.get("RANKS", "2"))
 STEPS, ROWS = 50, 4
@@ -76,6 +82,15 @@ def trainer(case: str, **more: Any) -> of.Trainer:
     model = mlp.build(mlp.Config(WIDTHS))
     if case == "batchnorm":
         model = convnet.build(convnet.Config(classes=WIDTHS[-1], width=4, training=True))
+    if "distributed" in more and case == os.environ.get("BUDGET"):
+        given["memory"] = "min"
+    if "distributed" in more and case in os.environ.get("COMPILED", "").split(","):
+        hardware = Hardware.detect(int(os.environ["RANK"]))
+        alone = {**given, "hardware": hardware, "distributed": RANKS}
+        given["compiled"] = folder = tempfile.mkdtemp()
+        shapes = [{"x": (ROWS, WIDTHS[0]), "labels": (ROWS,)}]
+        made = of.Trainer(model, loss="cross_entropy", **alone)
+        deploy.compile_training(made, folder, shapes=shapes)
     return of.Trainer(model, loss="cross_entropy", **given)
 
 
@@ -156,6 +171,77 @@ def fault(folder: Path, kind: str) -> None:
     (folder / "finished").touch()
 
 
+PLACES: dict[str, tuple[int, str, str, int]] = {
+    "before a step": (1, "trainer.start", "before", 7),
+    "with its batch": (1, "device.start", "before", 7),
+    "behind its launch": (1, "device.start", "behind", 7),
+    "in a collective": (1, "", "", 1),
+    "behind the collectives": (1, "", "", 0),
+    "before a checkpoint": (1, "trainer.checkpoint", "before", 2),
+    "with all states": (1, "module.whole_states", "behind", 2),
+    "in a checkpoint": (0, "checkpoint._put", "before", 2),
+    "with its files": (0, "checkpoint.write", "behind", 2),
+    "behind a checkpoint": (1, "trainer.checkpoint", "behind", 2),
+}
+"""Where a rank is killed: which one, and before or behind which call of what; or else while its GPU
+waits in the first collective of a step, or once it has ended a few."""
+
+
+def kill(place: str, t: of.Trainer) -> None:
+    """Have this rank killed at a place, if it is the one."""
+    from onnx_fuse.runtime.timeline import reached
+    from onnx_fuse.training import checkpoint
+    from onnx_fuse.training import trainer as module
+
+    who, path, when, number = PLACES[place]
+    owners = {"trainer": t, "device": t._device, "module": module, "checkpoint": checkpoint}
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_call(owner: Any, name: str, when: str, number: int, act: Any) -> None:
+        called, calls = getattr(owner, name), iter(range(1, 1000))
+
+        def wrapped(*args: Any, **more: Any) -> Any:
+            now = next(calls) == number
+            if now and when == "before":
+                act()
+            result = called(*args, **more)
+            if now and when == "behind":
+                act()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def watch() -> None:
+        while not (t.calls >= 7 and reached()[1] if number else reached()[0] >= 4):
+            time.sleep(1e-4)
+        die()
+
+    if t.world.rank != who:
+        if place == "in a collective":
+            on_call(t._device, "start", "before", 7, lambda: time.sleep(5))
+    elif path:
+        owner, _, name = path.partition(".")
+        on_call(owners[owner], name, when, number, die)
+    else:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def run(folder: Path) -> None:
+    """Train 12 steps, with what a folder has of them, and keep their losses; PLACE: be killed."""
+    ranked, place = "RANK" in os.environ, os.environ.get("PLACE")
+    t = trainer("sharded", **({"distributed": True} if ranked else {"shard": ""}))
+    if place:
+        kill(place, t)
+    each = batches("plain")[:12]
+    data = {name: np.concatenate([batch[name] for batch in each]) for name in each[0]}
+    start_or_resume(t, folder / "run", resume=True)
+    history = t.fit(data, batch_size=RANKS * ROWS, folder=folder / "run", every=4, callbacks=[])
+    if not ranked or t.world.rank == 0:
+        np.save(folder / "losses.npy", history.losses)
+
+
 class Ends(of.callbacks.Callback):
     """Ends the run of the rank that has it, at its fifth step."""
 
@@ -174,5 +260,5 @@ def stops(folder: Path) -> None:
 
 if __name__ == "__main__":
     task, where = sys.argv[1], Path(sys.argv[2])
-    named = {"curves": curves, "stops": stops}
+    named = {"curves": curves, "stops": stops, "run": run}
     named[task](where) if task in named else fault(where, task)

@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7475, "validation": 4786,
     "generation": 1689,
     "adapters": 1011, "quantization": 1239,
-    "tests": 54273, "tools": 10954,
+    "tests": 54418, "tools": 10954,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -1,7 +1,6 @@
 """Many ranks: what a launcher says, what is reduced when, equal curves, and how a run ends."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_program import step_program
+from rank_runs import WORKER, check_killed
 from rank_worker import CASES, RANKS, WIDE, WIDTHS
 
 from onnx_fuse.cuda.launch import bind
@@ -38,7 +38,6 @@ from onnx_fuse.training.ranks import Measure, counted
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
 
-WORKER = Path(__file__).parent / "rank_worker.py"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
 NUMBERS = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
 MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in NUMBERS.items()}
@@ -383,23 +382,9 @@ def test_who_hangs_where_all_wait(case: str) -> None:
     assert [Sign.of(each.packed()) for each in signs] == signs
 
 
-def test_ranks_of_another_launcher_say_themselves_who_ended(tmp_path: Path) -> None:
+def test_a_rank_killed_under_another_launcher_ends_the_other_and_resumes(tmp_path: Path) -> None:
     """Without ours, as under mpirun: the rank that is left names the one that is gone."""
-    port = 20_000 + os.getpid() % 20_000
-    environ = {k: v for k, v in os.environ.items() if k != "RANK"}
-    own = {"WORLD_SIZE": "2", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            worker("killed", tmp_path),
-            env=environ | own | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert "rank 1 ended without a message" in said[0]
-    assert ranks[0].returncode == 70
+    check_killed(tmp_path, "cpu", ["in a checkpoint"], TOLERANCE)
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_worker import CASES, RANKS, WIDE
+from rank_runs import check_killed
+from rank_worker import CASES, PLACES, RANKS, WIDE
 
 from onnx_fuse.distributed import launch, nccl
 from onnx_fuse.errors import DeviceError
@@ -27,8 +28,12 @@ def _ranks() -> None:
         pytest.skip(str(error))
 
 
-def curves(folder: Path, ranks: int, *, ranked: bool) -> list[dict[str, np.ndarray]]:
+def curves(
+    folder: Path, ranks: int, *, ranked: bool, **environ: str
+) -> list[dict[str, np.ndarray]]:
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
         patch.setenv("DEVICE", "cuda")
         patch.setenv("RANKS", str(ranks))
         if not ranked:
@@ -46,7 +51,7 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -
         pytest.skip(str(error))
     (one,) = curves(tmp_path, ranks, ranked=False)
     first, *others = curves(tmp_path, ranks, ranked=True)
-    again = curves(tmp_path, ranks, ranked=True)[0]
+    again = curves(tmp_path, ranks, ranked=True, COMPILED="clip,sharded", BUDGET="spread")[0]
     for name, expected in one.items():
         case, what = name.split(maxsplit=1)
         assert case in CASES
@@ -57,6 +62,10 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -
         np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
         limit = WIDE.get(case, TOLERANCE)
         np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)
+
+
+def test_a_rank_killed_anywhere_ends_the_other_and_its_run_resumes(tmp_path: Path) -> None:
+    check_killed(tmp_path, "cuda", PLACES, TOLERANCE)
 
 
 def test_a_gpu_that_hangs_ends_all_ranks(
