@@ -37,7 +37,7 @@ from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.encoding import FORMAT
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
-from onnx_fuse.runtime.states import graph_digest
+from onnx_fuse.runtime.states import COPIES, graph_digest
 
 if TYPE_CHECKING:
     from onnx_fuse.training.trainer import Trainer
@@ -121,7 +121,8 @@ def compile_training(
 
     Returns:
         A summary of each file, by the name of what it runs: "update", "evaluate", "accumulate"
-        where gradients are accumulated, and "average" where there are running averages.
+        where gradients are accumulated, "average" where there are running averages, and "copies"
+        where steps read weights in 16 bits.
 
     Raises:
         UsageError: The shape of an input stays free, or the trainer has no `hardware`.
@@ -139,12 +140,12 @@ def compile_training(
         # an evaluation takes fewer inputs than the update
         names = {v.name for v in graph.graph.inputs}
         sets = [{k: v for k, v in s.items() if k in names or mode == "update"} for s in shapes]
-        compiled[str(mode)] = _compiled(
+        compiled[mode] = _compiled(
             graph,
             place / f"{mode}.fused",
             {hw.name: hw},
             sets,
-            ranges or {},
+            {} if mode == COPIES else ranges or {},
             precision,
             TRAINING_PRECISIONS[precision][1],
             state,

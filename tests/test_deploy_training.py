@@ -162,16 +162,18 @@ def test_the_command_compiles_training(
     cli: Cli, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     model, config = saved(TEXT), tmp_path / "step.toml"
-    config.write_text('loss = "mse"\noptimizer = "sgd"\nclip-norm = 1.0\nepochs = 3\n')
+    settings = 'loss = "mse"\noptimizer = "sgd"\nclip-norm = 1.0\nepochs = 3\n'
+    config.write_text(settings + 'precision = "bf16"\n')
     folder, report = tmp_path / "steps", tmp_path / "r.json"
     arguments = ("compile", model, "--train", config, "--target", "h200", "--dim", "N=2..9")
     cli.done(*arguments, "-o", folder, "--json", report)
-    assert sorted(p.name for p in folder.iterdir()) == ["evaluate.fused", "update.fused"]
+    files = ["copies.fused", "evaluate.fused", "update.fused"]
+    assert sorted(p.name for p in folder.iterdir()) == files
     assert json.loads(report.read_text())["kernels"]["update"] > 3
     # the same settings: the graph that a run of them has
     run = Trainer(
         model, loss="mse", optimizer=optim.SGD(), clip_norm=1.0, device="cuda", hardware=H200,
-        loss_options={},
+        loss_options={}, precision="bf16",
     )  # fmt: skip
     graph, _ = run.graphs()["update"]
     manifest = Deployed(folder / "update.fused").container.manifest

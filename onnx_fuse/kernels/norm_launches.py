@@ -93,13 +93,14 @@ def fold_columns(
         fewest, held = min(fewest, parts), max(held, rows if rows <= 6 else 4)
     room = 1 << (len(shapes) - 1).bit_length()  # few distinct sources for many counts
     words += [0] * (len(words) // len(shapes) * (room - len(shapes)))
-    how: dict[str, object] = {"W": C_TYPES[dtype], "VEC": vec, "HELD": held}
-    if master:  # 16 bytes an access
-        how = {"W": "float", "VEC": min(4, vec), "HELD": 4}
+    if master:
+        held = 4
+    wide = "float" if master else C_TYPES[dtype]
     return launch(
         "norm/fold.cu", "fold_columns", fewest * strips, 32 * warps, Table(tuple(words)),
         *args("i32 count", count=len(shapes)), cluster=fewest, T=C_TYPES[dtype], COLS=cols,
-        WARPS=warps, PARTS=fewest, ROWS=room, waits="later", **how,
+        WARPS=warps, PARTS=fewest, ROWS=room, W=wide, HELD=held, waits="later",
+        VEC=min(4, vec),  # accesses of 16 bytes of a master, and in 16 bits the same order of sums
     )  # fmt: skip
 
 

@@ -33,18 +33,21 @@ class Compiling:
 
     in_flight = 0
 
-    def __init__(self) -> None:
-        self._models: dict[str, ir.Model] = {}
+    def __init__(self, states: Sequence[State]) -> None:
+        from onnx_fuse.runtime.states import StepGraphs
 
-    def add(self, key: str, model: ir.Model) -> None:
-        """Keep the graph of a mode."""
-        self._models[key] = model
+        self._graphs = StepGraphs({s.name for s in states})
+        self.add = self._graphs.add
 
     def graph(self, key: str, spec: Spec) -> tuple[ir.Model, dict[str, str]]:
         """The graph of a mode as a GPU runs it, and the outputs that replace states."""
-        from onnx_fuse.runtime.states import guarded
+        return self._graphs.of(key, spec.successors, spec.guards)
 
-        return guarded(self._models[key], spec.successors, spec.guards)
+    def copies(self) -> dict[str, tuple[ir.Model, dict[str, str]]]:
+        """The graph of the 16-bit copies of states, by its name, where there are any."""
+        from onnx_fuse.runtime.states import COPIES
+
+        return {COPIES: self._graphs.of_copies()} if self._graphs.copies else {}
 
     def _refuse(self, *arguments: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
@@ -270,7 +273,7 @@ def backend(
         if options.device == "cpu" or options.memory is not None:
             raise UsageError("compiled steps are for a GPU (device='cuda') without memory=")
         if options.hardware is not None:
-            return Compiling()
+            return Compiling(states)
     if options.device == "cpu":
         if world is None:
             return Portable(states, options.threads)

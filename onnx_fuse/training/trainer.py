@@ -230,8 +230,10 @@ class Trainer:
             self._device.add(mode, graph)
         return self._specs[mode]
 
-    def graphs(self) -> dict[Mode, tuple[ir.Model, dict[str, str]]]:
+    def graphs(self) -> dict[str, tuple[ir.Model, dict[str, str]]]:
         """Of a Trainer with `hardware`, each mode's graph, and which outputs replace which states.
+
+        "copies" makes the 16-bit copies of weights that steps read, where there are any.
 
         Raises UsageError for another Trainer.
         """
@@ -240,7 +242,8 @@ class Trainer:
         modes: list[Mode] = ["update", "evaluate"]
         modes += ["accumulate"] if self.accumulate > 1 else []
         modes += ["average"] if self._options.ema is not None else []
-        return {mode: self._device.graph(mode, self.spec(mode)) for mode in modes}
+        graphs = {str(mode): self._device.graph(mode, self.spec(mode)) for mode in modes}
+        return graphs | self._device.copies()
 
     @property
     def recompute(self) -> str:

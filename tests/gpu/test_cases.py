@@ -11,6 +11,7 @@ from cases import RealCase, real_cases
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.importer.load import read
 from onnx_fuse.program.problem import PRECISIONS, GemmProblem, Hardware
+from onnx_fuse.runtime import states
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
@@ -220,6 +221,37 @@ def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:
         return [trainer.step(batch) for _ in range(20)]
 
     np.testing.assert_allclose(run(precision), run("fp32"), rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2, "ema": 0.9, "loss_scale": 1024.0},
+        {"name": "vit__dynamo", "level": 0, "frozen": ["*bias*"], "loss_scale": 1024.0},
+    ],
+    ids=["accumulated", "frozen biases"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_copies_of_weights_in_16_bits_change_no_bit(
+    precision: str, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through evaluations, and weights that are set between steps; copies are always of these."""
+
+    def run(copies: bool) -> list[bytes]:
+        if not copies:
+            monkeypatch.setattr(states, "_copies_of", lambda *_: {})
+        trainer, batch = half_trainer(precision, **options)
+        found = []
+        for step in range(8):
+            losses = [trainer.step(batch), trainer.evaluate(batch, ema="ema" in options).loss]
+            found.append(np.array(losses, np.float64).tobytes())
+            if step == 4:
+                halves = {k: (a * 0.5).astype(a.dtype) for k, a in trainer.state().items()}
+                trainer.set_weights(halves)
+        assert bool(trainer._device._states._graphs.copies) == copies
+        return found + [array.tobytes() for array in trainer.state().values()]
+
+    assert run(copies=True) == run(copies=False)
 
 
 # Norm of how an SGD step in 16 bits differs from one in float32, as a part of the norm of the step.
