@@ -136,6 +136,15 @@ two paths that must not close a cycle: {"x": X}
 transposed views into one kernel: {"x": X}
   agraph (float[3,4,6] x) => (float[6,4,3] y) { t = Transpose<perm=[2,1,0]>(x) u = Relu(t)
   y = Add(u, t) }
+filters as convolutions and their gradients read them: arrays(w=(40, 60, 3, 3), u=(40, 60, 3, 3)) |
+{"v": np.float16(arrays(v=(64, 300, 3, 3))["v"])}
+  agraph (float[40,60,3,3] w, float[40,60,3,3] u, float16[64,300,3,3] v) => (float[40,3,3,60] a,
+  float[60,3,3,40] b, float16[64,3,3,300] c, float16[300,3,3,64] d, float[40,3,3,60] e)
+  <int64[2] last = {-1, -1}, int64[2] first = {-9, -9}, int64[2] axes = {2, 3}>
+  { a = Transpose <perm = [0,2,3,1]> (w) s = Slice (w, last, first, axes, last)
+  b = Transpose <perm = [1,2,3,0]> (s) c = Transpose <perm = [0,2,3,1]> (v)
+  t = Slice (v, last, first, axes, last) d = Transpose <perm = [1,2,3,0]> (t)
+  e = Transpose <perm = [0,2,3,1]> (u) }
 a product of rows that stand apart: arrays(x=(40, 4, 6), w=(6, 5))
   agraph (float[40,4,6] x, float[6,5] w) => (float[4,40,5] y) { t = Transpose<perm=[1,0,2]>(x)
   y = MatMul(t, w) }

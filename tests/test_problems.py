@@ -65,6 +65,8 @@ FORCED = [
     (CONV + "{ y = Conv(x, w) }", "float16", "Conv", "implicit", "wgmma"),
     ("agraph (float[64,96] x) => (float[96,64] y) { y = Transpose(x) }", "float32",
      "Pointwise", "generated", "tiles"),
+    ("agraph (float[9,64,5] x) => (float[9,5,64] y) { y = Transpose <perm = [0,2,1]> (x) }",
+     "float32", "Pointwise", "generated", "runs"),
     ("agraph (float[4,3000] x) => (float[4,5] y, int64[4,5] i) <int64[1] k = {5}> "
      "{ y, i = TopK(x, k) }", "float32", "TopK", "sort", "block"),
 ]  # fmt: skip

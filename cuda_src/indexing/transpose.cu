@@ -3,6 +3,8 @@
 //            written in whole lines. Axis p has stride 1 in x, axis q in y; three more axes are walked
 //            tile by tile.
 // Inputs   : x, y in units of T; VEC units an access (where sizes and strides are multiples of it).
+//            INNER: p is two axes that follow each other in x, as the places of a filter do, `inner` elements
+//            that are y_inner apart in y, and p / inner; from x_from and y_from on where x runs back.
 // Launch   : one block of 256 threads a tile; IDX counts elements.
 // Bound    : HBM, one read and one write: 3.3 TB/s in float, 3.6 in 16 bits at 8192 x 4096 on an H200,
 //            where element by element gives 1.1 and 0.6.
@@ -16,11 +18,18 @@
 #ifndef IDX
 #define IDX int
 #endif
+#ifdef INNER
+#define INNER_PARAMS , IDX x_from, IDX y_from, IDX inner, IDX y_inner
+#define ROW_OF_Y p / inner * y_p + p % inner * y_inner
+#else
+#define INNER_PARAMS
+#define ROW_OF_Y p * y_p
+#endif
 #define TILE (32 * VEC)
 
 extern "C" __global__ void __launch_bounds__(256)
     transpose(const T* x, T* y, IDX dp, IDX dq, IDX x_q, IDX y_p, IDX d1, IDX d2, IDX x_0, IDX x_1,
-              IDX x_2, IDX y_0, IDX y_1, IDX y_2) {
+              IDX x_2, IDX y_0, IDX y_1, IDX y_2 INNER_PARAMS) {
     // a padded row: columns of a tile lie in different banks
     __shared__ T tile[TILE][TILE + (sizeof(T) < 4 ? 4 / sizeof(T) : 1)];
     after_previous_launch();
@@ -33,6 +42,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const IDX i2 = b % d2, i1 = b / d2 % d1, i0 = b / d2 / d1;
     x += i0 * x_0 + i1 * x_1 + i2 * x_2;
     y += i0 * y_0 + i1 * y_1 + i2 * y_2;
+#ifdef INNER
+    x += x_from, y += y_from;
+#endif
     const int lane = threadIdx.x % 32 * VEC, warp = threadIdx.x / 32;
     Vec<T, VEC> v[TILE / 8];
 #pragma unroll
@@ -51,6 +63,6 @@ extern "C" __global__ void __launch_bounds__(256)
         Vec<T, VEC> w;
 #pragma unroll
         for (int j = 0; j < VEC; j++) w.at[j] = tile[lane + j][warp + 8 * k];
-        if (q < dq && p < dp) store<VEC>(y + p * y_p + q, w);
+        if (q < dq && p < dp) store<VEC>(y + ROW_OF_Y + q, w);
     }
 }

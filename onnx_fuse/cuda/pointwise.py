@@ -28,8 +28,6 @@ REGISTERS = 96
 """Elements of all operands together that a thread may hold: more would spill."""
 FEW_ELEMENTS = 1 << 18
 """Elements that a kernel may handle one by one: it takes little longer than its launch."""
-TILE_LEAST = 24
-"""Accesses that both axes of a transpose must hold to go through tiles of 32."""
 STORAGE = {
     "float64": "double", "float32": "float", "float16": "f16", "bfloat16": "bf16",
     "int64": "i64", "int32": "int", "int16": "short", "int8": "signed char",
@@ -476,39 +474,6 @@ def _scalars(expression: Expression) -> list[tuple[str, Arg]]:
     """The parameters and arguments of a kernel for an expression's numbers."""
     pairs = enumerate(expression.scalars)
     return [(f"{SCALAR[ctype]} s{i}", Num(ctype, value)) for i, (ctype, value) in pairs]
-
-
-def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
-    """y[...] = x[...] tile by tile where the two run along different axes; None elsewhere."""
-    dims, (sx, sy) = collapse(y.shape, [x.strides, y.strides])
-    along = [next((k for k, n in enumerate(s) if n == 1), None) for s in (sx, sy)]
-    if None in along or along[0] == along[1] or x.dtype != y.dtype or len(dims) > 5:
-        return None
-    p, q = along
-    assert p is not None
-    assert q is not None
-    size = ITEMSIZE[x.dtype]
-    rest = [k for k in range(len(dims)) if k not in along]
-    numbers = [dims[p], dims[q], sx[q], sy[p], x.offset, y.offset]
-    numbers += [s[k] for s in (sx, sy) for k in rest]
-    vec = next(v for v in (4, 2, 1) if v * size <= 4 or v == 1 if not any(n % v for n in numbers))
-    if min(dims[p], dims[q]) < TILE_LEAST * vec:
-        return None
-    tiles = prod(-(-dims[k] // (32 * vec)) for k in (p, q)) * prod(dims[k] for k in rest)
-    if tiles >= 2**31:
-        return None
-    wide = x.wide or y.wide
-    axes = [None] * (3 - len(rest)) + rest
-    inner = [1 if k is None else dims[k] for k in axes[1:]]
-    steps = [0 if k is None else s[k] for s in (sx, sy) for k in axes]
-    values = (dims[p], dims[q], sx[q], sy[p], *inner, *steps)
-    args = tuple(Num("i64" if wide else "i32", n) for n in values)
-    unit = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
-    return Launch(
-        "indexing/transpose.cu", "transpose", (tiles, 1, 1), (256, 1, 1),
-        (Ptr("a0"), Ptr("y0"), *args),
-        (("IDX", "i64" if wide else "int"), ("T", unit), ("VEC", str(vec))), waits="first",
-    )  # fmt: skip
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int] | None:

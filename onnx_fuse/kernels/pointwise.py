@@ -5,16 +5,18 @@ Operands: a0, a1, ... y0, y1, ...
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
+from typing import TypeAlias
 
 from onnx_fuse.cuda.pointwise import (
     ROWS_AT_ONCE,
     launch_of,
     launch_sums,
-    launch_transpose,
     sum_blocks,
     sums_width,
 )
+from onnx_fuse.cuda.transpose import launch_short, launch_transpose
 from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
@@ -22,6 +24,7 @@ from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches
 from onnx_fuse.program.size import OpenSize, minimum
 
+Turn: TypeAlias = "Callable[[Tensor, Tensor], Launch | None]"
 FEW_BYTES = 1 << 20
 """Bytes of a view whose order does not matter."""
 READ_APART, WRITTEN_APART = 12, 56
@@ -29,25 +32,26 @@ READ_APART, WRITTEN_APART = 12, 56
 and what other rows of the tensor find of it in the L2 is gone before they write (H200, 2026-11)."""
 
 
-def _transposed(problem: Pointwise) -> Launch | None:
-    if problem.expression.steps or len(problem.reads) != 1 or len(problem.writes) != 1:
-        return None
-    return launch_transpose(problem.reads[0], problem.writes[0])
+class Turned(HeuristicKernel):
+    """A candidate of indexing/transpose.cu, or of transpose_short.cu."""
 
-
-class Tiles(HeuristicKernel):
-    """A candidate of indexing/transpose.cu."""
-
-    name = "tiles"
-    source = "indexing/transpose.cu"
     free_axes = "yz"
+
+    def __init__(self, name: str, source: str, turned: Turn) -> None:
+        self.name, self.source, self._turned = name, source, turned
+
+    def _launch_of(self, problem: Pointwise) -> Launch | None:
+        if problem.expression.steps or len(problem.reads) != 1 or len(problem.writes) != 1:
+            return None
+        return self._turned(problem.reads[0], problem.writes[0])
 
     def supports(self, problem: Pointwise, hw: Hardware) -> str | None:
         """A copy between views that run along different axes."""
-        return None if _transposed(problem) else "no copy between two axes, both of which are long"
+        found = self._launch_of(problem)
+        return None if found else f"no copy between two axes that are as long as {self.name} want"
 
     def launch(self, problem: Pointwise, config: KernelConfig, hw: Hardware) -> Launches:
-        launch = _transposed(problem)
+        launch = self._launch_of(problem)
         assert launch is not None
         return (launch,)
 
@@ -127,6 +131,10 @@ class Sums(HeuristicKernel):
 
 
 KERNELS: Kernels = {
-    "Pointwise": (Tiles(), Generated()),
+    "Pointwise": (
+        Turned("tiles", "indexing/transpose.cu", launch_transpose),
+        Turned("runs", "indexing/transpose_short.cu", launch_short),
+        Generated(),
+    ),
     "PointwiseSums": (Sums(),),
 }

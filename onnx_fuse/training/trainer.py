@@ -233,9 +233,8 @@ class Trainer:
     def graphs(self) -> dict[str, tuple[ir.Model, dict[str, str]]]:
         """Of a Trainer with `hardware`, each mode's graph, and which outputs replace which states.
 
-        "copies" makes the 16-bit copies of weights that steps read, where there are any.
-
-        Raises UsageError for another Trainer.
+        "copies" makes the 16-bit copies of weights that steps read, where there are any. Raises
+        UsageError for another Trainer.
         """
         if not isinstance(self._device, backends.Compiling):
             raise UsageError("the Trainer was not made for compiling: give it hardware=")

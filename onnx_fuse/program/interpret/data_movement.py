@@ -16,6 +16,7 @@ from onnx_fuse.program.data_movement import (
     KeptCounts,
     KeptPositions,
     NGrams,
+    Pointwise,
     PointwiseMany,
     PointwiseSums,
     ScatterElements,
@@ -40,6 +41,12 @@ def pointwise_sums(p: PointwiseSums, of: Operands) -> Results:
     total = np.asarray(summed.sum({"columns": 0, "rows": 1, "all": None}[p.over]))
     assert total.size == of.writes["sum"].size, (p, of.writes["sum"])
     return dict(zip(of.writes, [*results, total], strict=True))
+
+
+def pointwise(p: Pointwise, of: Operands) -> Results:
+    """What the expression stores, of calls that share a launch."""
+    results = evaluate(p.expression, [of.raw(name) for name in of.reads], list(of.writes.values()))
+    return dict(zip(of.writes, results, strict=True))
 
 
 def pointwise_many(p: PointwiseMany, of: Operands) -> Results:

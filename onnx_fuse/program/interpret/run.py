@@ -65,6 +65,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     move_problems.KeptPositions: data_movement.kept_positions,
     move_problems.NGrams: data_movement.n_grams,
     move_problems.NmsChosen: regions.nms_chosen,
+    move_problems.Pointwise: data_movement.pointwise,
     move_problems.PointwiseMany: data_movement.pointwise_many,
     move_problems.PointwiseSums: data_movement.pointwise_sums,
     move_problems.Random: recurrences.random,
@@ -108,8 +109,8 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
 }
 """The answer to each kind of problem: its results by the names under which a call writes them.
 
-Three kinds are answered elsewhere: a Pointwise by its call's expression, a Collective by what the
-ranks exchange, and what a user has registered by onnxruntime, from its body.
+Three kinds are answered elsewhere: a Pointwise alone by its call's expression, a Collective by what
+the ranks exchange, and what a user has registered by onnxruntime, from its body.
 """
 
 

@@ -18,7 +18,7 @@ from onnx_fuse.program.passes.column_sums import sum_columns
 from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
-from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
+from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together, turn_together
 from onnx_fuse.program.passes.integer_tails import dequantize_where_read, quantize_in_tails
 from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
@@ -57,6 +57,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("norm deferral", defer),
     ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
+    ("turned weights", lambda calls, _, ctx: turn_together(calls, ctx.hw, ctx.prefs)),
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),

@@ -11,11 +11,11 @@ from onnx_fuse.kernels import Selection, select
 from onnx_fuse.kernels.batched import can_batch
 from onnx_fuse.kernels.norm_launches import fold_kind
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
+from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, Pointwise, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
-from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
+from onnx_fuse.program.passes.pointwise_fusion import as_problem, pointwise, view
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
 from onnx_fuse.program.problems import Fold
 from onnx_fuse.program.size import OpenSize, coarse
@@ -241,6 +241,29 @@ def _many(members: Sequence[Call], choice: Selection) -> Call:
     )
     name = f"{first.expression.name} x{len(members)}"
     return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=problem.bytes)
+
+
+def turn_together(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
+    """Equal copies along another axis, as of filters, become one launch where the first one stood.
+
+    Of tensors that stand before the first call alone, as weights do, and whose copies are small:
+    they are kept from there on.
+    """
+    _, writers = uses(calls)
+    kinds: dict[Pointwise, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        x, (_, y) = copy_fusion.copied(call), call.writes[0]
+        if x is None or coarse(y.nbytes) > MAX_WAIT or len(writers[y.buffer]) > 1:
+            continue
+        if all(j > i for j in writers[x.buffer]):
+            kinds[pointwise(call)].append(i)
+    placed: dict[int, list[Call]] = {}
+    for problem, members in kinds.items():
+        choice = select(problem.op, problem, hw, prefs) if len(members) > 1 else None
+        if choice is not None and can_batch(choice, problem, hw):
+            placed |= {i: [] for i in members}
+            placed[members[0]] = [_batched([as_problem(calls[i]) for i in members], choice)]
+    return [call for i, one in enumerate(calls) for call in placed.get(i, [one])]
 
 
 def _batched(members: Sequence[Call], choice: Selection) -> Call:
