@@ -180,6 +180,11 @@ class BoundLaunch:
         """The address of the array that points to the arguments; it never changes."""
         self.place(address)
 
+    @property
+    def numbers(self) -> tuple[tuple[int, int, int], int, tuple[Any, ...], int]:
+        """What `rewrite` takes but for addresses."""
+        return self.grid, self.smem, self._arguments.words, self.launch.sync
+
     def twin(self, address: Addresses) -> BoundLaunch:
         """The same launch with other addresses, in the same order of launches.
 

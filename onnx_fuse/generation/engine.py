@@ -150,7 +150,9 @@ class Engine:
         caches = self.decoder.caches
         if not self.decoder.left or self.decoder.fixed or self._cached == tokens:
             return  # later runs write over the rest
-        self._cached = tokens
+        self._cached, chain = tokens, self._bindings.get(None)
+        if chain is not None and self.on_gpu and chain.follows is not None:
+            self._grown, chain.follows = chain.follows.presents(), None
         self._cutter = self._cutter or InferenceSession(
             _cutter(caches), device=_place(self.session)
         )
@@ -238,7 +240,8 @@ class Engine:
                 binding.bind_cpu_input(name, value)
             else:
                 binding.bind_ortvalue_input(name, value)
-        for past, value in self._grown.items():
+        chained = self.on_gpu and binding.follows is not None
+        for past, value in self._grown.items() if not chained else ():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(past, value)
             else:
@@ -253,7 +256,7 @@ class Engine:
         self.session.run_with_iobinding(binding, **how)
         self._cached = total
         answer, *presents = binding.get_outputs()
-        if not self.in_place:
+        if presents and not self.in_place:
             self._grown = dict(zip(self._grown, presents, strict=True))
         if self.sampler is None:
             return answer
@@ -270,7 +273,7 @@ class Engine:
         """A binding to the cache's places, or to some of its slots."""
         binding = self._bindings[rows] = self.session.io_binding()
         if self.on_gpu:
-            binding.expected = self._room
+            binding.expected, binding.chained = self._room, not self.in_place
         binding.bind_output(self.decoder.logits if self.sampler else TOKEN)  # the first one
         for cache in self.decoder.caches:
             if not self.in_place:

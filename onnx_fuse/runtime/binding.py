@@ -39,6 +39,10 @@ class Binding:
         """Results on their way to the host."""
         self.expected = 0
         """Tokens that caches which grow are to have in the end, if it is known."""
+        self.chained = False
+        """Whether each run follows the last: from when its caches stand in rooms (`follows`), pasts
+        need not be fed, and presents are no results."""
+        self.follows: Any = None
         self.ran_in: device.Stream | None = None
         """The stream of the last run, while nobody has waited for it."""
 

@@ -111,6 +111,10 @@ class Rooms:
         """Where a past begins, and the bytes from a head to the next."""
         return self.places[past].address, self.row(past)
 
+    def presents(self) -> dict[str, Grown]:
+        """The tokens so far, by the past that a run may be fed them as."""
+        return {past: Grown(self, past, self.used) for past in self.places}
+
     def settle(self, present: Grown) -> None:
         """Copy a present to memory of its own."""
         device.start(self.owner.device_id)
@@ -166,11 +170,20 @@ class Growing:
             run(inner)
         except NoRoom:
             self._refused.add(self._others(binding))
+            if binding.follows is not None:
+                binding.follows = None
+                for past, value in rooms.presents().items():
+                    binding.feed(past, value, addressed=False)
             return False
         rooms.used += 1
         binding.late = inner.late
-        presents = {present: Grown(rooms, past, rooms.used) for present, past in pasts.items()}
-        binding.results = {**inner.results, **presents}
+        results = inner.results
+        if binding.chained:
+            binding.follows = rooms
+            binding.results = {name: results[name] for name in results if name not in pasts}
+        else:
+            presents = rooms.presents()
+            binding.results = {**results, **{new: presents[past] for new, past in pasts.items()}}
         return True
 
     def _bind(self, rooms: Rooms, targets: list[str]) -> None:
@@ -191,6 +204,11 @@ class Growing:
         None for pasts that are not on the GPU, and for the first run with such other inputs: a
         prompt, of which each may be as long as it likes.
         """
+        if binding.follows is not None:
+            rooms = binding.follows
+            if rooms.used < rooms.size:
+                return rooms
+            return Rooms(self._owner, rooms.presents(), rooms.used, binding.expected)
         values = [*map(binding.feeds.get, self._pairs)]
         rooms = values[0].rooms if isinstance(values[0], Grown) else None
         if rooms is not None and rooms.used < rooms.size:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,10 @@ class Instance:
         own = {b.id: b for b in program.buffers if b.id in set(self.movable)}
         offsets: dict[int, int] = {}
         spans, total = {}, 0
+        small_first = sorted(own.values(), key=lambda b: b.nbytes)  # so that one copy fills them
         for kind in ("input", "output"):
             start = total
-            for b in own.values():
+            for b in small_first:
                 if b.kind == kind:
                     offsets[b.id] = total
                     total += aligned(made.room.get(b.id, b.nbytes))
@@ -198,7 +200,8 @@ class Instance:
                 else (n, self._offsets[t.buffer] - first, t, t.nbytes)
                 for n, t in self.inputs
             }
-            self._fed = tuple([place[:3] for place in self._places.values() if place[3]])
+            fed = sorted(self._places.values(), key=itemgetter(1))
+            self._fed = tuple([place[:3] for place in fed if place[3]])
             sizes = [(n, t.nbytes) for n, t in self.inputs if n in known and known[n][2] is not t]
             for key, placement in list(self._placements.items()):
                 if any(nbytes > placement.reach.get(n, nbytes) for n, nbytes in sizes):

@@ -17,6 +17,9 @@ from onnx_fuse.runtime.arg_updates import Change, operands, places, workspace_ke
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
 
+AHEAD = 4
+"""Launches before a graph that take the host as long as that of the graph."""
+
 
 class Launches:
     """A segment's launches with their addresses, which may change between runs.
@@ -70,6 +73,8 @@ class Launches:
         self._shape: Sequence[Call] = ()  # the calls of the present shape, if it is another
         self._changes: Sequence[Change | None] = ()  # what made the launches those of that shape
         self._numbers: tuple[int, ...] = ()  # the step of each of them
+        self._varied: set[int] = like._varied if like else set()  # steps that shapes have changed
+        self._ahead: list[int] = []  # steps of them that stay out of the graph
 
     def rewrite(
         self, changes: Sequence[Change], moved: Collection[int], calls: Sequence[Call]
@@ -83,7 +88,9 @@ class Launches:
         if not self._changes:
             at = {(i, k - self._calls.index(i)): k for k, i in enumerate(self._calls)}
             self._numbers = tuple([at[i - self._segment.first, j] for i, j, *_ in changes])
-            self._changes = [None] * len(changes)
+            steps = [self._steps[k] for k in self._numbers]
+            self._changes = [(*change[:2], *step.numbers) if isinstance(step, BoundLaunch) else None
+                             for change, step in zip(changes, steps, strict=True)]  # fmt: skip
         before, self._changes, self._shape = self._changes, changes, calls
         new = set()
         for k, change, old in zip(self._numbers, changes, before, strict=True):
@@ -93,6 +100,7 @@ class Launches:
                 step.rewrite(grid, smem, words, sync, self._address)
                 self._tell(k)
                 new.add(k)
+        self._varied |= new
         if moved:
             self.move(moved, new)
         return len(new)
@@ -124,6 +132,8 @@ class Launches:
     def launch(self, stream: device.Stream) -> None:
         """Enqueue all; returns before it is done."""
         if self._graph is not None:
+            for k in self._ahead:
+                self._enqueue(k, stream)
             stream.launch(self._graph, self._what)
             if self.timeline is not None:
                 self.timeline.ended(stream)
@@ -204,11 +214,13 @@ class Launches:
         """Become one graph, which takes the host half the time of a single launch.
 
         The stream of the capture is its own: what other threads, or other executables, enqueue
-        where this runs would become a part of the graph.
+        where this runs would become a part of the graph. Launches that shapes change are enqueued
+        before it where they follow no other: a graph that is told arguments takes longer to begin.
         """
         if self._graph is not None or not self._steps:
             return
-        self._nodes, stream = {}, device.Stream()
+        self._nodes, self._ahead, stream = {}, [], device.Stream()
+        alone = not any(map(collective, self._segment.calls))
         after: list[Sequence[int]] = []
         last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
         of: dict[int, list[int]] = defaultdict(list)
@@ -220,10 +232,15 @@ class Launches:
             for k in of[i]:
                 if k in self._idle:
                     continue
+                if alone and not heads and k in self._varied and len(self._ahead) < AHEAD:
+                    self._ahead.append(k)
+                    continue
                 self._nodes[k] = len(after)
                 after.append(list(dict.fromkeys(heads)))
                 heads = [self._nodes[k]]
             last[number] = heads
+        if not self._nodes:
+            return
         aside, calls = self._aside(), self._segment.calls
         if aside and not any(map(collective, calls)):
             blocks = [prod(self._launch(k).grid) for k in self._nodes]
