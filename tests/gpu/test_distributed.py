@@ -15,6 +15,8 @@ from onnx_fuse.runtime import device
 
 pytestmark = pytest.mark.gpu
 WORKER = [sys.executable, str(Path(__file__).parents[1] / "rank_worker.py"), "curves"]
+COMPILED = ("clip", "sharded")
+"""Cases whose steps the second run compiles: for one size, whose kernels may be others."""
 TOLERANCE = 1e-3
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
 
@@ -51,7 +53,7 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -
         pytest.skip(str(error))
     (one,) = curves(tmp_path, ranks, ranked=False)
     first, *others = curves(tmp_path, ranks, ranked=True)
-    again = curves(tmp_path, ranks, ranked=True, COMPILED="clip,sharded", BUDGET="spread")[0]
+    again = curves(tmp_path, ranks, ranked=True, COMPILED=",".join(COMPILED), BUDGET="spread")[0]
     for name, expected in one.items():
         case, what = name.split(maxsplit=1)
         assert case in CASES
@@ -59,8 +61,9 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -
             continue
         for other in others:
             np.testing.assert_array_equal(first[name], other[name], err_msg=name)
-        np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
         limit = WIDE.get(case, TOLERANCE)
+        same = limit if case in COMPILED else 0.0
+        np.testing.assert_allclose(first[name], again[name], same, same, err_msg=f"again, {name}")
         np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)
 
 
