@@ -43,17 +43,26 @@ FLOAT8 = frozenset(("save_z", "act", "dact", "save_act", "layer_scale", "ldy"))
 LIBRARY = frozenset(("save_act",))
 
 
+ALL = CHOICES | {"bias", "beta", "residual", "batch", "planes", "trans_a"}
+GOES_WITH = {
+    "row_bias": ALL - {"row_scale", "bias", "layernorm", "dx", "dw"},
+    "row_scale": ALL - {"row_bias", "bias", "layernorm", "dx", "dw"},
+    "exp": frozenset(("bias", "ldy", "trans_a")),
+    "gate": ALL - {"save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments",
+                   "column_sums", "column_moments", "batch"},
+    "moments": ALL - {"accumulate", "batch", "planes"},
+    "column_sums": ALL - {"moments", "rows", "parts", "dw", "batch", "planes", "trans_a"},
+    "column_moments": ALL - {"accumulate", "dw", "dx", "moments", "column_sums", "save_z",
+                             "save_act", "rows", "parts", "ldy", "batch", "planes"},
+    "ldy": ALL - {"beta", "dact", "dx", "dw", "residual", "batch"},
+}  # fmt: skip
+"""What else a problem may have beside such a field, in any kernel."""
+
+
 def gate_refusal(problem: GemmProblem) -> str | None:
     """The reason why no epilogue makes the gated product; None where one can, or without a gate."""
-    if not problem.epilogue.gate:
-        return None
-    if problem.n % 16 or problem.trans_b:
-        return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
-    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments",
-              "column_sums", "column_moments")  # fmt: skip
-    other = problem.epilogue.among(*with_c)
-    if problem.batch or other or not problem.epilogue.act:
-        return f"a gate has an activation and no {', '.join(other) or 'batches'}"
+    if problem.epilogue.gate and (problem.n % 16 or problem.trans_b or not problem.epilogue.act):
+        return f"gates come in blocks of 8 columns, b's rows along k, with an act: n={problem.n}"
     return None
 
 
@@ -78,6 +87,11 @@ def epilogue_refusal(problem: GemmProblem, takes: frozenset[str]) -> str | None:
     """Why an epilogue of these fields and one extra operand is not enough; None where it is."""
     if other := problem.among(*_left_out(takes)):
         return f"its epilogue has no {', '.join(other)}"
+    for name in problem.among(*GOES_WITH):
+        if other := problem.among(*sorted(ALL - GOES_WITH[name] - {name})):
+            return f"{name} goes without {', '.join(other)}"
+    if normed(problem) and problem.among("row_bias", "row_scale"):
+        return "a residual's norm takes the numbers of rows"
     extra = problem.epilogue.among("beta", "dact", "dx", "dw", "residual")
     if len(extra) > 1:
         return f"the epilogue takes one extra operand, not {extra}"
@@ -255,9 +269,8 @@ class _Portable(Kernel, ABC):
             return "a weight's gradient is one matrix with sums of its rows"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
-        rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
-        if problem.epilogue.row_bias and (rows or normed(problem) or problem.dtype == "float64"):
-            return f"only a bias for each row, in float: not {rows or problem.dtype}"
+        if problem.epilogue.row_bias and problem.dtype == "float64":
+            return f"a bias for each row in float, not {problem.dtype}"
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return gate_refusal(problem)

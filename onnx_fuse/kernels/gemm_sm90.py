@@ -144,9 +144,6 @@ class Wgmma(Kernel):
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
         extra = operand(problem)
-        rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
-        if problem.epilogue.row_bias and (rows or normed(problem)):
-            return f"a bias for each row excludes {rows}"
         dense_c = ldc(problem)
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
@@ -159,33 +156,16 @@ class Wgmma(Kernel):
             steps += [2 * batch_strides(problem, "b", k * n)[2]]
             if extra and batch_strides(problem, "c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
-        if problem.epilogue.dw == "turned" and direct(problem):
-            return "sums of columns go with TMA stores of 16 bits"
-        if problem.ldy and (direct(problem) or problem.batch or operand(problem)):
-            return "rows of y with gaps need one matrix multiplication, whole 16 bytes, and no c"
+        stored = problem.among("ldy", "moments", "exp", "column_moments")
+        if direct(problem) and (stored or problem.epilogue.dw == "turned"):
+            return f"{stored or 'sums of columns'} need TMA stores: 16-bit rows of 16 bytes"
         parts = problem.epilogue.moments
-        if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
-            return "moments of rows need one matrix multiplication of 16-bit rows of 16 bytes"
         if problem.epilogue.save_act and not (problem.epilogue.dact and problem.epilogue.act):
             return "it stores the activation by whose slope it multiplies"
-        if problem.epilogue.column_sums:
-            if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
-                return "column sums are of one a whose rows are of whole 16 bytes"
-            if problem.rows or problem.parts or problem.epilogue.dw:
-                return "column sums exclude other epilogues"
-        if problem.epilogue.row_scale and (rows or problem.epilogue.row_bias or normed(problem)):
-            return f"a factor a row comes without {rows or 'other numbers of rows'}"
-        if problem.epilogue.exp:
-            fields = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
-            if fields - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
-                return "exponentials need one Gemm with a bias, in rows of 16 bytes"
-            if problem.out != "bfloat16":
-                return f"{problem.out} has no room for exponentials of any score"
-        if problem.epilogue.column_moments:
-            other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
-            present = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
-            if present or problem.batch or direct(problem):
-                return "moments of columns need one Gemm of 16-bit rows of 16 bytes"
+        if problem.epilogue.column_sums and problem.k % 8:
+            return "column sums are of an a whose rows are of whole 16 bytes"
+        if problem.epilogue.exp and (problem.out != "bfloat16" or problem.epilogue.alpha != 1.0):
+            return f"no room for exponentials of any score in {problem.out}, or of scaled ones"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):
