@@ -55,7 +55,7 @@ def _scalar(m: int, k: int, n: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperatorGraph:
     """The graph of an operator: the text of its nodes on x, and the shapes of x and y at [M,K,N].
 
     `text` names weights and indices of `_weights`; {k} and {n} in it are the sizes.
@@ -68,28 +68,28 @@ class Graph:
     """Whether the operator is in the gradient of the graph, of all its inputs."""
 
 
-_LINEAR = Graph(
+_LINEAR = OperatorGraph(
     "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)", y=_product
 )
-_NORM = Graph("y = LayerNormalization <axis = -1> (x, gamma, beta)")
-_CONV = Graph("y = Conv <pads = [1, 1, 1, 1]> (x, filters)", _image, _filtered)
-_CHANNELS = Graph(
+_NORM = OperatorGraph("y = LayerNormalization <axis = -1> (x, gamma, beta)")
+_CONV = OperatorGraph("y = Conv <pads = [1, 1, 1, 1]> (x, filters)", _image, _filtered)
+_CHANNELS = OperatorGraph(
     "y, m, v = BatchNormalization <training_mode = 1> (x, gamma, beta, gamma, beta)", _image, _image
 )
-_ATTENTION = Graph("y = Attention (x, x, x)", _heads, _heads)
+_ATTENTION = OperatorGraph("y = Attention (x, x, x)", _heads, _heads)
 _WINDOW = "<kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x)"
 
 
-def _of(graph: Graph) -> Graph:
+def _of(graph: OperatorGraph) -> OperatorGraph:
     """The gradient of a graph."""
-    return Graph(graph.text, graph.x, graph.y, True)
+    return OperatorGraph(graph.text, graph.x, graph.y, True)
 
 
 OPS = {
-    "Gemm": Graph("y = Gemm (x, w, c)", y=_product),
+    "Gemm": OperatorGraph("y = Gemm (x, w, c)", y=_product),
     "LayerNormGemm": _LINEAR,
     "LayerNormGemmGrad": _of(_LINEAR),
-    "MatMulNBits": Graph(
+    "MatMulNBits": OperatorGraph(
         "y = com.microsoft.MatMulNBits <bits = 4, block_size = 32, K = {k}, N = {n}> (x, q, s)",
         y=_product,
     ),
@@ -98,36 +98,36 @@ OPS = {
     "NormGradSums": _of(_NORM),
     "ChannelNorm": _CHANNELS,
     "ChannelGrad": _of(_CHANNELS),
-    "Softmax": Graph("y = Softmax <axis = -1> (x)"),
-    "Reduce": Graph("y = ReduceSum <keepdims = 0> (x, last)", y=lambda m, k, n: (m,)),
+    "Softmax": OperatorGraph("y = Softmax <axis = -1> (x)"),
+    "Reduce": OperatorGraph("y = ReduceSum <keepdims = 0> (x, last)", y=lambda m, k, n: (m,)),
     "Conv": _CONV,
     "ConvWeightGrad": _of(_CONV),
-    "Pool": Graph(f"y = AveragePool {_WINDOW}", _image, _image),
-    "MaxPoolGrad": Graph(f"y = MaxPool {_WINDOW}", _image, _image, True),
-    "Resample": Graph(
+    "Pool": OperatorGraph(f"y = AveragePool {_WINDOW}", _image, _image),
+    "MaxPoolGrad": OperatorGraph(f"y = MaxPool {_WINDOW}", _image, _image, True),
+    "Resample": OperatorGraph(
         'y = Resize <mode = "linear"> (x, , scales)',
         _image,
         lambda m, k, n: (1, k, *(2 * d for d in pixels(m))),
     ),
-    "GridSample": Graph("y = GridSample (x, grid)", _image, _image),
-    "Col2Im": Graph(
+    "GridSample": OperatorGraph("y = GridSample (x, grid)", _image, _image),
+    "Col2Im": OperatorGraph(
         "y = Col2Im <pads = [1, 1, 1, 1]> (x, size, three)", lambda m, k, n: (1, 9 * k, m), _image
     ),
     "Sdpa": _ATTENTION,
     "SdpaGrad": _of(_ATTENTION),
-    "CrossEntropy": Graph("y = SoftmaxCrossEntropyLoss (x, labels)", y=_scalar),
-    "CumulativeSum": Graph("y = CumSum (x, last)"),
-    "TopK": Graph("y, i = TopK (x, eight)", y=lambda m, k, n: (m, 8)),
-    "GatherElements": Graph("y = GatherElements <axis = 1> (x, places)"),
-    "ScatterElements": Graph("y = ScatterElements <axis = 1> (x, places, x)"),
-    "GatherND": Graph("y = GatherND (x, rows)"),
-    "Recurrence": Graph(
+    "CrossEntropy": OperatorGraph("y = SoftmaxCrossEntropyLoss (x, labels)", y=_scalar),
+    "CumulativeSum": OperatorGraph("y = CumSum (x, last)"),
+    "TopK": OperatorGraph("y, i = TopK (x, eight)", y=lambda m, k, n: (m, 8)),
+    "GatherElements": OperatorGraph("y = GatherElements <axis = 1> (x, places)"),
+    "ScatterElements": OperatorGraph("y = ScatterElements <axis = 1> (x, places, x)"),
+    "GatherND": OperatorGraph("y = GatherND (x, rows)"),
+    "Recurrence": OperatorGraph(
         "y = GRU <hidden_size = {n}> (x, gates, states)",
         lambda m, k, n: (m, 1, k),
         lambda m, k, n: (m, 1, 1, n),
     ),
-    "Random": Graph("y = RandomNormalLike <seed = 1.0> (x)"),
-    "Pointwise": Graph("y = Gelu (x)"),
+    "Random": OperatorGraph("y = RandomNormalLike <seed = 1.0> (x)"),
+    "Pointwise": OperatorGraph("y = Gelu (x)"),
 }
 """Operators that are tuned, timed and tried by name."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onnx_fuse.torch import eager, gpu, library
-from onnx_fuse.torch.graph import Graph
+from onnx_fuse.torch.graph import OnnxGraph
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,13 +17,13 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "by_torch", lambda x: False)
     monkeypatch.setattr(gpu, "current_device", lambda: -1)
     monkeypatch.setattr(gpu, "state", lambda: (-1, 0, "highest"))
-    monkeypatch.setattr(Graph, "turn", lambda graph, tensors: HostTurn(graph, tensors))
+    monkeypatch.setattr(OnnxGraph, "turn", lambda graph, tensors: HostTurn(graph, tensors))
 
 
 class HostTurn:
     """A graph as `gpu.Turn` launches it, on addresses of host memory."""
 
-    def __init__(self, graph: Graph, tensors: list[Any]) -> None:
+    def __init__(self, graph: OnnxGraph, tensors: list[Any]) -> None:
         self._graph, self._given = graph, [(tuple(t.shape), t.dtype) for t in tensors]
         found = [y.contiguous() for y in graph.run(tensors)]
         self.results = [(tuple(y.shape), y.stride(), y.dtype) for y in found]

@@ -17,7 +17,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import inline, save
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower.low_rank import Costs, LowRank
+from onnx_fuse.lower.low_rank import LoraCosts, LowRank
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.adapters import Lora, attach, merge
@@ -296,7 +296,7 @@ def test_adapters_stay_where_a_run_had_them(merged: bool, tmp_path: Path) -> Non
 
 def test_where_adapters_pay() -> None:
     """Products of many rows gain from W + A·B, which a few rows would not pay for."""
-    costs = {chip: Costs("bfloat16", "tf32", CHIPS[chip]) for chip in ("H200", "A100")}
+    costs = {chip: LoraCosts("bfloat16", "tf32", CHIPS[chip]) for chip in ("H200", "A100")}
     for chip, each in costs.items():
         wide = [LowRank(4096, 4096, 8, (rows,)) for rows in (64, 16384)]
         assert [each.merging_pays([size]) for size in wide] == [False, True], chip
@@ -304,7 +304,7 @@ def test_where_adapters_pay() -> None:
         assert not each.rows_pay(16384, 512, 512, 256), "and here it is smaller"
     model = text_model(FORMS["MatMul"])
     found = Trainer(model, loss="mse", lora=Lora(2), device="cuda", hardware=CHIPS["H200"])
-    chosen = (Costs("float32", "ieee", CHIPS["H200"])).merging_pays([LowRank(6, 4, 2, (None,))])
+    chosen = (LoraCosts("float32", "ieee", CHIPS["H200"])).merging_pays([LowRank(6, 4, 2, (None,))])
     assert found._settings()["lora"]["merged"] == chosen
 
 

@@ -24,7 +24,7 @@ from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
 from onnx_fuse.kernels.gemm_fp8 import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
+from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRowsGrad
 from onnx_fuse.kernels.norm_launches import fold_columns
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
@@ -276,8 +276,8 @@ def test_the_simt_tile_at_its_worst_parks_no_more_than_its_exception_says(hw: Ha
 def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
     hw = H200 if TILES[name].wg else A100
     problem = gemm("LayerNormGemmGrad", m=TILES[name].am, n=3072, k=768, **BF16)
-    how = next(c for c in FewRows().configs(problem, hw) if c.text("tiles") == name)
-    call = FewRows().launch(problem, how, hw)[0]
+    how = next(c for c in FewRowsGrad().configs(problem, hw) if c.text("tiles") == name)
+    call = FewRowsGrad().launch(problem, how, hw)[0]
     assert all(
         found.clean for found in nvrtc.resources(call.source, call.defines, hw.arch).values()
     )

@@ -22,7 +22,7 @@ from onnx_fuse.runtime import direct  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
-from onnx_fuse.torch.graph import BUILDERS, Graph, find  # noqa: E402
+from onnx_fuse.torch.graph import BUILDERS, OnnxGraph, find  # noqa: E402
 from onnx_fuse.torch.guard_cache import Kinds  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
@@ -48,7 +48,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 
 def runner() -> tuple[Any, Any]:
-    graph = Graph("test", load(text_model(TEXT)))
+    graph = OnnxGraph("test", load(text_model(TEXT)))
     made = module.GpuRunner(graph.model, 0)
     return made, lambda *tensors: made.run(graph, tensors)
 
@@ -117,7 +117,7 @@ def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
 def test_a_graph_that_draws_is_not_launched_again(gpu: FakeGpu, now: Torch) -> None:
     """Its numbers are drawn for each run: launches that are kept have nobody to do so."""
     text = "agraph (float[N,8] x) => (float[N,8] y) { y = RandomUniformLike (x) }"
-    graph = Graph("draw", load(text_model(text)))
+    graph = OnnxGraph("draw", load(text_model(text)))
     assert module.GpuRunner(graph.model, 0).turn(graph, [torch.ones(2, 8)]) is None
 
 
@@ -136,7 +136,7 @@ def test_launches_that_repeat_become_a_graph(
     monkeypatch.setattr(direct, "PLACES", 2)
     text = """agraph (float[N,8] x, float[8,8] v) => (float[8,8] y, float[N,8] z)
     { a = Tanh(v) b = Transpose(a) c = Tanh(b) d = Transpose(c) y = Tanh(d) z = Tanh(x) }"""
-    graph = Graph("test", load(text_model(text)))
+    graph = OnnxGraph("test", load(text_model(text)))
     v = torch.randn(8, 8)
     turn = module.GpuRunner(graph.model, 0).turn(graph, [torch.zeros(4, 8), v])
     assert turn is not None
@@ -175,7 +175,7 @@ def test_tensors_at_odd_addresses_are_copied_first(gpu: FakeGpu, now: Torch) -> 
 
 def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch) -> None:
     text = """agraph (float[N] x) => (int64[1,M] i, float[N] y) { i = NonZero(x) y = Neg(x) }"""
-    graph = Graph("test", load(text_model(text)))
+    graph = OnnxGraph("test", load(text_model(text)))
     made = module.GpuRunner(graph.model, 0)
     x = torch.tensor([0.0, 1, 0, 2])
     assert made._layout(graph, [x]) is None
@@ -204,7 +204,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def drawn(graph: Graph, dtype: str) -> dict[str, np.ndarray]:
+def drawn(graph: OnnxGraph, dtype: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     found = {}
     for value in graph.model.graph.inputs:

@@ -24,7 +24,7 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.torch import exports  # noqa: E402
-from onnx_fuse.torch.graph import Graph  # noqa: E402
+from onnx_fuse.torch.graph import OnnxGraph  # noqa: E402
 
 CURVE = 1e-4
 """Between two float32 trainings of 50 steps that sum in other orders."""
@@ -143,14 +143,14 @@ def test_sizes_that_change_are_open_from_then_on(
 def test_a_gradient_that_needs_known_sizes_is_of_each_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    derived = Graph.derived
+    derived = OnnxGraph.derived
 
-    def refused(graph: Graph, part: str) -> Graph:
+    def refused(graph: OnnxGraph, part: str) -> OnnxGraph:
         if any(isinstance(size, str) for size in graph.inputs[0].sizes or ()):
             raise ModelError("its gradient needs known sizes")
         return derived(graph, part)
 
-    monkeypatch.setattr(Graph, "derived", refused)
+    monkeypatch.setattr(OnnxGraph, "derived", refused)
     plain = Shaped("any")
     model = oft.fuse(copy.deepcopy(plain), whole=True)
     model(torch.randn(3, 8))

@@ -39,7 +39,7 @@ def _macros(problem: Conv) -> dict[str, Any]:
 _SIZES = "i32 groups channels filters inner outer"
 
 
-class Direct(HeuristicKernel):
+class DirectConv(HeuristicKernel):
     """conv/direct.cu: an element of y a thread."""
 
     name = "direct"
@@ -189,4 +189,4 @@ class Implicit(_Tiled):
         return roofline(hw, self.numbers(hw), problem.bytes, problem.flops / problem.rate(hw))
 
 
-KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())}
+KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, DirectConv(), Mma(), Implicit())}

@@ -329,7 +329,7 @@ class PointwiseWeightGrad(HeuristicKernel):
         return tuple(rename(launch, names) for launch in launches)
 
 
-class Depthwise(Planned, HeuristicKernel):
+class DepthwiseGrad(Planned, HeuristicKernel):
     """conv/depthwise_weight_grad.cu: two channels a thread, their filters in registers."""
 
     name = "depthwise"
@@ -386,4 +386,4 @@ class Depthwise(Planned, HeuristicKernel):
         return (*sums, _total(problem, splits)), wide * splits * problem.groups * problem.depth
 
 
-KERNELS: Kernels = {"ConvWeightGrad": (Depthwise(), PointwiseWeightGrad(), Wgmma(), Mma())}
+KERNELS: Kernels = {"ConvWeightGrad": (DepthwiseGrad(), PointwiseWeightGrad(), Wgmma(), Mma())}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels.kernel import Arena, Kernels, launch, roofline
+from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, launch, roofline
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, Plan, Planned, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
@@ -255,7 +255,7 @@ class WarpLines(HeuristicKernel):
         )  # fmt: skip
 
 
-class Grouped(Planned, HeuristicKernel):
+class GroupedUpdates(Planned, HeuristicKernel):
     """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
 
     A configuration sets `part`, the sorted updates of a row that one block sums.
@@ -296,7 +296,7 @@ class Grouped(Planned, HeuristicKernel):
         updates = _Updates.of(problem)
         count, rows, inner = updates.count, updates.rows, updates.inner
         fresh = isinstance(problem, ScatterND) and problem.fresh
-        part, arena = config.integer("part") or _part(problem), Arena(aligned=16)
+        part, arena = config.integer("part") or _part(problem), WorkspaceArena(aligned=16)
         start, row, order = (arena.allocate(4 * n) for n in (rows + 1, count, count))
         sums_bytes = 2 * -(-count // part) * inner * max(4, ITEMSIZE[problem.dtype])
         sums = _RowSums(
@@ -411,7 +411,7 @@ class Sorted(Planned, _Many):
         if updates.inner == 1:
             tiles = TILE_BYTES * -(-updates.count // RUN_TILE)
             return (*keys, *sort.launches(), *self._runs(problem, sort)), sort.end + tiles
-        part, arena = _part(problem), Arena(sort.end, 16)
+        part, arena = _part(problem), WorkspaceArena(sort.end, 16)
         ends = [arena.allocate(size) for size in (4 * updates.rows, 4 * updates.rows, 16)]
         adding = _RowSums(
             updates.count, updates.rows, updates.inner, part, problem.dtype,
@@ -461,11 +461,11 @@ KERNELS: Kernels = {
     ),),
     "GatherND": (Tuples(),),
     "ScatterElements": (
-        WarpLines(), Last(), Grouped(), Sorted(),
+        WarpLines(), Last(), GroupedUpdates(), Sorted(),
         Each(  # a line a thread: its updates are in order
             "indexing/scatter.cu", "scatter_elements",
             "y index update, i64 lines inner given length", _scatter_macros, count="lines",
         ),
     ),
-    "ScatterND": (Grouped(), Last(), Sorted(), Rows()),
+    "ScatterND": (GroupedUpdates(), Last(), Sorted(), Rows()),
 }  # fmt: skip

@@ -52,7 +52,7 @@ def matrices(
 
 
 @dataclass
-class Arena:
+class WorkspaceArena:
     """Hands out places inside the workspace, in order."""
 
     size: int = 0

@@ -25,8 +25,8 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Arena, Kernels, rename, roofline
-from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRows
+from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, rename, roofline
+from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRowsGrad
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
@@ -182,7 +182,7 @@ class TwoGemms(Planned):
             m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes,
             align=problem.align,
         )  # fmt: skip
-        arena = Arena()
+        arena = WorkspaceArena()
         xh, dz = (
             arena.allocate(size * m * k),
             arena.allocate(size * m * n) if act or planes else Ptr("dy"),
@@ -325,5 +325,5 @@ class Portable(TwoGemms):
 
 
 KERNELS: Kernels = {
-    "LayerNormGemmGrad": (FewRows(), TwoGemms(), Portable()),
+    "LayerNormGemmGrad": (FewRowsGrad(), TwoGemms(), Portable()),
 }

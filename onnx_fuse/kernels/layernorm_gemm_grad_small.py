@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Arena, roofline
+from onnx_fuse.kernels.kernel import WorkspaceArena, roofline
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import (
@@ -82,7 +82,7 @@ TILES = {
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-class FewRows(Planned):
+class FewRowsGrad(Planned):
     """Two launches; a third before them where there is an activation."""
 
     name = "few_rows"
@@ -163,7 +163,7 @@ class FewRows(Planned):
         m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act
         of_g, of_dw = tiles.blocks_of(problem)
         row_parts, column_parts = splits * ceil(k / tiles.ak), splits * ceil(m / tiles.am)
-        arena = Arena()
+        arena = WorkspaceArena()
         dz = arena.allocate(ITEMSIZE[problem.dtype] * m * n) if act else Ptr("dy")
         g, rows = arena.allocate(4 * splits * m * k), arena.allocate(8 * row_parts * m)
         columns = arena.allocate(8 * column_parts * k)

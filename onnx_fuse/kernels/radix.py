@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from onnx_fuse.kernels.kernel import Arena, launch
+from onnx_fuse.kernels.kernel import WorkspaceArena, launch
 from onnx_fuse.program.problem import Launch, Launches, Ptr, args
 
 THREADS = 256
@@ -55,7 +55,7 @@ class RadixSort:
     @cached_property
     def _places(self) -> tuple[list[Ptr], int]:
         """Keys and their order, another pair, counts, totals, bits and sides; where they end."""
-        arena, count = Arena(self.base, 16), self.rows * self.length
+        arena, count = WorkspaceArena(self.base, 16), self.rows * self.length
         sizes = [self.item * count, 4 * count] * 2
         sizes += [1024 * self.rows * self.tiles, 1024 * self.rows]
         if self._may_skip:

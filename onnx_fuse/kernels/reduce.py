@@ -98,7 +98,7 @@ class Row(HeuristicKernel):
         )  # fmt: skip
 
 
-class Column(HeuristicKernel):
+class ColumnReduce(HeuristicKernel):
     """reduce/reduce.cu, along another axis. Operands: x x2 y y2."""
 
     name = "column"
@@ -161,6 +161,6 @@ class Squares(Planned, HeuristicKernel):
 
 
 KERNELS: Kernels = {
-    "Reduce": (Row(), Column()),
+    "Reduce": (Row(), ColumnReduce()),
     "SumSquares": (Squares(),),
 }

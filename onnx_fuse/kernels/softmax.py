@@ -95,7 +95,7 @@ class Parts(Planned, HeuristicKernel):
         return parts + each("softmax_apply", "x y workspace"), 16 * problem.outer * chunks
 
 
-class Column(HeuristicKernel):
+class ColumnSoftmax(HeuristicKernel):
     """softmax/column.cu. Operands: x y."""
 
     name = "column"
@@ -113,4 +113,4 @@ class Column(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: Kernels = {"Softmax": (Parts(), Row(), Column())}
+KERNELS: Kernels = {"Softmax": (Parts(), Row(), ColumnSoftmax())}

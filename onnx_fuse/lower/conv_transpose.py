@@ -29,7 +29,7 @@ PHASES = 16
 
 
 @dataclass(frozen=True)
-class Axis:
+class PhaseAxis:
     """One axis of a phase: outputs `first`, `first` + stride, ..., and taps from `last` down.
 
     `taps` of them, `step` apart, make a filter of `dilation` with these pads; 0: nothing is added.
@@ -45,7 +45,7 @@ class Axis:
     after: int = 0
 
 
-def _axis(shape: Conv, axis: int, r: int) -> Axis:
+def _axis(shape: Conv, axis: int, r: int) -> PhaseAxis:
     """The outputs `r`, `r` + stride, ... of an axis."""
     window, size = shape.window, shape.inner[axis]
     stride, dilation = window.strides[axis], window.dilations[axis]
@@ -53,20 +53,20 @@ def _axis(shape: Conv, axis: int, r: int) -> Axis:
     taps = [t for t in range(window.kernel[axis]) if (ahead - t * dilation) % stride == 0]
     outputs = -(-(shape.outer[axis] - r) // stride)
     if not taps:
-        return Axis(r, outputs, 0)
+        return PhaseAxis(r, outputs, 0)
     last, step = taps[-1], taps[1] - taps[0] if len(taps) > 1 else 1
     # kernels divide by the distance of taps, which a single one does not have
     apart = step * dilation // stride if len(taps) > 1 else 1
     start = (ahead - last * dilation) // stride
     reach = outputs - 1 + start + (len(taps) - 1) * apart
-    return Axis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
+    return PhaseAxis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
 
 
 @dataclass(frozen=True)
 class Phase:
     """The axes of one phase, and its convolution; None: its outputs are zeros."""
 
-    axes: tuple[Axis, Axis, Axis]
+    axes: tuple[PhaseAxis, PhaseAxis, PhaseAxis]
     shape: Conv | None
 
 

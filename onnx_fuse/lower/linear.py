@@ -418,7 +418,7 @@ def _turned(ctx: Context, problem: GemmProblem, w: Tensor) -> bool:
     return pays((problem, copies), (turned,), ctx.hw)
 
 
-class Costs(NamedTuple):
+class GradientCosts(NamedTuple):
     """Predicted seconds of forward and backward: fused, and of a norm and a product [m, k, n]."""
 
     whole: float
@@ -426,7 +426,7 @@ class Costs(NamedTuple):
     shape: tuple[int, int, int]
 
 
-def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
+def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> GradientCosts | None:
     """What a fused float32 norm and product cost; None for a node that is no such pair.
 
     The gradient of the fused form is one call. An unknown number of rows is taken to be 1024.
@@ -455,7 +455,7 @@ def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     # the norm and its gradient, dz, its sums; small launches beside others take half their time
     moved = 4 * (5 * m * k + (4 if act else 1) * m * n)
     passes = Passes(moved, 4 if act else 3)
-    return Costs(total(whole, hw), total((*apart, passes), hw), (m, k, n))
+    return GradientCosts(total(whole, hw), total((*apart, passes), hw), (m, k, n))
 
 
 def _apart(problem: GemmProblem) -> tuple[AnyProblem, ...]:

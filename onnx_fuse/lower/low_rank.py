@@ -28,7 +28,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LoraCosts:
     """What the low-rank products of a training step cost; an open number of rows counts as ROWS."""
 
     dtype: str

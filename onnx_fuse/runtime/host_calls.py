@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-class Calls(Protocol):
+class CompletedCalls(Protocol):
     """A Program whose calls ran (an `instance.Instance`): where the stages find their results."""
 
     owner: Resources
@@ -90,9 +90,9 @@ class HostCall:
 class Stages:
     """The stages behind a Program's calls, whose results have decided about their shapes."""
 
-    def __init__(self, calls: Calls, inner: Callable[[ir.Model], StageRunner]) -> None:
+    def __init__(self, calls: CompletedCalls, inner: Callable[[ir.Model], StageRunner]) -> None:
         """`inner` makes what runs a stage's model."""
-        self._calls: Calls = weakref.proxy(calls)  # which has this
+        self._calls: CompletedCalls = weakref.proxy(calls)  # which has this
         self._make = inner
         self._hosts: dict[int, Any] = {}
         self._inner: dict[int, StageRunner] = {}

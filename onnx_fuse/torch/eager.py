@@ -18,7 +18,7 @@ from torch import Tensor
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
 from onnx_fuse.torch.gpu import ADDRESS
-from onnx_fuse.torch.graph import Graph
+from onnx_fuse.torch.graph import OnnxGraph
 from onnx_fuse.torch.guard_cache import KINDS
 
 MANY = 16
@@ -75,7 +75,7 @@ class CompiledForward:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: OnnxGraph,
         tensors: Sequence[Tensor],
         mask: str,
         again: Callable[..., list[Tensor | None]],
@@ -243,7 +243,7 @@ def _offsets(results: Sequence[gpu.Result]) -> list[int]:
     return [*accumulate(sizes, initial=0)]
 
 
-class Direct(torch.autograd.Function):
+class CompiledFunction(torch.autograd.Function):
     """A node of autograd for a call. `apply` takes the Ready, and tensors or None."""
 
     @staticmethod
@@ -281,5 +281,5 @@ class Direct(torch.autograd.Function):
         return None, *[next(results) if there else None for there in present]
 
 
-apply = super(torch.autograd.Function, Direct).apply
-"""`Direct.apply` without what it does for torch.func, whose transforms are not at work here."""
+apply = super(torch.autograd.Function, CompiledFunction).apply
+"""`CompiledFunction.apply` without what it does for the transforms of torch.func, unused here."""

@@ -23,7 +23,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.torch.eager import OWN, unwatched
-from onnx_fuse.torch.graph import BUILDERS, Graph, built
+from onnx_fuse.torch.graph import BUILDERS, OnnxGraph, built
 from onnx_fuse.torch.host import DTYPES
 from onnx_fuse.torch.library import Fused
 
@@ -62,20 +62,20 @@ class _Sketch:
         zero: ir.Value = self.op.constant(np.full(1, -0.0, self.dtype.numpy()))
         return zero
 
-    def graph(self, key: str, y: ir.Value, *shape: int | str, rows: bool = False) -> Graph:
+    def graph(self, key: str, y: ir.Value, *shape: int | str, rows: bool = False) -> OnnxGraph:
         """The finished graph, with `y` as its only output; `rows` is the Graph's."""
         y.name, y.shape = "y", ir.Shape(shape)
         self._graph.extend(self.op.nodes)
         self._graph.outputs.append(y)
         model = session.load(self._model)
         rewrite.optimize(model, training=True)
-        return Graph(key, model, rows=rows)
+        return OnnxGraph(key, model, rows=rows)
 
 
 @cache
 def _attention_graph(
     dtype: str, heads: str, groups: str, width: str, causal: str, scale: str, mask: str
-) -> Graph:
+) -> OnnxGraph:
     """`mask` is "", or its element type and axes such as "BOOL 11ST"."""
     sketch = _Sketch(dtype, _ATTENTION_OPSET)
     q = sketch.input("q", "B", int(heads), "S", int(width))
@@ -96,7 +96,7 @@ def _attention_graph(
 @cache
 def _linear_cross_entropy_graph(
     dtype: str, wide: str, ignore_index: str, smoothing: str, reduction: str, bias: str
-) -> Graph:
+) -> OnnxGraph:
     sketch = _Sketch(dtype)
     x = sketch.input("x", "M", "K")
     w, c = sketch.weight(), sketch.bias(bias == "1")
@@ -221,7 +221,7 @@ def _product(name: str, as_torch: Callable[..., Tensor], norm: str, *affine: str
     """act(linear(norm(x))), whose norm has these parameters."""
 
     @cache
-    def graph(dtype: str, *options: str) -> Graph:
+    def graph(dtype: str, *options: str) -> OnnxGraph:
         *epsilon, activation, bias, transposed = options
         sketch = _Sketch(dtype)
         x = sketch.input("x", "M", "K")

@@ -40,7 +40,7 @@ class End:
         return None if None in shape else shape
 
 
-class Graph:
+class OnnxGraph:
     """An ONNX graph in canonical form whose inputs are all that it computes with.
 
     `key` names it within this process. The graphs derived of it are kept as long as it is.
@@ -68,10 +68,10 @@ class Graph:
         """What runs it on each GPU, by its number."""
         self.ready = Kinds()
         """What runs it, and keeps what its gradient reads (`library.call_graph`)."""
-        self._made: dict[str, Graph] = {}
+        self._made: dict[str, OnnxGraph] = {}
         self._lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnnxGraph:
         return self
 
     @cached_property
@@ -127,7 +127,7 @@ class Graph:
 
     # ---- derivatives ----
 
-    def derived(self, part: str) -> Graph:
+    def derived(self, part: str) -> OnnxGraph:
         """The graph "forward:101", "backward:101" or "gradient:101", for the inputs in the mask.
 
         A forward has what its backward reads as further outputs. The first inputs of a backward and
@@ -151,7 +151,7 @@ class Graph:
                     models = {"forward": halves.forward, "backward": halves.backward}
                 for name, model in models.items():
                     key = f"{name}:{mask}"
-                    self._made[key] = Graph(
+                    self._made[key] = OnnxGraph(
                         f"{self.key}/{key}", model, fused=self.fused,
                         rows=self.rows and name == "forward",
                     )  # fmt: skip
@@ -173,12 +173,12 @@ class Graph:
         return f"forward:{self.floats}"
 
 
-_ROOTS: weakref.WeakValueDictionary[str, Graph] = weakref.WeakValueDictionary()
-BUILDERS: dict[str, Callable[..., Graph]] = {}
+_ROOTS: weakref.WeakValueDictionary[str, OnnxGraph] = weakref.WeakValueDictionary()
+BUILDERS: dict[str, Callable[..., OnnxGraph]] = {}
 """What makes the graph of a function of ours, by the name in its key."""
 
 
-def enter(graph: Graph) -> Graph:
+def enter(graph: OnnxGraph) -> OnnxGraph:
     """Let `find` know a graph as long as somebody holds it; returns one of the same key, if any."""
     return _ROOTS.setdefault(graph.key, graph)
 
@@ -191,7 +191,7 @@ def built(name: str, *parts: object) -> str:
 _BUILT = re.compile(r"(\w+)\((.*)\)")
 
 
-def find(key: str) -> Graph:
+def find(key: str) -> OnnxGraph:
     """The graph of a key. Raises UsageError where the module it belongs to is gone."""
     root, *parts = key.split("/")
     graph = _ROOTS.get(root)

@@ -21,7 +21,7 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.rewrite.precision import lower_precision
-from onnx_fuse.torch.graph import Graph, enter
+from onnx_fuse.torch.graph import OnnxGraph, enter
 from onnx_fuse.torch.library import call_graph
 from onnx_fuse.training import tied_weights
 from onnx_fuse.training.groups import TrainableSelection
@@ -129,8 +129,8 @@ class OnnxModule(nn.Module):
 
 def opened(
     model: ir.Model, weights: Sequence[ir.Value], fixed: Sequence[str] = ()
-) -> tuple[Graph, list[str]]:
-    """The Graph of a model with its weights as further inputs, and the names of these.
+) -> tuple[OnnxGraph, list[str]]:
+    """The OnnxGraph of a model with its weights as further inputs, and the names of these.
 
     `fixed` are outputs that have no gradient. The model becomes the graph's.
     """
@@ -139,7 +139,7 @@ def opened(
     _cast_rows(model)
     data = to_proto(model, shapes=False).SerializeToString(deterministic=True)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return enter(Graph(f"onnx:{digest}", model, fused=True, fixed=fixed)), names
+    return enter(OnnxGraph(f"onnx:{digest}", model, fused=True, fixed=fixed)), names
 
 
 class _Given:

@@ -17,13 +17,13 @@ from torch.utils import _pytree as tree
 
 from onnx_fuse.torch import eager, gpu
 from onnx_fuse.torch.eager import OWN, CompiledForward, flattened, own, plain
-from onnx_fuse.torch.graph import BUILDERS, Graph, built, find
+from onnx_fuse.torch.graph import BUILDERS, OnnxGraph, built, find
 from onnx_fuse.torch.guard_cache import Kinds
 
 LIBRARY = Library("onnx_fuse", "DEF")
 
 
-def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
+def fake(graph: OnnxGraph, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of the shapes that the graph would return; sizes that nobody knows are new symbols.
 
     Raises ValueError for an output whose very rank is unknown.
@@ -47,7 +47,7 @@ def mask_of(tensors: Sequence[Tensor]) -> str:
 
 
 def gradients(
-    graph: Graph,
+    graph: OnnxGraph,
     wanted: Sequence[bool],
     dys: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -73,7 +73,7 @@ def gradients(
 
 
 def tangent(
-    graph: Graph, tangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    graph: OnnxGraph, tangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor]:
     """The tangents of the float outputs at those of the inputs, None for 0.
 
@@ -152,7 +152,7 @@ def _with_gradient(key: str, tensors: Sequence[Tensor], name: str = "graph") -> 
     return run_graph(f"{key}/forward:{mask}" if "1" in mask else key, tensors, name)
 
 
-def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def call_graph(graph: OnnxGraph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs of a graph, with its gradient for autograd."""
     ready: Any = None
     first = tensors[0]
@@ -169,7 +169,7 @@ def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return _with_gradient(graph.key, tensors)[: len(graph.outputs)]
 
 
-def _ready(graph: Graph, tensors: Sequence[Tensor]) -> CompiledForward | bool:
+def _ready(graph: OnnxGraph, tensors: Sequence[Tensor]) -> CompiledForward | bool:
     """What runs a graph and keeps what its gradient reads; False where the dispatcher must."""
     if gpu.current_device() != tensors[0].get_device():
         return False
@@ -179,7 +179,7 @@ def _ready(graph: Graph, tensors: Sequence[Tensor]) -> CompiledForward | bool:
 
 
 def _again(
-    graph: Graph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
+    graph: OnnxGraph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """The gradients as functions of the tensors alone, which may be differentiated again."""
     return gradients(graph, needs, dys, tensors, {}, "")
@@ -343,8 +343,9 @@ class Fused:
         return compiled if compiled.turn is not None else False
 
     def _again(
-        self, graph: Graph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+        self, graph: OnnxGraph, needs: Sequence[bool], dys: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
         """The gradients as functions of the tensors alone, which may be differentiated again."""
         x, (dy,) = tensors[0], dys
         if self.rows:

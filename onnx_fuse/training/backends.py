@@ -253,7 +253,7 @@ def merging(
     if device == "cpu":
         return Merging.of(attached, adapter_list)
     dtype, math = TRAINING_PRECISIONS[precision]
-    costs = low_rank.Costs(
+    costs = low_rank.LoraCosts(
         dtype, math, options.hardware or calibration.of(options.device_id or 0).hw
     )
     products = adapters.sizes(sized, adapter_list)

@@ -24,7 +24,7 @@ _WORST = 10
 
 
 @dataclass(frozen=True)
-class Entry:
+class Deviation:
     """One element of an output."""
 
     index: tuple[int, ...]
@@ -39,7 +39,7 @@ class Distribution:
     output: str
     decades: dict[str, int]
     """The number of elements by the power of ten of their absolute difference, smallest first."""
-    worst: list[Entry]
+    worst: list[Deviation]
     """The elements that differ most, the worst first."""
 
 
@@ -125,7 +125,7 @@ def _distribution(name: str, expected: Array, got: Array) -> Distribution:
         counts[_decade(float(power))] = int(count)
     last = np.argsort(error, kind="stable")[::-1][:_WORST]
     worst = [
-        Entry(tuple(int(k) for k in np.unravel_index(i, expected.shape)), float(a[i]), float(b[i]))
+        Deviation(tuple(map(int, np.unravel_index(i, expected.shape))), float(a[i]), float(b[i]))
         for i in last
         if error[i] > 0
     ]

@@ -42,7 +42,7 @@ def gathered_twice(calls: Sequence[Call]) -> Twins:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Recomputation:
     """Calls that run a second time so that the results of one of them need not be kept."""
 
     calls: tuple[int, ...]
@@ -105,7 +105,7 @@ class Memory:
         reads = (i for i in behind if any(t.buffer in results for _, t in self.calls[i].reads))
         return next(reads, len(self.calls))
 
-    def candidates(self, seconds: Callable[[Call], float]) -> list[Candidate]:
+    def candidates(self, seconds: Callable[[Call], float]) -> list[Recomputation]:
         """What may run a second time; first what frees the most bytes for each second it costs."""
         choices = []
         for i, call in enumerate(self.calls[: self.turn]):
@@ -131,7 +131,7 @@ class Memory:
                     else:
                         freed = less  # it is kept instead
             if freed > 0:
-                choices.append(Candidate(tuple(sorted(again)), freed, cost))
+                choices.append(Recomputation(tuple(sorted(again)), freed, cost))
         return sorted(choices, key=lambda c: (-c.nbytes / c.seconds, c.calls))
 
 
