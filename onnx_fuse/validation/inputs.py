@@ -222,11 +222,11 @@ def _any_nan(outputs: Sequence[Any]) -> bool:
     )
 
 
-def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
+def extremes(model: ir.Model, feed: Feeds, *, nan: bool = True) -> list[tuple[str, Feeds]]:
     """(what it is, feed) of rare values at the sizes of a feed that the graph took.
 
-    Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes; rows
-    of NaN.
+    Masks whose last row hides everything; numbers with 0 and -0 and rows of other magnitudes; with
+    `nan`, rows of it.
     """
     roles = {v.name or "": role_of(v) for v in required_inputs(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
@@ -240,12 +240,10 @@ def extremes(model: ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
         rare.append(("the last row of each mask hides everything", feed | hidden))
     plain = {k: a for k, a in feed.items() if roles[k].kind == "plain"}
     plain = {k: a for k, a in plain.items() if a.ndim and a.dtype.kind not in "iub"}
-    for case, values in (
-        ("floats hold 0, -0, a large row and a tiny one", extreme_values),
-        ("the last row of floats is NaN", nan_values),
-    ):
-        if plain:
-            rare.append((case, feed | {k: values(a) for k, a in plain.items()}))
+    kinds = {"floats hold 0, -0, a large row and a tiny one": extreme_values}
+    kinds |= {"the last row of floats is NaN": nan_values} if nan else {}
+    for case, values in kinds.items() if plain else ():
+        rare.append((case, feed | {k: values(a) for k, a in plain.items()}))
     return rare
 
 
