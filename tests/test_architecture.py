@@ -50,7 +50,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5030, "autodiff": 1811, "cli": 3570, "cuda": 1839, "cuda_src": 16224, "distributed": 908,
-    "importer": 5595, "ir": 2365, "kernels": 9764, "lower": 9310, "nn": 5165, "ops": 12460,
+    "importer": 5595, "ir": 2365, "kernels": 9764, "lower": 9312, "nn": 5165, "ops": 12460,
     "program": 10720, "report": 2383, "rewrite": 4266, "runtime": 9335, "torch": 3779,
     "training": 7480, "validation": 4786,
     "generation": 1692,

@@ -230,7 +230,9 @@ def norm_gemm(ctx: Context, node: ir.Node) -> None:
         raise Unserved("x is a vector")
     weights = node.inputs[at]
     maker = weights.producer() if weights is not None else None
-    cast = maker is not None and maker.op_type == "Cast"
+    # a step reads the copy that the update before it wrote, and decides as if it cast the weight
+    copied = weights is not None and weights.is_graph_input() and bool(ctx.mutable)
+    cast = copied or (maker is not None and maker.op_type == "Cast")
     norm_product(ctx, node, w, row, activation(ctx, node, name.activation), exposed, cast=cast)
 
 
@@ -255,7 +257,7 @@ def norm_product(
 ) -> None:
     """y = act(N(x) · w + row), the norm's x and parameters being the node's first inputs.
 
-    `cast`: w is a cast of its master in each run.
+    `cast`: w is a cast of its master in each run, or a copy of it that is kept.
     """
     rms = FusedName.of(node.op_type).rms
     x, scale = ctx.dense(node, 0), ctx.dense(node, 1)

@@ -227,9 +227,10 @@ def test_16_bit_training_follows_float32(precision: str, options: dict) -> None:
     "options",
     [
         {"accumulate": 2, "ema": 0.9, "loss_scale": 1024.0},
-        {"name": "vit__dynamo", "level": 0, "frozen": ["*bias*"], "loss_scale": 1024.0},
+        {"name": "vit__dynamo", "frozen": ["*bias*"], "loss_scale": 1024.0},
+        {"name": "vit__dynamo", "accumulate": 2, "loss_scale": 1024.0},
     ],
-    ids=["accumulated", "frozen biases"],
+    ids=["accumulated", "frozen biases", "accumulated folds"],
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_copies_of_weights_in_16_bits_change_no_bit(
