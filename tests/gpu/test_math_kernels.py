@@ -58,7 +58,7 @@ def runs(case: Case, arrays: list[np.ndarray | None], times: int) -> list[list[n
         return [run.run(None, feeds) for _ in range(times)]
 
 
-PACKED = [c for c in cases() if "Sdpa" in c.op and "Packed" in c.op]
+PACKED = [c for c in cases() if "Sdpa" in c.op and "Packed" in c.op and c.dtype == "float16"]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=lambda c: c.name)
