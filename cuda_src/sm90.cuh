@@ -99,12 +99,19 @@ DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
-// Boxes of a 4-D tensor.
+// Boxes of a 4-D or 5-D tensor.
 DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
         "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w, int v) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
         : "memory");
 }
 DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z, int w) {

@@ -571,6 +571,12 @@ DEQUANTIZED = [
     stem("int8", 0, (0, 3, 20, 24), (16, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
     dequantized("Conv", (2, 64, 18, 17), (192, 64, 3, 3), pads=[1] * 4, residual=True),
     dequantized("Conv", (1, 160, 13, 13), (132, 160, 1, 1), zero=-128, strides=[2, 2]),
+    dequantized("Conv", (3, 80, 19, 17), (192, 80, 3, 3), ("uint8", "int8"), 0, strides=[2, 2],
+                pads=[1, 0, 1, 2], residual=True, act="Relu"),
+    dequantized("Conv", (2, 16, 3, 9, 8), (64, 16, 3, 2, 3), zero=0, pads=[1, 1, 2] * 2,
+                dilations=[1, 2, 2], plain=True),
+    dequantized("MatMul", (137, 208), (208, 320), zero=-7, residual=True, act="Sigmoid"),
+    stem("int8", -5, (2, 3, 34, 40), (64, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
 ]  # fmt: skip
 """What are calls of integers, but for groups of few channels."""
 

@@ -42,16 +42,16 @@ def test_blocks_of_pixels_are_codes_in_a_border(quantize: tuple, tmp_path: Path)
     kind = "float32" if quantize else "int8"
     x = (images if quantize else np.nan_to_num(images, nan=0, posinf=9, neginf=-9)).astype(kind)
     strides = (108, 36, 9, 1)
-    problem = PixelBlocks(2, 3, (2, 1), 2, 8, 11, 2, strides, kind, "int8", -7, quantize)
+    problem = PixelBlocks(2, 3, (2, 1), 2, 8, 5, 11, 1, 2, strides, kind, "int8", -7, quantize)
     (launch,) = BlocksOfPixels().launch(problem, KernelConfig.of(), CHIPS["H200"])
-    y = blocks_on_host._aligned(2 * 2 * 11 * 16).view(np.int8)
+    y = blocks_on_host._aligned(2 * 5 * 11 * 16).view(np.int8)
     blocks_on_host._launch(launch, {"x": x.reshape(-1), "y": y}, tmp_path)
-    blocks = y[: 2 * 2 * 11 * 16].reshape(2, 2, 11, 16)
+    blocks = y[: 2 * 5 * 11 * 16].reshape(2, 5, 11, 16)
     codes = np.clip(np.rint(images / quantize[0]) + quantize[1], -128, 127) if quantize else x
     codes = np.where(np.isnan(codes), -128, codes)[..., :8]
     inside = codes.reshape(2, 3, 2, 2, 8).transpose(0, 2, 4, 3, 1).reshape(2, 2, 8, 6)
-    wanted = np.full((2, 2, 11, 16), -7)
-    wanted[:, :, 2:10, :6] = inside
+    wanted = np.full((2, 5, 11, 16), -7)
+    wanted[:, 1:3, 2:10, :6] = inside
     np.testing.assert_array_equal(blocks, wanted)
 
 

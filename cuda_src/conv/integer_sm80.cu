@@ -15,7 +15,7 @@
 //            multiple of it, else 1), suffix.cuh's, and E1, E2, E3, the types of its operands, of which those of bits
 //            of ROWS_OF_E are rows; NUMBERS, the parameters n0 and so on.
 // Launch   : pixel tiles * filter tiles * groups blocks of 32 BM BN / (WM WN) threads; fewer than 2^31 pixels.
-// Numerics : exact sums; scale and bias each rounded once.
+// Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : the instructions of the epilogue; mma.sync's rate (about half of wgmma's on Hopper).
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 Vec<TY, 2> out;
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    const float v = __fadd_rn(__fmul_rn((float)acc[i][j][e * 2 + k], by[k]), plus[k]);
+                    const float v = fmaf((float)acc[i][j][e * 2 + k], by[k], plus[k]);
                     out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(a[k]), widen(b[k]),
                                                                                    widen(c[k])));
                 }

@@ -10,7 +10,7 @@
 //            filters), BK (bytes: 64 or 128) STAGES, geometry.cuh's, DEEP, FLAT, VEC (16, 8 or 4 where filters are a
 //            multiple of it, else 1), suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
 // Launch   : pixel tiles * filter tiles * groups blocks of 128 BM / WM threads; fewer than 2^31 pixels.
-// Numerics : exact sums; scale and bias each rounded once.
+// Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : copies into shared memory, and the instructions of the epilogue.
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int k = 0; k < PIECE; k++) {
                     const int sum = acc[i / 2][(u * 8 + (c + k) / 2) * 4 + i % 2 * 2 + (c + k) % 2];
-                    const float v = __fadd_rn(__fmul_rn((float)sum, by.at[k]), plus.at[k]);
+                    const float v = fmaf((float)sum, by.at[k], plus.at[k]);
                     out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(
                         v, widen(a.at[k]), widen(b.at[k]), widen(z.at[k])));
                 }

@@ -78,21 +78,27 @@ DEVICE float m_div(float a, float b) { return a / b; }
 DEVICE double m_div(double a, double b) { return a / b; }
 template <class E> DEVICE E m_div(E a, E b) { return b ? a / b : 0; }
 
-// 1.5 * 2^23, whose ulp is 1, and round(x / scale), clipped to low - zero and high - zero, without branches: the same
+// 1.5 * 2^23, whose ulp is 1, and round(x) or round(x / scale), clipped to low - zero and high - zero, without branches: the same
 // integer as by a division, where inverse is 1 / scale rounded and the scale one of lower/quant.py's
 // `divides_exactly`. A NaN becomes the least.
+DEVICE float rounded_steps(float x, float zero, float low, float high) {
+    return __fadd_rn(fminf(fmaxf(x, low - zero), high - zero), 12582912.0f);
+}
 DEVICE float rounded_ratio(float x, float scale, float inverse, float zero, float low, float high) {
     x = fminf(fmaxf(x, __fmul_rn(low - zero, scale)), __fmul_rn(high - zero, scale));
     const float near = __fmul_rn(x, inverse);
     return __fadd_rn(__fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near), 12582912.0f);
 }
-// saturate(round(x / scale) + zero) as a float, and an integer whose low 8 bits are its.
-DEVICE float quantized(float x, float scale, float inverse, float zero, float low, float high) {
-    return __fadd_rn(rounded_ratio(x, scale, inverse, zero, low, high), zero - 12582912.0f);
-}
-DEVICE int code_bits(float x, float scale, float inverse, float zero, float low, float high) {
-    return __float_as_int(rounded_ratio(x, scale, inverse, zero, low, high)) + (int)zero;
-}
+// saturate(round(x / scale) + zero) as a float, the same less zero, and an integer whose low 8 bits are its. Without
+// a scale and its inverse, x counts in steps of the scale.
+#define CODES_(parameters, rounded)                                                       \
+    DEVICE float quantized parameters { return __fadd_rn(rounded, zero - 12582912.0f); } \
+    DEVICE float quantized_less_zero parameters { return rounded - 12582912.0f; }         \
+    DEVICE int code_bits parameters { return __float_as_int(rounded) + (int)zero; }
+CODES_((float x, float scale, float inverse, float zero, float low, float high),
+       rounded_ratio(x, scale, inverse, zero, low, high))
+CODES_((float x, float zero, float low, float high), rounded_steps(x, zero, low, high))
+#undef CODES_
 
 // A count below 0 or past the width shifts everything out: 0, or the sign.
 template <class E, class C> DEVICE E m_shift_right(E a, C count) {

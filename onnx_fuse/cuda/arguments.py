@@ -158,9 +158,7 @@ def _encoded(arg: TensorMap, address: int) -> Any:
         strides,
         *how,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle.CU_TENSOR_MAP_SWIZZLE_128B
-        if arg.swizzle == 128
-        else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        getattr(swizzle, _SWIZZLES[arg.swizzle]),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -169,8 +167,12 @@ def _encoded(arg: TensorMap, address: int) -> Any:
     return descriptor
 
 
-MAP_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "tf32": 4}
+MAP_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "tf32": 4, "int8": 1, "uint8": 1}
 """The bytes of each element type of a TensorMap; tf32 is float32 that the copy rounds."""
+_SWIZZLES = {
+    0: "CU_TENSOR_MAP_SWIZZLE_NONE", 64: "CU_TENSOR_MAP_SWIZZLE_64B",
+    128: "CU_TENSOR_MAP_SWIZZLE_128B",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -186,6 +188,8 @@ def _constants(
         "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         "tf32": kind.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+        "int8": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "uint8": kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
     return (
         kinds[dtype],

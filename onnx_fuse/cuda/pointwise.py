@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.cuda.quantizing import quantizing
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
@@ -207,32 +208,14 @@ def vector_width(
 
 def _steps(expression: Expression, values: list[str]) -> list[str]:
     """A statement a step; `values` names the loads and scalars and is extended by the steps."""
-    body, first = [], expression.loads + len(expression.scalars)
+    body: list[str] = []
     for i, step in enumerate(expression.steps):
-        ctype, args = compute_type(step.dtype), step.args
-        before = args[0] - first if args else -1  # an Iota reads nothing
-        if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
-            args = expression.steps[before].args  # the integer as it was, in a float
-        elif step.name == "Code":
-            args = _clipped_once(expression, expression.steps[before].args)
-        elif step.name == "Quantize":
-            args = _clipped_once(expression, args)
-        text = TABLE[step.name].format(*(values[a] for a in args), t=ctype)
+        ctype = compute_type(step.dtype)
+        text, args = quantizing(expression, step, TABLE[step.name])
+        text = text.format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
     return body
-
-
-def _clipped_once(expression: Expression, args: tuple[int, ...]) -> tuple[int, ...]:
-    """The operands of a Quantize, of its Relu's where what is negative, or NaN, is the least."""
-    first, at = expression.loads + len(expression.scalars), args[0]
-    while at >= first and (step := expression.steps[at - first]).name in ("Cast", "Relu"):
-        if step.name == "Relu" and step.dtype == "float32" and args[3] == args[4]:
-            return (step.args[0], *args[1:])
-        if step.dtype != "float32":
-            break
-        at = step.args[0]
-    return args
 
 
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:

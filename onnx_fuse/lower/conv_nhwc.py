@@ -237,17 +237,18 @@ def _in_blocks(
     before = [-(-p // s) for p, s in zip(window.before[1:], strides, strict=True)]
     first = [b * s - p for b, s, p in zip(before, strides, window.before[1:], strict=True)]
     kh, kw = (-(-(k + f) // s) for k, f, s in zip(taps, first, strides, strict=True))
-    high, wide, filters = h // sh, shape.outer[2] + kw - 1, shape.filters
+    tall, wide, filters = shape.outer[1] + kh - 1, shape.outer[2] + kw - 1, shape.filters
+    high, across = minimum(h // sh, tall - before[0]), minimum(w // sw, wide - before[1])
     held = ctx.rounded.get(x.buffer)
     rounds = held is not None and held.q == x
     source = held.x if held is not None and rounds else x
     (n, c), (y, step) = source.strides[:2], source.strides[-2:]  # of one axis, y is of one row
     blocks = PixelBlocks(
-        shape.batch, channels, strides, high, minimum(w // sw, wide - before[1]), wide, before[1],
+        shape.batch, channels, strides, high, across, tall, wide, before[0], before[1],
         (n, c, y, step), source.dtype, shape.dtype, shape.border,
         (float(held.scale), held.zero) if held is not None and rounds else (),
     )  # fmt: skip
-    images = ctx.scratch(shape.dtype, (shape.batch, high, wide, LINE))
+    images = ctx.scratch(shape.dtype, (shape.batch, tall, wide, LINE))
     if not ctx.serves(blocks):
         return None
     ctx.select(node, blocks, {"x": source}, {"y": images})
@@ -262,11 +263,10 @@ def _in_blocks(
         return lines.reshape(filters, kh, kw * LINE)
 
     lines = required(ctx.packed(weight, f"in blocks of {sh} x {sw}, {first} taps in", packed))
-    below = max(0, shape.outer[1] - 1 + kh - before[0] - high)
-    one = Window((1, kh, 1), (1, 1, 1), (1, 1, 1), (0, before[0], 0), (0, below, 0))
+    one = Window((1, kh, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0))
     problem = replace(
-        shape, channels=kw * LINE, inner=(1, high, shape.outer[2]), window=one,
-        x_strides=(high * wide * LINE, wide * LINE, LINE),
+        shape, channels=kw * LINE, inner=(1, tall, shape.outer[2]), window=one,
+        x_strides=(tall * wide * LINE, wide * LINE, LINE),
     )  # fmt: skip
     return problem, images, lines
 

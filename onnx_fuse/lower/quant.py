@@ -128,6 +128,8 @@ def quantize(ctx: Context, node: ir.Node) -> None:
     how = dtype_name(ir.DataType(precision)) if precision else scale.dtype
     how = "float32" if how == "float8_e8m0fnu" else how
     _hold_stored(x.dtype, scale.dtype, dtype)
+    if _from_zero(ctx, node):
+        dtype = "uint8"
     if how not in FLOATS or x.dtype not in (*FLOATS, "int32") or scale.dtype == "int32":
         raise Unserved(f"no kernel divides {x.dtype} by {scale.dtype} in {how}")
     if dtype not in RANGES and dtype not in LARGEST:
@@ -140,7 +142,7 @@ def quantize(ctx: Context, node: ir.Node) -> None:
         value, divisor = code.load(elements(x)), required(_number(ctx, code, node, 1, numbers))
         if how == "float32":
             value = code.step("Cast", "float32", value)
-            if dtype in BYTES and (numbers_of := _scalars(ctx, node)) is not None:
+            if dtype in BYTES and (numbers_of := scalars(ctx, node)) is not None:
                 emit(ctx, code, node, to_code(code, value, dtype, *numbers_of), elements(y))
                 ctx.rounded[y.buffer] = Rounded(y, x, *numbers_of)
                 continue
@@ -173,14 +175,42 @@ def divides_exactly(scale: np.float32) -> bool:
     return bool(2.0**-100 < scale < 2.0**100) and (low == 0 or 8 < low < 2**14 - 8)
 
 
-def _scalars(ctx: Context, node: ir.Node) -> tuple[np.float32, int] | None:
+def scalars(ctx: Context, node: ir.Node) -> tuple[np.float32, int] | None:
     """The scale, which `divides_exactly`, and the zero point, each one number that is known."""
     arrays = [ctx.host(node, i) if ctx.has(node, i) else np.zeros(1, np.int8) for i in (1, 2)]
     if any(array is None or array.size != 1 for array in arrays):
         return None
     scale, zero = (np.asarray(array).reshape(-1)[0] for array in arrays)
     scale = np.float32(scale)
-    return (scale, int(zero)) if divides_exactly(scale) else None
+    return (scale, 0 if _from_zero(ctx, node) else int(zero)) if divides_exactly(scale) else None
+
+
+def _from_zero(ctx: Context, node: ir.Node) -> bool:
+    """Whether int8 codes whose zero point is their least are kept as uint8 codes of zero point 0.
+
+    A convolution pads those without further sums. All who read the node's codes dequantize them.
+    """
+    uses = node.outputs[0].uses()
+    if not uses or node.outputs[0].is_graph_output() or ctx.attr(node, "precision", 0):
+        return False
+    readers = [use.node for use in uses]
+    if any((r.op_type, r.graph, r.domain) != ("DequantizeLinear", node.graph, "") for r in readers):
+        return False
+    points = [ctx.host(n, 2) if ctx.has(n, 2) else None for n in (node, *readers)]
+    scale = ctx.host(node, 1)
+    if scale is None or scale.size != 1 or scale.dtype != np.float32:
+        return False
+    least = all(
+        point is not None and point.dtype == np.int8 and point.size == 1 and point.min() == -128
+        for point in points
+    )
+    return least and divides_exactly(scale.reshape(-1)[0])
+
+
+def _point(q: Tensor, point: np.ndarray) -> np.ndarray:
+    """The zero points of codes in int32, which a node has as `point`: 0 for those `_from_zero`."""
+    moved = 128 if q.dtype == "uint8" and point.dtype == np.int8 else 0
+    return point.astype(np.int32) + moved
 
 
 def to_code(code: Code, value: Ref, dtype: str, scale: np.float32, zero: int) -> Ref:
@@ -222,7 +252,7 @@ def dequantize(ctx: Context, node: ir.Node) -> None:
         point = ctx.host(node, 2) if q.dtype in BYTES and ctx.has(node, 2) else None
         zero: Ref | int | None = None
         if point is not None and point.size == 1:
-            zero = int(point.reshape(-1)[0])
+            zero = int(_point(q, point).reshape(-1)[0])
         elif q.dtype not in NARROW_FLOATS:
             zero = _number(ctx, code, node, 2, numbers)
         factor = required(_number(ctx, code, node, 1, numbers))
@@ -241,7 +271,7 @@ def _remember(ctx: Context, node: ir.Node, q: Tensor, floats: Tensor) -> None:
     point = points[0] if points else np.zeros(scale.shape, np.int8)
     axis = None if scale.size == 1 and len(scale.shape) <= 1 else axis_of(ctx, node, q)
     ctx.codes[floats.buffer] = Codes(
-        q, floats, scale.astype(np.float32).reshape(-1), point.astype(np.int32).reshape(-1), axis
+        q, floats, scale.astype(np.float32).reshape(-1), _point(q, point).reshape(-1), axis
     )
 
 
@@ -279,13 +309,14 @@ def to_float(code: Code, value: Ref, dtype: str, zero: Ref | int | None, factor:
 def _same_codes(ctx: Context, node: ir.Node, held: Codes) -> bool:
     """Whether a QuantizeLinear of what was dequantized gives those codes again, every one."""
     scale, point = (ctx.known(ctx.view(node, i)) if ctx.has(node, i) else None for i in (1, 2))
-    if scale is None or point is None or point.dtype.name != held.q.dtype:
+    dtype = None if point is None else "uint8" if _from_zero(ctx, node) else point.dtype.name
+    if scale is None or point is None or dtype != held.q.dtype:
         return False
     kinds = {ctx.view(node, 0).dtype, ctx.view(node, 1).dtype}
     alike = scale.size == point.size == 1 and kinds == {"float32"}
     if not alike or ctx.attr(node, "precision", 0) or held.axis is not None:
         return False
-    if (scale != held.scale).any() or (point != held.zero).any():
+    if (scale != held.scale).any() or (_point(held.q, point) != held.zero).any():
         return False
     low, high = RANGES[held.q.dtype]
     every = np.arange(low, high + 1) - held.zero

@@ -19,7 +19,7 @@ from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower.context import Codes, Context, emit
-from onnx_fuse.lower.quant import codes
+from onnx_fuse.lower.quant import codes, scalars
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import IntegerConv, Window
@@ -91,6 +91,33 @@ def factors_of(
     return IntegerOperands(x.q, int(x.zero[0]), less, shift, row)
 
 
+def _next_scale(ctx: Context, node: ir.Node) -> np.float32 | None:
+    """The scale, one number, by which the one reader of what the node gives quantizes it; a Relu
+    may lie between. None where it is read otherwise.
+    """
+    reader = node
+    while reader is node or (reader.op_type, reader.domain) == ("Relu", ""):
+        y = reader.outputs[0]
+        uses = [] if y.is_graph_output() else list(y.uses())
+        if len(uses) != 1 or uses[0].idx or uses[0].node.graph is not node.graph:
+            return None
+        reader = uses[0].node
+    if (reader.op_type, reader.domain) != ("QuantizeLinear", "") or ctx.attr(
+        reader, "precision", 0
+    ):
+        return None
+    numbers = scalars(ctx, reader)
+    return None if numbers is None else numbers[0]
+
+
+def _fits(row: np.ndarray | None, step: np.float32) -> bool:
+    """Whether sums that the row multiplies, or is added to, are finite in steps, too."""
+    with np.errstate(all="ignore"):
+        return row is not None and bool(
+            (np.abs(row / step) < np.finfo(np.float32).max / 2**32).all()
+        )
+
+
 def convolution(
     ctx: Context,
     node: ir.Node,
@@ -102,7 +129,8 @@ def convolution(
 ) -> None:
     """y = act(scale (x * weight + shift) + bias); `reads` are x, weight and perhaps a bias.
 
-    y is laid out as the problem has it.
+    y is laid out as the problem has it. What is quantized next is counted in its steps, so that
+    nothing is divided by its scale.
     """
     filters = problem.groups * problem.filters
     bias = reads.get("bias")
@@ -115,9 +143,18 @@ def convolution(
             code = Code()
             emit(ctx, code, node, code.step("Cast", "float32", code.load(bias)), wide)
         bias = wide
-    operands = {**reads, "bias": bias, "shift": both.shift, "scale": both.scale}
     name, alpha = act
-    plain = y.dtype == "float32" and not name
+    scale, step = both.scale, _next_scale(ctx, node) if name in ("", "relu") else None
+    rows = [ctx.known(row) for row in (bias, scale)]
+    if step is not None and all(_fits(row, step) for row in rows):
+        bias, scale = (
+            required(ctx.packed(row, f"in steps of {step!r}", lambda values: values / step))
+            for row in (bias, scale)
+        )
+    else:
+        step = None
+    operands = {**reads, "bias": bias, "shift": both.shift, "scale": scale}
+    plain = y.dtype == "float32" and not name and step is None
     sums = y if plain else ctx.scratch("float32", y.shape)
     ctx.select(node, problem, operands, {"y": sums})
     if plain:
@@ -130,6 +167,8 @@ def convolution(
         numbers[: bool(row.attributes)] = [alpha] * bool(row.attributes)
         scalars = [code.scalar(number, "float32") for number in numbers]
         value = code.step(row.name, "float32", value, *scalars)
+    if step is not None:
+        value = code.step("Scale", "float32", value, code.scalar(step, "float32"))
     if y.dtype != "float32":
         value = code.step(cast_step(y.dtype), y.dtype, value)
     emit(ctx, code, node, value, y)

@@ -471,7 +471,7 @@ class Num:
 class TensorMap:
     """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
 
-    `strides` has one entry fewer than `shape` (the innermost is contiguous); `swizzle` is 0 or 128.
+    `strides` has one entry fewer than `shape` (the innermost is contiguous), `swizzle` 0, 64, 128.
     With a `window`, `shape` is (channels, width, height, images), or has a depth before the images,
     `box` is (channels, pixels), and a load takes so many pixels one after another (im2col): from
     the left and top (and front) corner on, as far beyond the first pixel, to the right and bottom

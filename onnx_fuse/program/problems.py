@@ -333,22 +333,24 @@ class IntegerConv(_Filtering):
 
 @dataclass(frozen=True)
 class PixelBlocks(AnyProblem):
-    """x [batch, channels, high * rows, columns * steps] as codes y [batch, high, width, 16].
+    """x [batch, channels, high * rows, columns * steps] as codes y [batch, tall, width, 16].
 
-    A block is rows x steps pixels of channels, then `border`, of which the blocks beside the
-    `columns` from the `first` on consist, too. x has `strides`. `quantize`: the scale and the zero
-    point by which x is quantized; () where it holds codes.
+    A block is rows x steps pixels of channels, then `border`, of which the blocks around the
+    `high` x `columns` from `top` and the `first` on consist, too. x has `strides`. `quantize`: the
+    scale and the zero point by which x is quantized; () where it holds codes.
     """
 
-    operands = "x: dtype; y: out_dtype batch high width 16"
-    moves = "x: dtype batch high columns block channels; y: out_dtype batch high width 16"
+    operands = "x: dtype; y: out_dtype batch tall width 16"
+    moves = "x: dtype batch high columns block channels; y: out_dtype batch tall width 16"
     op = "PixelBlocks"
     batch: int
     channels: int
     block: tuple[int, int]
     high: int
     columns: int
+    tall: int
     width: int
+    top: int
     first: int
     strides: tuple[int, int, int, int]
     dtype: str

@@ -401,7 +401,7 @@ def _collective(problem: Collective, args: tuple[Any, ...], ends: _Ends) -> None
 def _map(arg: TensorMap, ends: _Ends) -> None:
     _a(arg.ptr, Ptr, "a tensor map's operand")
     _pointer(arg.ptr, ends)
-    if arg.dtype not in MAP_BYTES or arg.swizzle not in (0, 128):
+    if arg.dtype not in MAP_BYTES or arg.swizzle not in (0, 64, 128):
         raise _fault("a tensor map of an unknown kind")
     _whole(arg.swizzle, 0, 128, "a tensor map's swizzle")
     _sizes(arg.shape, 1, 2**32, "a tensor map's shape")

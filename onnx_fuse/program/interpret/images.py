@@ -153,17 +153,17 @@ def conv(p: Conv, of: Operands) -> Results:
 
 
 def integer_conv(p: IntegerConv, of: Operands) -> Results:
-    """The sums of integers, then scale and bias in float32, each rounded, and the tail."""
+    """The sums of integers, then scale and bias, rounded to float32 once, and the tail."""
     w = of["weight"].reshape(p.groups, p.filters, prod(p.window.kernel), -1)[..., : p.channels]
     total = _sums(p, _images(p, of), w, p.border) + of["shift"].reshape(-1)
     scale, bias = (of[name].reshape(-1).astype(np.float32) for name in ("scale", "bias"))
     with np.errstate(all="ignore"):
-        y = total.astype(np.float32) * scale + bias
+        y = (total.astype(np.float32).astype(np.float64) * scale + bias).astype(np.float32)
     return {"y": with_tail(p.tail, of, y)}
 
 
 def pixel_blocks(p: PixelBlocks, of: Operands) -> Results:
-    """The codes of each block of pixels, and the border beside them."""
+    """The codes of each block of pixels, and the border around them."""
     (rows, steps), (image, channel, line, pixel) = p.block, p.strides
     shape = (p.batch, p.high, p.columns, rows, steps, p.channels)
     strides = (image, rows * line, steps * pixel, line, pixel, channel)
@@ -173,8 +173,8 @@ def pixel_blocks(p: PixelBlocks, of: Operands) -> Results:
         ends = np.iinfo(p.out_dtype)
         codes = np.rint(x.astype(np.float32) / np.float32(scale)) + zero
         x = np.clip(np.where(np.isnan(codes), ends.min, codes), ends.min, ends.max)
-    y = np.full((p.batch, p.high, p.width, 16), p.border)
-    inside = y[:, :, p.first : p.first + p.columns]
+    y = np.full((p.batch, p.tall, p.width, 16), p.border)
+    inside = y[:, p.top : p.top + p.high, p.first : p.first + p.columns]
     inside[..., : prod(shape[3:])] = x.reshape(*shape[:3], -1)
     return {"y": y}
 

@@ -1,0 +1,65 @@
+"""Fewer instructions where an expression quantizes: steps that undo each other are left out."""
+
+from __future__ import annotations
+
+from onnx_fuse.program.expression import Expression, Operation
+
+Args = tuple[int, ...]
+
+
+def quantizing(expression: Expression, step: Operation, text: str) -> tuple[str, Args]:
+    """The text of a step, which is `text` in general, and its operands."""
+    first, args = expression.loads + len(expression.scalars), step.args
+    before = args[0] - first if args else -1  # an Iota reads nothing
+    if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
+        return text, expression.steps[before].args  # the integer as it was, in a float
+    if (quantized := _less_zero(expression, step)) is not None:
+        args, text = quantized, "quantized_less_zero({0}, {1}, {2}, {3}, {4}, {5})"
+    elif step.name == "Code":
+        args = expression.steps[before].args
+    elif step.name != "Quantize":
+        return text, args
+    args = _clipped_once(expression, args)
+    if (steps := _in_steps(expression, args)) is not None:
+        return text.replace("{1}, {2}, ", ""), _clipped_once(expression, steps)
+    return text, args
+
+
+def _clipped_once(expression: Expression, args: Args) -> Args:
+    """The operands of a Quantize, of its Relu's where what is negative, or NaN, is the least."""
+    first, at = expression.loads + len(expression.scalars), args[0]
+    while at >= first and (step := expression.steps[at - first]).name in ("Cast", "Relu"):
+        if step.name == "Relu" and step.dtype == "float32" and args[3] == args[4]:
+            return (step.args[0], *args[1:])
+        if step.dtype != "float32":
+            break
+        at = step.args[0]
+    return args
+
+
+def _less_zero(expression: Expression, step: Operation) -> Args | None:
+    """The operands of the Quantize from which a Sub takes its zero point again; or None."""
+    first, at = expression.loads + len(expression.scalars), step.args[0] if step.args else -1
+    while step.name == "Sub" and at >= first:
+        before = expression.steps[at - first]
+        if before.name == "Quantize":
+            return before.args if before.args[3] == step.args[1] else None
+        if before.name != "Code" and (before.name, before.dtype) != ("Cast", "float32"):
+            return None
+        at = before.args[0]
+    return None
+
+
+def _in_steps(expression: Expression, args: Args) -> Args | None:
+    """The operands of a Quantize, of what was multiplied by its scale just before; or None."""
+    first, at = expression.loads + len(expression.scalars), args[0]
+    while at >= first and (step := expression.steps[at - first]).dtype == "float32":
+        if step.name == "Scale":
+            numbers = [step.args[1] - expression.loads, args[1] - expression.loads]
+            known = expression.loads <= step.args[1] < first
+            alike = known and len({expression.scalars[n] for n in numbers}) == 1
+            return (step.args[0], *args[1:]) if alike else None
+        if step.name != "Cast":
+            return None
+        at = step.args[0]
+    return None
