@@ -217,7 +217,7 @@ def check_outputs(
             levels[AS_WRITTEN] = as_written()
         except (ModelError, Crash) as error:
             crash = error if isinstance(error, Crash) else error.__cause__
-            if empty and isinstance(crash, Crash):
+            if isinstance(crash, Crash) and 0 < len(empty) < len(every):
                 others = [feed for feed in every if not any(map(_is_empty, feed.values()))]
                 again = check_outputs(original, fused, replace(request, feeds=others))
                 with_its_own = partial(_answers, fused, empty, names, request)
