@@ -573,9 +573,9 @@ FIXED = [
 @pytest.mark.parametrize("row", FIXED, ids=lambda row: row.name)
 def test_a_cache_of_a_fixed_size_is_one_launch(row: Fixed) -> None:
     """An empty, a partly filled and a full buffer; NaN in a sequence stays there."""
-    for _, program, (batch, new, _) in agree(row, 6, (*GROWTH, (3, 2, 13), (2, 15, 0))):
+    for _, program, (_, new, _) in agree(row, 6, (*GROWTH, (3, 2, 13), (2, 15, 0))):
         calls = [(c.problem.op, len(c.inplace)) for c in program.calls if c.problem is not None]
-        if batch == new == 1 and row.kind == "float16" and row.told != "causal":
+        if new == 1 and row.kind == "float16" and row.told != "causal":
             assert calls[-1] == ("CachedAttention", 2)
             assert ("CacheAppend", 2) not in calls
             continue
@@ -631,8 +631,8 @@ BUFFERED = [
 @pytest.mark.parametrize("row", BUFFERED, ids=lambda row: row.name)
 def test_a_shared_buffer_needs_no_onnxruntime(row: Buffered) -> None:
     growth = [sizes for sizes in GROWTH if sizes[1] == 1 or "Decoder" not in row.operator]
-    for _, program, (batch, new, _) in agree(row, 8, growth):
-        one = batch == new == 1 and row.kind == "float16"
+    for _, program, (_, new, _) in agree(row, 8, growth):
+        one = new == 1 and row.kind == "float16"
         assert (problems(program)[-1] == "CachedAttention") == one
 
 

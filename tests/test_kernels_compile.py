@@ -49,13 +49,11 @@ code is that of sm_80, or of sm_90 where it asks for that, but configurations an
 # addresses are parked; at its worst (gelu, z kept, sm_80) the loop reads 18 back beside 1024 FMAs.
 # The smaller tile parks one address where a column's scale and a residual follow.
 # NVRTC 13.0 parks more than 13.5 does where the tile has dx's epilogue (116 and 96 bytes, sm_80).
-# One query's kernel keeps 8 bytes in local memory on sm_86 and sm_89, without a spill.
 # dw in float32 has 128 accumulators and the row sums of four columns: NVRTC 13.5 parks three
 # values, 13.0 eight.
 PARKED = {
     "(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 32,
     "simt dx_tile=128": 144, "simt dw_tile=128": 48,
-    "one_query cluster=1": 8,
 }  # fmt: skip
 
 BF16 = {"dtype": "bfloat16"}

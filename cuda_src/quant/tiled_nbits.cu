@@ -1,7 +1,7 @@
 // quant/tiled_nbits.cu: y[M, N] = epilogue(norm?(a)[M, K] · w[N, K]ᵀ) of constant 4-bit weights in an mma's order.
 //
-// Idea     : a block owns 16 TILES rows of w and all of k. Each warp copies its share of k to shared memory at once,
-//            before the launch before has ended, and reads a word of it as the operand of an mma: 16 rows of w, 16 k. The other operand's 8 columns are rows of a, so that 8 rows cost what one does.
+// Idea     : a block owns 16 TILES rows of w and all of k. Each warp copies its share of k to shared memory, as fast
+//            as it comes, before the launch before has ended, and reads a word of it as the operand of an mma: 16 rows of w, 16 k. The other operand's 8 columns are rows of a, so that 8 rows cost what one does.
 //            q - zero is exact in 16 bits; a block's sum is scaled in float32. Tile by tile: a warp's sums of a tile
 //            take the place of its weights. With NORM each warp normalises its share of a, in registers, by sums
 //            of all warps; a single row's share is spread over all lanes, and ordered in shared memory.
@@ -24,6 +24,7 @@
 constexpr bool F16 = IS_F16<T>;
 constexpr int ROWS = ONE ? 1 : 8 * SETS, OWN = 16 * TILES;
 constexpr int EACH = TILES > 1 ? CHUNKS : (CHUNKS + 3) / 4, PARTS = (CHUNKS + EACH - 1) / EACH;  // of a tile, awaited in turn
+constexpr int AHEAD = 2;                                  // parts on their way at once: more hold up what others wait for
 constexpr int SPAN = ONE ? 32 : 4;                       // lanes that load a row of a, 8 neighbours of k each
 constexpr int HOLD = ONE ? (CHUNKS + 3) / 4 : 2 * HELD;  // such pieces of a lane
 constexpr int UNROLL = SETS == 4 ? 1 : CHUNKS;           // more would not fit in registers
@@ -67,7 +68,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
         for (int i = 0; i < CHUNKS; i++) {
             const int at = i * 512 + lane * 16;
             if (i < count) cp_async_16(to + u * TILE + at, weights_of(u) + at, 16);
-            if ((i + 1) % EACH == 0 || i == CHUNKS - 1) cp_async_commit();
+            if ((i + 1) % EACH == 0 || i == CHUNKS - 1) {
+                cp_async_commit();
+                if (u < TILES - 1 || i < CHUNKS - 1) cp_async_wait<AHEAD - 1>();
+            }
         }
     grid_dependency_wait();
 

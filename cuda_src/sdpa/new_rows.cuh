@@ -57,13 +57,13 @@ DEVICE Vec<T, PIECE> piece_of(const T* from, int e, const T* scale, Angles by, f
     }
     const bool second = e >= HALF;
     const int across = second ? e - HALF : e + HALF, column = second && !COLUMNS ? e - HALF : e;
+    const Vec<T, PIECE> cosines = load<PIECE>(by.cosines + column), sines = load<PIECE>(by.sines + column);
     Vec<T, PIECE> other = load<PIECE>(from + across);
     if (NORMED) normalize(other, rstd, scale + across);
 #pragma unroll
     for (int j = 0; j < PIECE; j++) {
-        const ACC c = widen(by.cosines[column + j]), s = widen(by.sines[column + j]);
-        const ACC turn = widen(other.at[j]) * s;
-        x.at[j] = narrow<T>(widen(x.at[j]) * c + (second ? turn : -turn));
+        const ACC turn = widen(other.at[j]) * widen(sines.at[j]);
+        x.at[j] = narrow<T>(widen(x.at[j]) * widen(cosines.at[j]) + (second ? turn : -turn));
     }
     return x;
 }

@@ -33,7 +33,7 @@ class Append(HeuristicKernel):
     """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
     past_value key_step value_step, turned present_key present_value."""
 
-    source, version = "sdpa/append.cu", 7
+    source, version = "sdpa/append.cu", 8
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any, Protocol, TypeAlias
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
@@ -20,7 +19,6 @@ from onnx_fuse.program.problem import (
     TensorMap,
     Waits,
 )
-from onnx_fuse.program.size import upper_bound
 
 Blocks = int | tuple[int, int, int]
 
@@ -80,8 +78,9 @@ def apart(blocks: int, hw: Hardware) -> int:
     """Shared memory by which no two of so many blocks stand on one SM, or no more than must.
 
     The loads of one would hold up the other's. Half of it stays for what is launched beside them.
+    How many must is a guard, up to four.
     """
-    return hw.smem_per_block // (2 * max(1, ceil(upper_bound(blocks) / hw.sm_count)))
+    return hw.smem_per_block // (2 * next((n for n in (1, 2, 3) if blocks <= n * hw.sm_count), 4))
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:

@@ -112,7 +112,7 @@ class TiledRows(Kernel):
 
     name = "tiles"
     source, waits = "quant/tiled_nbits.cu", "later"
-    version = 3
+    version = 4
     free_axes = "z"
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:

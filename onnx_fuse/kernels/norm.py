@@ -136,7 +136,7 @@ class Row(HeuristicKernel):
     """layernorm/row.cu. Operands: x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
 
     name = "row"
-    source = "layernorm/row.cu"
+    source, version = "layernorm/row.cu", 2
     free_axes = "yz"
 
     def supports(self, problem: Norm, hw: Hardware) -> str | None:

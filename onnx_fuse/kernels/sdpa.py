@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, sqrt
+from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.cache_append import cache_macro, row_macros, step_args
@@ -24,7 +24,7 @@ from onnx_fuse.program.problem import (
     TensorMap,
     args,
 )
-from onnx_fuse.program.size import upper_bound
+from onnx_fuse.program.size import any_batch, upper_bound
 from onnx_fuse.program.spec import GRID
 
 ROWS, TILE = 64, 32  # of simt.cu
@@ -523,7 +523,7 @@ class Simt(_Attention):
 class OneQuery(Kernel):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version, waits = "one_query", "sdpa/one_query.cu", 6, "later"
+    name, source, version, waits = "one_query", "sdpa/one_query.cu", 7, "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -549,57 +549,62 @@ class OneQuery(Kernel):
         return None
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
-        """Warps of a block, blocks that share keys, keys of a group of lanes, heads of a block."""
-        configs = [
-            KernelConfig.of(warps=warps, cluster=cluster, per=per, heads=heads, stages=stages)
-            for warps in (4, 8)
-            for cluster in ((1, 2, 4, 8) if hw.cc >= 90 else (1,))
-            for heads, per, stages in ((1, 4, 2), (2, 4, 2), (2, 2, 4), (4, 2, 4))
-            if problem.group % heads == 0
-        ]
-        return [c for c in configs if self._smem(problem, c) <= hw.smem_per_block // 2]
+        """Warps of a block, blocks that share keys, heads of a block."""
+        heads = max(n for n in range(1, 9) if problem.group % n == 0)
+        shared = [{"cluster": n} for n in (1, 2, 4, 8)] if hw.cc >= 90 else [{}]
+        ways = [(warps, cluster) for warps in (1, 2, 4, 8) for cluster in shared]
+        configs = [KernelConfig.of(warps=warps, heads=heads, **cluster) for warps, cluster in ways]
+        fitting = [c for c in configs if self._smem(problem, c) <= hw.smem_per_block // 2]
+        return [c for c in fitting if c.integer("warps") >= 4] or fitting
+
+    def fits(self, problem: Attention, config: KernelConfig) -> bool:
+        """Whether half of the multiprocessors have blocks, keys are few, or no more can share."""
+        if config.integer("cluster") in (0, 8) or problem.n <= 32 * self._parts(config):
+            return True
+        return any_batch(self._blocks(problem, config)) >= 60
+
+    def _blocks(self, problem: Attention, config: KernelConfig) -> int:
+        return (config.integer("cluster") or 1) * problem.batches // config.integer("heads")
+
+    def _spread(self, problem: Attention, config: KernelConfig) -> int:
+        """The blocks, and the multiprocessors that clusters leave: they fit into 14 to 18 each."""
+        blocks = self._blocks(problem, config)
+        return blocks * 7 // 6 if config.integer("cluster") > 2 else blocks
 
     def _parts(self, config: KernelConfig) -> int:
-        return config.integer("warps") * config.integer("cluster")
+        return config.integer("warps") * (config.integer("cluster") or 1)
 
     def _smem(self, problem: Attention, config: KernelConfig) -> int:
         """A ring of keys and values for each warp, and what warps hand to the block that merges."""
-        slots = -(-config.integer("heads") // config.integer("cluster"))
-        pieces = 64 * config.integer("warps") * config.integer("per") * config.integer("stages")
-        ring = 8 * ITEMSIZE[problem.cache_dtype] * pieces
+        slots = -(-config.integer("heads") // (config.integer("cluster") or 1))
+        pieces = 32 * (2 * ceil(problem.k / 32) + 4 * ceil(problem.k / 64))
+        ring = 8 * ITEMSIZE[problem.cache_dtype] * pieces * 2 * config.integer("warps")
         return ring + slots * self._parts(config) * (problem.k + 4) * 4
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
-        """Turns of a latency or of a multiprocessor's instructions, or the bytes; an exchange.
+        """Turns of 16 keys of a warp, or the bytes; what blocks begin and end with.
 
-        Fitted to 2,000 timings on an H200 (2026-11), half of them within a decoder's token. A cache
-        of `lengths` is taken to be half full; a new row of it waits for its angles.
+        Fitted to 190 timings within tokens of decoders on an H200 (2026-11). A cache of `lengths`
+        is taken to be half full; a new row of it waits for its angles.
         """
-        p, of = problem, config.integer
-        warps, cluster, per, heads = of("warps"), of("cluster"), of("per"), of("heads")
+        p, warps, cluster = problem, config.integer("warps"), config.integer("cluster") or 1
         keys = ceil(p.n / 2) if p.lengths else p.n
-        turns = ceil(keys / (256 // p.k * per * self._parts(config)))
-        blocks = ceil(p.batches / heads) * cluster
-        registers = {1: 64, 2: 80, 4: 128}[heads]
-        room = min(2048, 65536 // registers) // (32 * warps)
-        room = max(1, min(room, hw.smem_per_block // (self._smem(p, config) + 1024)))
-        beside = min(room, ceil(blocks / hw.sm_count))
-        issue = (0.46 * heads * per + 6.4 * per + 16.7 * heads) * 1e-9 * warps * beside
-        turn = max(4.25e-7 / sqrt(of("stages") - 1), issue)
-        flow = turns * turn * ceil(blocks / (room * hw.sm_count))
+        turns = ceil(keys / (16 * self._parts(config)))
+        blocks = ceil(self._spread(p, config) / hw.sm_count)
+        room = max(1, min(17 // warps, hw.smem_per_block // (self._smem(p, config) + 1024)))
+        busy = warps * min(room, blocks)
+        turn = (0.5 + p.k / 128) * (1.7e-7 + 6.2e-8 * busy)
         numbers = 2 * p.batches // p.group * keys * p.k / hw.bandwidth
-        cache = ITEMSIZE[p.cache_dtype] * numbers
-        # from L2, by each block of the heads that share it: as many requests in 8 bits
-        again = 0.39 * ITEMSIZE[p.dtype] * numbers * p.group / heads
-        exchange = {1: 0.0, 2: 1e-7, 4: 5e-7, 8: 2e-6}[cluster] + 1.4e-8 * self._parts(config)
-        merge = 4.5e-7 * ceil(heads / cluster)
-        new = 3e-7 if isinstance(p, CachedAttention) else 0.0
-        return 1.9e-6 + new + exchange + max(flow, 0.55 * cache) + again + merge
+        stream = 1.3 * ITEMSIZE[p.cache_dtype] * numbers * (1 + 2 / busy)
+        again = 0.39 * ITEMSIZE[p.dtype] * numbers * (p.group / config.integer("heads") - 1)
+        begun = 2.2e-6 + 1e-7 * (warps + cluster.bit_length()) + 1.2e-6 * (blocks - 1)
+        begun += 3e-7 * isinstance(p, CachedAttention)
+        return begun + max(turns * turn * ceil(blocks / room), stream) + again
 
     def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
-        p, cluster = problem, config.integer("cluster")
+        p, cluster = problem, config.integer("cluster") or 1
         batch, heads = p.batch
-        how = {name.upper(): value for name, value in config.attrs}
+        how = {"CLUSTER": 1, **{name.upper(): value for name, value in config.attrs}}
         made = (*_operands(p), *args("y lse"), *_strides(p, "y"))
         if p.lengths:
             left = p.window[0] if p.window else UNBOUNDED
@@ -615,7 +620,7 @@ class OneQuery(Kernel):
             how |= {"APPEND": 1, "KEEP_PAST": append.keep, **row_macros(append)}
         made += (*step_args(p), *(args("sink") if p.sink else ()))
         how |= {**cache_macro(p), **({"SINK": 1} if p.sink else {})}
-        smem = max(self._smem(p, config), apart(cluster * p.batches // config.integer("heads"), hw))
+        smem = max(self._smem(p, config), apart(self._spread(p, config), hw))
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
             32 * config.integer("warps"), *made, smem=smem, cluster=cluster,

@@ -19,8 +19,6 @@ def append_in_attention(calls: Calls, i: int, call: Call) -> None:
     append, presents = before.problem, dict(before.writes)
     if not isinstance(append, CacheAppend) or append.rows != 1 or not before.inplace:
         return
-    if append.batch != 1:  # eight sequences were slower so (docs/kernel-notes.md)
-        return
     if any(_is_other(presents[name], reads[x]) for name, x in _PRESENTS.items()):
         return
     given = dict(before.reads)
