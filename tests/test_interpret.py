@@ -24,7 +24,6 @@ from onnx_fuse.cuda import pointwise
 from onnx_fuse.guard import Crash
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.data_movement import Pointwise
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.memory import Memory
 from onnx_fuse.program.interpret.recurrences import philox
@@ -36,8 +35,8 @@ from onnx_fuse.runtime import ort
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-ELSEWHERE = {Pointwise, Collective, Registered}
-"""Answered by a call's expression, by what ranks exchange, and by a body that a user wrote."""
+ELSEWHERE = {Collective, Registered}
+"""Answered by what ranks exchange, and by a body that a user wrote."""
 
 
 def kinds(base: type[AnyProblem] = AnyProblem) -> Iterator[type[AnyProblem]]:

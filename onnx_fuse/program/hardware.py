@@ -110,7 +110,8 @@ FOLDER = Path(__file__).parent / "gpus"
 second of a good kernel in each type, and the costs of kernels by name. The H200 was measured
 (2026-11: copy 4.3 TB/s, bf16 790 TFLOP/s, tf32 350, cuBLAS fp32 50); others are by datasheet, at
 the H200's fraction of it."""
-_FILES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))[::-1]}
+_KNOWN = ("H200", "H100", "A100", "B200", "L4", "4090")
+_FILES = {key: json.loads((FOLDER / f"{key}.json").read_text()) for key in _KNOWN}
 _COSTS = {key: data.pop("costs") for key, data in _FILES.items() if "costs" in data}
 CHIPS = {
     key: Hardware(**data | {"flops": tuple(data["flops"].items())}) for key, data in _FILES.items()

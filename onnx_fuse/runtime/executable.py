@@ -415,8 +415,7 @@ class Executable:
             return False
         with collector.paused():
             outputs = made.ends.outputs
-            self.stream.catch_up()
-            if not instance.update(planned):
+            if not self._takes_over(instance, planned):
                 return False
             self._shapes.hand_over(once, key, Shape(planned))
             self._expect(planned, prepared.feeds)
@@ -527,13 +526,10 @@ class Executable:
         if shape is None:
             if self.on_shape is not None:
                 self.on_shape(feeds)
-            deciding = len(self._deciding)
             shape = Shape(self._lowered(feeds))
-            # the key may have become longer
-            key = key if len(self._deciding) == deciding else self._key(feeds)
-            self.stream.catch_up()
+            key = self._key(feeds)  # which may have become longer
             other = self._shapes.once(shape.made.source)
-            if other is None or other.instance is None or not other.instance.update(shape.made):
+            if other is None or not self._takes_over(other.instance, shape.made):
                 self._shapes.add(key, shape)
             else:
                 self._shapes.hand_over(other, key, shape)
@@ -545,6 +541,10 @@ class Executable:
         if new:
             self._expect(shape.made, feeds, time.perf_counter() - began)
         return shape
+
+    def _takes_over(self, instance: Instance | None, made: PlannedProgram) -> bool:
+        self.stream.catch_up()
+        return instance is not None and instance.update(made)
 
     def _expect(self, made: PlannedProgram, feeds: Feeds, seconds: float = 0.0) -> None:
         """Have prepared what may come after a new shape, whose program took so long to make."""
