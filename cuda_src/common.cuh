@@ -8,6 +8,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
+#define UNROLLED _Pragma("unroll")  // before a loop: a copy of its body for each turn
+#define ROLLED _Pragma("unroll 1")  // one copy, whatever the compiler thinks
 
 // ---- launches (programmatic dependent launch, sm_90) ----
 // A kernel may come up while the one before it still runs: it waits here for that one's results. Only
@@ -106,8 +108,7 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 template <class S> DEVICE S warp_sum(S x) {
-#pragma unroll
-    for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+    UNROLLED for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
     return x;
 }
 // Sum over THREADS threads, given to all of them; `scratch` holds THREADS / 32 values.
@@ -118,8 +119,7 @@ template <int THREADS, class S> DEVICE S block_sum(S x, S* scratch) {
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     __syncthreads();
     S total = 0;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) total += scratch[w];
+    UNROLLED for (int w = 0; w < THREADS / 32; w++) total += scratch[w];
     return total;
 }
 
@@ -173,14 +173,10 @@ template <class Out, int N> DEVICE void normal_tail(const float (&x)[N], float (
     const float four[5] = {-1.00089913f, -1.13591613f, -0.49628059f, -0.0245251570f};
     const float five[5] = {-1.00012632f, -1.14835984f, -0.468085496f, -0.0431929518f, 0.00356854584f};
     const float(&p)[5] = TERMS == 4 ? four : five;
-#pragma unroll
-    for (int j = 0; j < N; j++) a[j] = fminf(fabsf(x[j]), 16.0f), e[j] = p[TERMS - 1];
-#pragma unroll
-    for (int i = TERMS - 2; i >= 0; i--)
-#pragma unroll
-        for (int j = 0; j < N; j++) e[j] = fmaf(e[j], a[j], p[i]);
-#pragma unroll
-    for (int j = 0; j < N; j++) e[j] = ex2(e[j]);
+    UNROLLED for (int j = 0; j < N; j++) a[j] = fminf(fabsf(x[j]), 16.0f), e[j] = p[TERMS - 1];
+    UNROLLED for (int i = TERMS - 2; i >= 0; i--)
+        UNROLLED for (int j = 0; j < N; j++) e[j] = fmaf(e[j], a[j], p[i]);
+    UNROLLED for (int j = 0; j < N; j++) e[j] = ex2(e[j]);
 }
 DEVICE float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678118654752f)); }
 DEVICE float normal_slope(float y, float z, float cdf) {  // y times the derivative of z P(X < z)
@@ -200,16 +196,15 @@ template <class Out, int N> DEVICE void activate(float (&x)[N], float alpha) {
     constexpr bool TAIL = ACT_NORMAL && sizeof(Out) == 2;
     float a[N], e[N];
     if (TAIL) normal_tail<Out>(x, a, e);
-#pragma unroll
-    for (int j = 0; j < N; j++) x[j] = TAIL ? fmaf(-a[j], e[j], max_nan(x[j], 0.0f)) : act_value<Out>(x[j], alpha);
+    UNROLLED for (int j = 0; j < N; j++)
+        x[j] = TAIL ? fmaf(-a[j], e[j], max_nan(x[j], 0.0f)) : act_value<Out>(x[j], alpha);
 }
 // y *= act'(z), N values side by side.
 template <class Out, int N> DEVICE void times_slope(float (&y)[N], const float (&z)[N], float alpha) {
     constexpr bool TAIL = ACT_NORMAL && sizeof(Out) == 2;
     float a[N], e[N];
     if (TAIL) normal_tail<Out>(z, a, e);
-#pragma unroll
-    for (int j = 0; j < N; j++)
+    UNROLLED for (int j = 0; j < N; j++)
         y[j] = TAIL ? normal_slope(y[j], z[j], z[j] < 0.0f ? e[j] : 1.0f - e[j]) : act_slope<Out>(y[j], z[j], alpha);
 }
 template <class Out> DEVICE float act(float x, float alpha) {

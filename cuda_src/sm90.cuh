@@ -178,8 +178,7 @@ template <int N> DEVICE void wgmma_wait() {
 }
 // No arithmetic on d moves across: what is in flight is touched by the wgmma alone.
 template <int N> DEVICE void wgmma_hold(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
+    UNROLLED for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
 // Operand descriptor. k contiguous: 8-row groups lie 1024 bytes apart. m or n contiguous: 8-k groups
 // lie 1024 bytes apart and 64-wide blocks of m or n BLOCK (its k of 128 bytes each).

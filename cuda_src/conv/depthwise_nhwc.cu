@@ -17,7 +17,7 @@
 constexpr int SPAN = (WIDE - 1) * SW + (KW - 1) * DW + 1;  // inputs of a row
 constexpr int DEEP = (TALL - 1) * SH + (KH - 1) * DH + 1;  // rows of inputs
 constexpr int OWN = 2 * PAIRS, CHANNELS = LANES * OWN;     // of a thread, of a block
-constexpr int UNROLLED = DEEP <= 4 ? DEEP : 1;  // all rows of a small filter are asked for at once
+constexpr int ROWS_AT_ONCE = DEEP <= 4 ? DEEP : 1;  // all rows of a small filter are asked for at once
 typedef Vec<u32, PAIRS> Pairs;
 
 extern "C" __global__ void __launch_bounds__(256, 2)
@@ -35,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (c >= channels) return;
     const int across = (ow + WIDE - 1) / WIDE, down = (oh + TALL - 1) / TALL;
     const Pairs add = bias ? *(const Pairs*)(bias + c) : Pairs();
-#pragma unroll 1
-    for (i64 tile = (i64)blockIdx.x * (256 / LANES) + threadIdx.x / LANES; tile < tiles;
+    ROLLED for (i64 tile = (i64)blockIdx.x * (256 / LANES) + threadIdx.x / LANES; tile < tiles;
          tile += (i64)gridDim.x * (256 / LANES)) {
         const int ox = tile % across * WIDE, oy = tile / across % down * TALL;
         const i64 n = tile / across / down;
@@ -47,31 +46,25 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             const int yy = y0 + a;
             const bool row = (unsigned)yy < (unsigned)h;
             const T* line = image + (row ? yy * sy : 0);
-#pragma unroll
-            for (int b = 0; b < SPAN; b++) {
+            UNROLLED for (int b = 0; b < SPAN; b++) {
                 const int xx = x0 + b;
                 next[b] = row && (unsigned)xx < (unsigned)w ? *(const Pairs*)(line + xx * sx) : Pairs();
             }
         };
         float acc[TALL][WIDE][OWN] = {};
         fetch(0);
-#pragma unroll UNROLLED
+#pragma unroll ROWS_AT_ONCE
         for (int a = 0; a < DEEP; a++) {
-#pragma unroll
-            for (int b = 0; b < SPAN; b++) in[b] = next[b];
+            UNROLLED for (int b = 0; b < SPAN; b++) in[b] = next[b];
             if (a + 1 < DEEP) fetch(a + 1);
-#pragma unroll
-            for (int r = 0; r < TALL; r++) {
+            UNROLLED for (int r = 0; r < TALL; r++) {
                 const int tap = a - r * SH;  // the row of the filter that meets this one for output r
                 if (tap < 0 || tap > (KH - 1) * DH || tap % DH) continue;
                 const float* row = filter[tap / DH * KW] + lane * OWN;
-#pragma unroll
-                for (int b = 0; b < KW; b++) {
+                UNROLLED for (int b = 0; b < KW; b++) {
                     const Vec<float, OWN> f = load<OWN>(row + b * CHANNELS);
-#pragma unroll
-                    for (int j = 0; j < WIDE; j++)
-#pragma unroll
-                        for (int p = 0; p < PAIRS; p++) {
+                    UNROLLED for (int j = 0; j < WIDE; j++)
+                        UNROLLED for (int p = 0; p < PAIRS; p++) {
                             const float2 v = unpack2<T>(in[j * SW + b * DW].at[p]);
                             acc[r][j][2 * p] += v.x * f.at[2 * p];
                             acc[r][j][2 * p + 1] += v.y * f.at[2 * p + 1];
@@ -79,22 +72,18 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                 }
             }
         }
-#pragma unroll
-        for (int r = 0; r < TALL; r++)
-#pragma unroll
-            for (int j = 0; j < WIDE; j++) {
+        UNROLLED for (int r = 0; r < TALL; r++)
+            UNROLLED for (int j = 0; j < WIDE; j++) {
                 if (oy + r >= oh || ox + j >= ow) continue;
                 const i64 to = ((n * oh + oy + r) * ow + ox + j) * channels + c;
                 float(&v)[OWN] = acc[r][j];
                 Vec<TY, OWN> out;
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++) {
+                UNROLLED for (int p = 0; p < PAIRS; p++) {
                     const float2 b = unpack2<T>(add.at[p]);
                     v[2 * p] += b.x, v[2 * p + 1] += b.y;
                 }
                 if (!SLOPE && ACTIVE) activate<T>(v, alpha);
-#pragma unroll
-                for (int k = 0; k < OWN; k++) {
+                UNROLLED for (int k = 0; k < OWN; k++) {
                     const float z = SLOPE ? act<T>(v[k], slope_of(slope, c + k, alpha)) : v[k];
                     out.at[k] = finished(z, e1, e2, e3, to + k);
                 }

@@ -26,28 +26,23 @@ extern "C" __global__ void __launch_bounds__(256)
             const T* slopes = dy + (i64)row * ow * channels + c;
             for (int ox = 0; ox < ow; ox += WIDE) {
                 ACC d[WIDE][2];
-#pragma unroll
-                for (int j = 0; j < WIDE; j++) {
+                UNROLLED for (int j = 0; j < WIDE; j++) {
                     Vec<T, 2> v = {};
                     if (ox + j < ow) v = load<2>(slopes + (i64)(ox + j) * channels);
                     d[j][0] = widen(v.at[0]), d[j][1] = widen(v.at[1]);
                 }
-#pragma unroll
-                for (int a = 0; a < KROWS; a++) {
+                UNROLLED for (int a = 0; a < KROWS; a++) {
                     const int iy = oy * SH - PH + (k0 + a) * DH, x0 = ox * SW - PW;
                     if ((unsigned)iy >= (unsigned)h) continue;
                     const T* line = x + ((i64)n * h + iy) * w * channels + c;
                     ACC in[SPAN][2];
-#pragma unroll
-                    for (int b = 0; b < SPAN; b++) {
+                    UNROLLED for (int b = 0; b < SPAN; b++) {
                         Vec<T, 2> v = {};
                         if ((unsigned)(x0 + b) < (unsigned)w) v = load<2>(line + (i64)(x0 + b) * channels);
                         in[b][0] = widen(v.at[0]), in[b][1] = widen(v.at[1]);
                     }
-#pragma unroll
-                    for (int b = 0; b < KW; b++)
-#pragma unroll
-                        for (int j = 0; j < WIDE; j++) {
+                    UNROLLED for (int b = 0; b < KW; b++)
+                        UNROLLED for (int j = 0; j < WIDE; j++) {
                             acc[a * KW + b][0] += d[j][0] * in[j * SW + b * DW][0];
                             acc[a * KW + b][1] += d[j][1] * in[j * SW + b * DW][1];
                         }
@@ -56,10 +51,8 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     for (int turn = 0; turn < 8; turn++) {
         if (warp == turn)
-#pragma unroll
-            for (int k = 0; k < OWN; k++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
+            UNROLLED for (int k = 0; k < OWN; k++)
+                UNROLLED for (int j = 0; j < 2; j++)
                     total[k][lane * 2 + j] = acc[k][j] + (turn ? total[k][lane * 2 + j] : (ACC)0);
         __syncthreads();
     }

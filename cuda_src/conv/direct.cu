@@ -18,20 +18,16 @@ extern "C" __global__ void __launch_bounds__(256)
     const T* image = x + (i / pixels / (groups * filters) * groups + g) * channels * plane;
     ACC z = bias ? (ACC)widen(bias[f]) : (ACC)0;
     int xs[KW];  // the columns are the same at every row of the filter
-#pragma unroll
-    for (int c = 0; c < KW; c++) xs[c] = tap_input<SW, DW, PW>(ox, c, w);
+    UNROLLED for (int c = 0; c < KW; c++) xs[c] = tap_input<SW, DW, PW>(ox, c, w);
     for (int c = 0; c < channels; c++)
-#pragma unroll
-        for (int a = 0; a < KD; a++) {
+        UNROLLED for (int a = 0; a < KD; a++) {
             const int iz = tap_input<SD, DD, PD>(oz, a, d);
-#pragma unroll
-            for (int b = 0; b < KH; b++) {
+            UNROLLED for (int b = 0; b < KH; b++) {
                 const int iy = tap_input<SH, DH, PH>(oy, b, h);
                 if ((iz | iy) < 0) continue;
                 const T* line = image + (i64)c * plane + (iz * h + iy) * w;
                 const i64 tap = weight_index(g, m, (c * KD + a) * KH * KW + b * KW, filters, channels);
-#pragma unroll
-                for (int e = 0; e < KW; e++)
+                UNROLLED for (int e = 0; e < KW; e++)
                     if (xs[e] >= 0) z += (ACC)widen(weight[tap + e]) * (ACC)widen(line[xs[e]]);
             }
         }

@@ -45,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
         const int iy = oy * SH - PH + i / WIDE, ix = ox * SW - PW + i % WIDE;
         const bool in = (unsigned)iy < (unsigned)h && (unsigned)ix < (unsigned)w;
         Pixel p;
-#pragma unroll
-        for (int c = 0; c < PIXEL; c++)
+        UNROLLED for (int c = 0; c < PIXEL; c++)
             p.at[c] = c < CHANNELS && in ? from[((i64)c * h + iy) * w + ix] : T();
         store<PIXEL>(image + i * PIXEL, p);
     }
@@ -55,27 +54,22 @@ extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float acc[2][NT][4] = {};
-#pragma unroll 1
-    for (int a = 0; a < KH; a++) {
+    ROLLED for (int a = 0; a < KH; a++) {
         const T* row = image + ((warp * 2 * SH + a * DH) * WIDE + lane % 16 * SW) * PIXEL + lane / 16 * 8;
         const T* taps = filter + lane % 16 * PITCH + a * RUN + lane / 16 * 8;
-#pragma unroll
-        for (int k = 0; k < RUN; k += 16) {
+        UNROLLED for (int k = 0; k < RUN; k += 16) {
             u32 u[2][4];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
+            UNROLLED for (int i = 0; i < 2; i++) {
                 ldmatrix_x4<false>(u[i], smem_address(row + i * SH * WIDE * PIXEL + k));
                 if (LEFT && k + 16 == RUN) {
                     if (lane % 4 * 2 >= LEFT) u[i][0] = u[i][1] = 0;
                     if (lane % 4 * 2 + 8 >= LEFT) u[i][2] = u[i][3] = 0;
                 }
             }
-#pragma unroll
-            for (int j = 0; j < NT / 2; j++) {
+            UNROLLED for (int j = 0; j < NT / 2; j++) {
                 u32 v[4];
                 ldmatrix_x4<false>(v, smem_address(taps + j * 16 * PITCH + k));
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+                UNROLLED for (int i = 0; i < 2; i++) {
                     const u32 even[2] = {v[0], v[2]}, odd[2] = {v[1], v[3]};
                     mma(acc[i][2 * j], u[i], even, T());
                     mma(acc[i][2 * j + 1], u[i], odd, T());
@@ -84,19 +78,15 @@ extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
         }
     }
     __syncthreads();  // the results take the place of what was multiplied
-#pragma unroll
-    for (int j = 0; j < NT; j++) {
+    UNROLLED for (int j = 0; j < NT; j++) {
         const int f = j * 8 + lane % 4 * 2;
         float add[2] = {};
         if (bias && f0 + f < filters) add[0] = to_float(bias[f0 + f]), add[1] = to_float(bias[f0 + f + 1]);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             float v[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) v[e] = acc[i][j][e] + add[e % 2];
+            UNROLLED for (int e = 0; e < 4; e++) v[e] = acc[i][j][e] + add[e % 2];
             if (ACTIVE) activate<T>(v, alpha);
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const int pixel = (warp * 2 + i) * 16 + e * 8 + lane / 4;
                 *(u32*)(out + pixel * OUT + f) = pack2<T>(v[2 * e], v[2 * e + 1]);
             }

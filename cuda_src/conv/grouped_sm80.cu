@@ -53,13 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u32 taps[TAPS][KS][NT];
     {
         const int n = lane / 4, k = lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
+        UNROLLED for (int j = 0; j < NT; j++) {
             const T* from = weight + (i64)(c0 + f0 + j * 8 + n) * TAPS * CHANNELS + k % CHANNELS;
-#pragma unroll
-            for (int t = 0; t < TAPS; t++)
-#pragma unroll
-                for (int s = 0; s < KS; s++)
+            UNROLLED for (int t = 0; t < TAPS; t++)
+                UNROLLED for (int s = 0; s < KS; s++)
                     taps[t][s][j] = PAIRED && n / 4 != k / 4 ? 0 : *(const u32*)(from + t * CHANNELS + s * 8);
         }
     }
@@ -76,14 +73,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int p = min(m * 16 + lane % 16, TH * TW - 1);
             const T* from = image + (p / TW * SH * WIDE + p % TW * SW) * PITCH;
             float acc[HALVES][NT][4] = {};
-#pragma unroll
-            for (int t = 0; t < TAPS; t++)
-#pragma unroll
-                for (int s = 0; s < KS; s += 2) {
+            UNROLLED for (int t = 0; t < TAPS; t++)
+                UNROLLED for (int s = 0; s < KS; s += 2) {
                     u32 a[4];
                     ldmatrix_x4<false>(a, smem_address(from + (t / KW * DH * WIDE + t % KW * DW) * PITCH + s * 8));
-#pragma unroll
-                    for (int j = 0; j < NT; j++) {
+                    UNROLLED for (int j = 0; j < NT; j++) {
                         const u32 *b = taps[t][s] + j, *own = a + (DEPTH == 8 ? j * 2 : 0);
                         if (PAIRED) {
                             const bool low = lane % 4 < 2;
@@ -97,24 +91,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         }
                     }
                 }
-#pragma unroll
-            for (int j = 0; j < NT; j++) {
+            UNROLLED for (int j = 0; j < NT; j++) {
                 const int f = c0 + f0 + j * 8 + lane % 4 * 2;
                 float add[2] = {};
                 if (bias) add[0] = to_float(bias[f]), add[1] = to_float(bias[f + 1]);
                 float v[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++)
+                UNROLLED for (int e = 0; e < 4; e++)
                     v[e] = (PAIRED && lane % 4 > 1 ? acc[HALVES - 1][j][e] : acc[0][j][e]) + add[e % 2];
                 if (!SLOPE && ACTIVE) activate<T>(v, alpha);
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
+                UNROLLED for (int r = 0; r < 2; r++) {
                     const int q = m * 16 + r * 8 + lane / 4, yy = oy + q / TW, xx = ox + q % TW;
                     if (q >= TH * TW || yy >= oh || xx >= ow) continue;
                     const i64 to = ((row0 + yy) * ow + xx) * channels + f;
                     Vec<TY, 2> out;
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
+                    UNROLLED for (int e = 0; e < 2; e++) {
                         const float z = v[r * 2 + e];
                         const float last = SLOPE ? act<T>(z, slope_of(slope, f + e, alpha)) : z;
                         out.at[e] = finished(last, e1, e2, e3, to + e);

@@ -42,24 +42,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
         // BK divides `padded`: one tap a step, and an element costs one address and one predicate
         const int tap = k0 / padded, c0 = k0 % padded, at = inside ? plane_offset(tap, oz, oy, ox, d, h, w) : -1;
         const T* filter = weight + (((i64)g * TAPS + tap) * filters + m0 + a_row) * padded + c0 + a_k;
-#pragma unroll
-        for (int i = 0; i < A_LOADS; i++) {
+        UNROLLED for (int i = 0; i < A_LOADS; i++) {
             const int m = a_row + i * (THREADS / BK);
             a[i] = m0 + m < filters ? (ACC)widen(filter[(i64)i * (THREADS / BK) * padded]) : (ACC)0;
         }
-#pragma unroll
-        for (int i = 0; i < B_LOADS; i++) {
+        UNROLLED for (int i = 0; i < B_LOADS; i++) {
             const int c = c0 + b_row + i * (THREADS / BN);
             b[i] = at >= 0 && c < channels ? (ACC)widen(image[(i64)c * plane + at]) : (ACC)0;
         }
 #else
-#pragma unroll
-        for (int i = 0; i < A_LOADS; i++) {
+        UNROLLED for (int i = 0; i < A_LOADS; i++) {
             const int k = k0 + a_k, m = m0 + a_row + i * (THREADS / BK);
             a[i] = k < last && m < filters ? (ACC)widen(weight[weight_index(g, m, k, filters, channels)]) : (ACC)0;
         }
-#pragma unroll
-        for (int i = 0; i < B_LOADS; i++) {
+        UNROLLED for (int i = 0; i < B_LOADS; i++) {
             const int k = k0 + b_row + i * (THREADS / BN);
             const int at = plane_offset(k % TAPS, oz, oy, ox, d, h, w);
             b[i] = inside && k < last && at >= 0 ? (ACC)widen(image[(i64)(k / TAPS) * plane + at]) : (ACC)0;
@@ -67,10 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
 #endif
     };
     auto stage = [&](int s) {
-#pragma unroll
-        for (int i = 0; i < A_LOADS; i++) as[s][a_k][a_row + i * (THREADS / BK)] = a[i];
-#pragma unroll
-        for (int i = 0; i < B_LOADS; i++) bs[s][b_row + i * (THREADS / BN)][column] = b[i];
+        UNROLLED for (int i = 0; i < A_LOADS; i++) as[s][a_k][a_row + i * (THREADS / BK)] = a[i];
+        UNROLLED for (int i = 0; i < B_LOADS; i++) bs[s][b_row + i * (THREADS / BN)][column] = b[i];
     };
     const int tx = threadIdx.x % (BN / 4 / FRAGMENTS), ty = threadIdx.x / (BN / 4 / FRAGMENTS);
     fetch(first);
@@ -78,31 +72,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3 - FRAGMENTS)
     __syncthreads();
     for (int k0 = first, s = 0; k0 < last; k0 += BK, s ^= 1) {
         if (k0 + BK < last) fetch(k0 + BK);
-#pragma unroll
-        for (int k = 0; k < BK; k++) {
+        UNROLLED for (int k = 0; k < BK; k++) {
             ACC u[4 * FRAGMENTS], v[4 * FRAGMENTS];
-#pragma unroll
-            for (int f = 0; f < FRAGMENTS; f++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
+            UNROLLED for (int f = 0; f < FRAGMENTS; f++)
+                UNROLLED for (int j = 0; j < 4; j++) {
                     u[f * 4 + j] = as[s][k][f * (BM / 2) + ty * 4 + j];
                     v[f * 4 + j] = bs[s][k][f * (BN / 2) + tx * 4 + j];
                 }
-#pragma unroll
-            for (int i = 0; i < 4 * FRAGMENTS; i++)
-#pragma unroll
-                for (int j = 0; j < 4 * FRAGMENTS; j++) acc[i][j] += u[i] * v[j];
+            UNROLLED for (int i = 0; i < 4 * FRAGMENTS; i++)
+                UNROLLED for (int j = 0; j < 4 * FRAGMENTS; j++) acc[i][j] += u[i] * v[j];
         }
         if (k0 + BK < last) stage(s ^ 1);
         __syncthreads();
     }
-#pragma unroll
-    for (int j = 0; j < 4 * FRAGMENTS; j++) {
+    UNROLLED for (int j = 0; j < 4 * FRAGMENTS; j++) {
         const i64 out_q = q0 + j / 4 * (BN / 2) + tx * 4 + j % 4;
         if (out_q >= columns) continue;
         const i64 base = out_q / pixels * groups * filters * pixels + out_q % pixels;
-#pragma unroll
-        for (int i = 0; i < 4 * FRAGMENTS; i++) {
+        UNROLLED for (int i = 0; i < 4 * FRAGMENTS; i++) {
             const int m = m0 + i / 4 * (BM / 2) + ty * 4 + i % 4;
             if (m >= filters) continue;
             const i64 at = base + (i64)(g * filters + m) * pixels;

@@ -73,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int at = threadIdx.x % CHUNKS * 16, row0 = threadIdx.x / CHUNKS;
     const T* from[A_ROWS];  // the first tap's; it may lie outside
     int iz[A_ROWS], iy[A_ROWS], ix[A_ROWS];
-#pragma unroll
-    for (int i = 0; i < A_ROWS; i++) {
+    UNROLLED for (int i = 0; i < A_ROWS; i++) {
 #if FLAT
         iz[i] = ix[i] = 0, iy[i] = q0 + row0 + i * ROWS < columns ? 0 : -1;
         from[i] = x + (i64)(q0 + row0 + i * ROWS) * sx + g * channels + at;
@@ -99,16 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int dx = KW > 1 ? tap % KW * DW : 0, left = channels - c0 - at;
             const i64 on = (i64)dz * sz + (i64)dy * sy + (i64)dx * sx + c0;
             const int bytes = left >= 16 ? 16 : left > 0 ? left : 0, bytes_b = c0 + at < ldw ? 16 : 0;
-#pragma unroll
-            for (int i = 0; i < A_ROWS; i++) {
+            UNROLLED for (int i = 0; i < A_ROWS; i++) {
                 const bool in = (unsigned)(iy[i] + dy) < (unsigned)h &&
                                 (FLAT || (unsigned)(ix[i] + dx) < (unsigned)w) &&
                                 (!DEEP || (unsigned)(iz[i] + dz) < (unsigned)d);
                 copy_or_fill(to + i * ROWS * BK, from[i] + on, bytes, in, border);
             }
             const signed char* b = filter + (TAPS > 1 ? (i64)tap * ldw : 0) + c0;
-#pragma unroll
-            for (int i = 0; i < B_ROWS; i++, b += rows_b)
+            UNROLLED for (int i = 0; i < B_ROWS; i++, b += rows_b)
                 cp_async_16(to + BM * BK + i * ROWS * BK, b, row0 + i * ROWS < left_n ? bytes_b : 0);
             if ((c0 += BK) >= channels) c0 = 0, tap++;
         }
@@ -122,26 +119,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             cp_async_16(base + OUT_AT + r * CODES + n, e1 + (i64)(q0 + r) * all + f0 + n, in ? 16 : 0);
         }
 #endif
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fill(s);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fill(s);
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN, pair = lane % 4 * 2;
     int acc[MT][NT][4];
-#pragma unroll
-    for (int j = 0; j < NT; j++) {
+    UNROLLED for (int j = 0; j < NT; j++) {
         const int n = wn + j * 8 + pair;
         const int s0 = n < left_n ? shift[f0 + n] : 0, s1 = n + 1 < left_n ? shift[f0 + n + 1] : 0;
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][j][e] = e % 2 ? s1 : s0;
+        UNROLLED for (int i = 0; i < MT; i++)
+            UNROLLED for (int e = 0; e < 4; e++) acc[i][j][e] = e % 2 ? s1 : s0;
     }
     // where a lane's row has its chunk of each 32 of k; a product's two words of b are neighbours
     const int row_b = lane / 16 * 8 + lane % 8;
     u32 chunk_a[BK / 32], chunk_b[BK / 32];
-#pragma unroll
-    for (int k = 0; k < BK / 32; k++) {
+    UNROLLED for (int k = 0; k < BK / 32; k++) {
         chunk_a[k] = lane % 16 * BK + turned(lane % 16, k * 2 + lane / 16);
         chunk_b[k] = row_b * BK + turned(row_b, k * 2 + lane / 8 % 2);
     }
@@ -150,34 +142,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         fill(step + STAGES - 1);
         const u32 a = base + step % STAGES * STAGE + wm * BK, b = base + step % STAGES * STAGE + (BM + wn) * BK;
-#pragma unroll
-        for (int k = 0; k < BK / 32; k++) {
+        UNROLLED for (int k = 0; k < BK / 32; k++) {
             u32 fa[MT][4], fb[NT / 2][4];
-#pragma unroll
-            for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], a + i * 16 * BK + chunk_a[k]);
-#pragma unroll
-            for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], b + j * 16 * BK + chunk_b[k]);
-#pragma unroll
-            for (int i = 0; i < MT; i++)
-#pragma unroll
-                for (int j = 0; j < NT; j++)
+            UNROLLED for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], a + i * 16 * BK + chunk_a[k]);
+            UNROLLED for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], b + j * 16 * BK + chunk_b[k]);
+            UNROLLED for (int i = 0; i < MT; i++)
+                UNROLLED for (int j = 0; j < NT; j++)
                     mma(acc[i][j], fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1], Element());
         }
     }
     cp_async_wait<0>();
     __syncthreads();
     TY* tile_y = (TY*)(memory + OUT_AT);
-#pragma unroll
-    for (int j = 0; j < NT; j++) {
+    UNROLLED for (int j = 0; j < NT; j++) {
         const int n = wn + j * 8 + pair, f = f0 + n;
         if (n >= left_n) continue;
         const bool both = n + 1 < left_n;
         float by[2], plus[2];
         pair_of(scale + f, both, by), pair_of(bias + f, both, plus);
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
+        UNROLLED for (int i = 0; i < MT; i++)
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const int r = wm + i * 16 + e * 8 + lane / 4;
                 const i64 to = (i64)(q0 + r) * all + f;
                 E1 a[2] = {};
@@ -189,8 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 if (OPERANDS > 1 && in) pair_of(e2 + (ROWS_OF_E & 2 ? f : to), both, b);
                 if (OPERANDS > 2 && in) pair_of(e3 + (ROWS_OF_E & 4 ? f : to), both, c);
                 Vec<TY, 2> out;
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
+                UNROLLED for (int k = 0; k < 2; k++) {
                     const float v = fmaf((float)acc[i][j][e * 2 + k], by[k], plus[k]);
                     out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(a[k]), widen(b[k]),
                                                                                    widen(c[k])));

@@ -68,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 #endif
     int from[A_ROWS], iz[A_ROWS], iy[A_ROWS], ix[A_ROWS];
-#pragma unroll
-    for (int i = 0; i < A_ROWS; i++) {
+    UNROLLED for (int i = 0; i < A_ROWS; i++) {
         const int r = row0 + i * ROWS;
 #if FLAT
         from[i] = (int)(q0 + r) * (sx / 16), iz[i] = ix[i] = 0, iy[i] = q0 + r < columns ? 0 : -1;
@@ -90,8 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto copy_b = [&](int step, const Step& s) {
         const signed char* b = filter + (TAPS > 1 ? (i64)s.tap * ldw : 0) + s.c0;
         const int bytes = s.c0 + at < ldw ? 16 : 0;
-#pragma unroll
-        for (int i = 0; i < B_ROWS; i++)
+        UNROLLED for (int i = 0; i < B_ROWS; i++)
             copy_or_fill(to0 + step % STAGES * STAGE + BM * BK + i * ROWS * BK, b + filter_of(i * ROWS) * line_b,
                          b0 + filter_of(i * ROWS) < left_n ? bytes : 0, true, 0);
     };
@@ -99,8 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int dz = KD > 1 ? s.tap / (KH * KW) * DD : 0, dy = KH > 1 ? s.tap / KW % KH * DH : 0;
         const int dx = KW > 1 ? s.tap % KW * DW : 0, left = channels - s.c0 - at;
         const i64 on = (i64)dz * sz + (i64)dy * sy + (i64)dx * sx + s.c0;
-#pragma unroll
-        for (int i = 0; i < A_ROWS; i++) {
+        UNROLLED for (int i = 0; i < A_ROWS; i++) {
             const bool in = (unsigned)(iy[i] + dy) < (unsigned)h && (FLAT || (unsigned)(ix[i] + dx) < (unsigned)w) &&
                             (!DEEP || (unsigned)(iz[i] + dz) < (unsigned)d);
             copy_or_fill(to0 + step % STAGES * STAGE + i * ROWS * BK, image + (i64)from[i] * 16 + on,
@@ -108,13 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     };
     Step ahead = {}, now = {};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++, after(ahead))  // weights never change: before the wait
+    UNROLLED for (int s = 0; s < STAGES - 1; s++, after(ahead))  // weights never change: before the wait
         if (s < steps) copy_b(s, ahead);
     after_previous_launch();
     launch_dependents();  // the next one's blocks come as this one's last ones leave
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++, after(now)) {
+    UNROLLED for (int s = 0; s < STAGES - 1; s++, after(now)) {
         if (s < steps) copy_a(s, now);
         copies_commit();
     }
@@ -126,13 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wm = warp / 4 * WM, own_m = wm + warp % 4 * 16 + lane / 4, own_n = lane % 4 * RUN;  // of a lane's sums
     int acc[MT][NT * 4];
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
+    UNROLLED for (int j = 0; j < NT; j++)
+        UNROLLED for (int e = 0; e < 2; e++) {
             const int n = own_n + j / 8 * 64 + j % 8 * 2 + e, start = n < left_n ? shift[f0 + n] : 0;
-#pragma unroll
-            for (int i = 0; i < MT; i++) acc[i][j * 4 + e] = acc[i][j * 4 + 2 + e] = start;
+            UNROLLED for (int i = 0; i < MT; i++) acc[i][j * 4 + e] = acc[i][j * 4 + 2 + e] = start;
         }
     for (int step = 0; step < steps; step++) {
         copies_wait<STAGES - 2>();
@@ -140,24 +132,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         const u32 a = base + step % STAGES * STAGE + wm * BK, b = base + step % STAGES * STAGE + BM * BK;
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BK / 32; k++)
-#pragma unroll
-            for (int i = 0; i < MT; i++)
+        UNROLLED for (int k = 0; k < BK / 32; k++)
+            UNROLLED for (int i = 0; i < MT; i++)
                 Integers<T, BN>::run(acc[i], rows_of<BK>(a + i * 64 * BK + k * 32), rows_of<BK>(b + k * 32));
         wgmma_commit();
         fill(step + STAGES - 1);
         wgmma_wait<0>();
     }
-#pragma unroll
-    for (int u = 0; u < BN / 64; u++)
-#pragma unroll
-        for (int c = 0; c < RUN; c += PIECE) {
+    UNROLLED for (int u = 0; u < BN / 64; u++)
+        UNROLLED for (int c = 0; c < RUN; c += PIECE) {
             const int n = own_n + u * 64 + c, f = f0 + n;
             if (n >= left_n) continue;
             const auto by = load<PIECE>(scale + f), plus = load<PIECE>(bias + f);
-#pragma unroll
-            for (int i = 0; i < MT * 2; i++) {
+            UNROLLED for (int i = 0; i < MT * 2; i++) {
                 const u32 q = q0 + own_m + i / 2 * 64 + i % 2 * 8;
                 if (q >= columns) continue;
                 const i64 to = (i64)q * all + f;
@@ -165,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const auto b = piece_of<(OPERANDS > 1)>(e2, ROWS_OF_E & 2 ? f : to);
                 const auto z = piece_of<(OPERANDS > 2)>(e3, ROWS_OF_E & 4 ? f : to);
                 Vec<TY, PIECE> out;
-#pragma unroll
-                for (int k = 0; k < PIECE; k++) {
+                UNROLLED for (int k = 0; k < PIECE; k++) {
                     const int sum = acc[i / 2][(u * 8 + (c + k) / 2) * 4 + i % 2 * 2 + (c + k) % 2];
                     const float v = fmaf((float)sum, by.at[k], plus.at[k]);
                     out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(

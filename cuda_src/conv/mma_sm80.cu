@@ -46,13 +46,11 @@ extern "C" __global__ void __launch_bounds__(256)
         cp_async_commit();
         const int at = inside ? plane_offset(tap, oz, oy, ox, d, h, w) : -1;
         const T* from = image + (i64)(c0 + b_row) * plane + at;
-#pragma unroll
-        for (int i = 0; i < LOADS; i++)
+        UNROLLED for (int i = 0; i < LOADS; i++)
             b[i] = at >= 0 && c0 + b_row + i * ROWS < channels ? from[(i64)i * ROWS * plane].bits : (u16)0;
     };
     auto stage = [&](int s) {
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) bs[(s * BK + b_row + i * ROWS) * PB + column].bits = b[i];
+        UNROLLED for (int i = 0; i < LOADS; i++) bs[(s * BK + b_row + i * ROWS) * PB + column].bits = b[i];
     };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, matrix = lane / 8, r = lane % 8;
     const int wm = warp / WN * MT * 16, wn = warp % WN * NT * 8;
@@ -65,17 +63,13 @@ extern "C" __global__ void __launch_bounds__(256)
         if (step + 1 < last) fetch(step + 1, s ^ 1);
         const T* a = as + (s * BM + wm + matrix % 2 * 8 + r) * PA + matrix / 2 * 8;
         const T* k = bs + (s * BK + matrix % 2 * 8 + r) * PB + wn + matrix / 2 * 8;
-#pragma unroll
-        for (int kk = 0; kk < BK; kk += 16) {
+        UNROLLED for (int kk = 0; kk < BK; kk += 16) {
             u32 u[MT][4];
-#pragma unroll
-            for (int i = 0; i < MT; i++) ldmatrix_x4<false>(u[i], smem_address(a + i * 16 * PA + kk));
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
+            UNROLLED for (int i = 0; i < MT; i++) ldmatrix_x4<false>(u[i], smem_address(a + i * 16 * PA + kk));
+            UNROLLED for (int n = 0; n < NT; n += 2) {
                 u32 v[4];
                 ldmatrix_x4<true>(v, smem_address(k + kk * PB + n * 8));
-#pragma unroll
-                for (int i = 0; i < MT; i++) {
+                UNROLLED for (int i = 0; i < MT; i++) {
                     mma(acc[i][n], u[i], v, T());
                     mma(acc[i][n + 1], u[i], v + 2, T());
                 }
@@ -83,15 +77,12 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         if (step + 1 < last) stage(s ^ 1);
     }
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
+    UNROLLED for (int n = 0; n < NT; n++)
+        UNROLLED for (int j = 0; j < 2; j++) {
             const i64 out = q0 + wn + n * 8 + lane % 4 * 2 + j;
             if (out >= columns) continue;
             const i64 base = out / pixels * groups * filters * pixels + out % pixels;
-#pragma unroll
-            for (int i = 0; i < 2 * MT; i++) {
+            UNROLLED for (int i = 0; i < 2 * MT; i++) {
                 const int m = m0 + wm + i * 8 + lane / 4;
                 if (m >= filters) continue;
                 const float z = acc[i / 2][n][i % 2 * 2 + j];

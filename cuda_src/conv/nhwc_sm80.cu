@@ -49,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int at = threadIdx.x % CHUNKS * PIECE, row0 = threadIdx.x / CHUNKS;
     const T* image[A_ROWS];
     int iz[A_ROWS], iy[A_ROWS], ix[A_ROWS];
-#pragma unroll
-    for (int i = 0; i < A_ROWS; i++) {
+    UNROLLED for (int i = 0; i < A_ROWS; i++) {
         const i64 q = q0 + row0 + i * ROWS;
         const i64 sheet = q / (oh * ow);
         const int p = q - sheet * (oh * ow);
@@ -66,16 +65,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             T *to = tiles + step % STAGES * STAGE + row0 * PITCH + at, *to_b = to + BM * PITCH;
             const int dz = tap / (KH * KW) * DD, dy = tap / KW % KH * DH, dx = tap % KW * DW, left = channels - c0;
             const int bytes = left >= PIECE ? 16 : left > 0 ? left * (int)sizeof(T) : 0;
-#pragma unroll
-            for (int i = 0; i < A_ROWS; i++) {
+            UNROLLED for (int i = 0; i < A_ROWS; i++) {
                 const int zz = DEEP ? iz[i] + dz : 0, yy = iy[i] + dy, xx = ix[i] + dx;
                 const bool in = (unsigned)yy < (unsigned)h && (unsigned)xx < (unsigned)w && bytes &&
                                 (!DEEP || (unsigned)zz < (unsigned)d);
                 cp_async_16(smem_address(to + i * ROWS * PITCH),
                             in ? image[i] + (i64)zz * sz + (i64)yy * sy + xx * sx + c0 : x, in ? bytes : 0);
             }
-#pragma unroll
-            for (int i = 0; i < B_ROWS; i++) {
+            UNROLLED for (int i = 0; i < B_ROWS; i++) {
                 const bool in = m0 + row0 + i * ROWS < filters && c0 < ldw;
                 cp_async_16(smem_address(to_b + i * ROWS * PITCH),
                             in ? filter + ((i64)i * ROWS * TAPS + tap) * ldw + c0 : weight, in ? 16 : 0);
@@ -87,42 +84,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
     float acc[MT][NT][4] = {};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fill(first + s);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fill(first + s);
     for (int step = first; step < last; step++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         fill(step + STAGES - 1);
         const T* a = tiles + step % STAGES * STAGE + (wm + lane % 16) * PITCH + lane / 16 * PIECE;
         const T* b = tiles + step % STAGES * STAGE + (BM + wn + lane % 16) * PITCH + lane / 16 * PIECE;
-#pragma unroll
-        for (int k = 0; k < BK; k += STEP) {
+        UNROLLED for (int k = 0; k < BK; k += STEP) {
             u32 fa[MT][4], fb[NT / 2][4];
-#pragma unroll
-            for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], smem_address(a + i * 16 * PITCH + k));
-#pragma unroll
-            for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], smem_address(b + j * 16 * PITCH + k));
+            UNROLLED for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], smem_address(a + i * 16 * PITCH + k));
+            UNROLLED for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], smem_address(b + j * 16 * PITCH + k));
 #if SPLIT_BF16
             // k is in another order than in memory, the same one for both operands
             u32 la[MT][4], lb[NT / 2][4];
-#pragma unroll
-            for (int i = 0; i < MT; i++) {
+            UNROLLED for (int i = 0; i < MT; i++) {
                 u32 more[4];
                 ldmatrix_x4<false>(more, smem_address(a + i * 16 * PITCH + k + 8));
                 split(fa[i][0], fa[i][2], fa[i][0], la[i][0]), split(fa[i][1], fa[i][3], fa[i][1], la[i][1]);
                 split(more[0], more[2], fa[i][2], la[i][2]), split(more[1], more[3], fa[i][3], la[i][3]);
             }
-#pragma unroll
-            for (int j = 0; j < NT / 2; j++) {
+            UNROLLED for (int j = 0; j < NT / 2; j++) {
                 u32 more[4];
                 ldmatrix_x4<false>(more, smem_address(b + j * 16 * PITCH + k + 8));
                 split(fb[j][0], fb[j][2], fb[j][0], lb[j][0]), split(fb[j][1], fb[j][3], fb[j][1], lb[j][1]);
                 split(more[0], more[2], fb[j][2], lb[j][2]), split(more[1], more[3], fb[j][3], lb[j][3]);
             }
-#pragma unroll
-            for (int i = 0; i < MT; i++)
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
+            UNROLLED for (int i = 0; i < MT; i++)
+                UNROLLED for (int j = 0; j < NT; j++) {
                     const u32 two[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
                     const u32 low[2] = {lb[j / 2][j % 2], lb[j / 2][j % 2 + 2]};
                     mma(acc[i][j], la[i], two, bf16());
@@ -131,18 +120,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
 #else
             if (sizeof(T) == 4) {
-#pragma unroll
-                for (int q = 0; q < 4; q++) {
-#pragma unroll
-                    for (int i = 0; i < MT; i++) fa[i][q] = to_tf32(__uint_as_float(fa[i][q]));
-#pragma unroll
-                    for (int j = 0; j < NT / 2; j++) fb[j][q] = to_tf32(__uint_as_float(fb[j][q]));
+                UNROLLED for (int q = 0; q < 4; q++) {
+                    UNROLLED for (int i = 0; i < MT; i++) fa[i][q] = to_tf32(__uint_as_float(fa[i][q]));
+                    UNROLLED for (int j = 0; j < NT / 2; j++) fb[j][q] = to_tf32(__uint_as_float(fb[j][q]));
                 }
             }
-#pragma unroll
-            for (int i = 0; i < MT; i++)
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
+            UNROLLED for (int i = 0; i < MT; i++)
+                UNROLLED for (int j = 0; j < NT; j++) {
                     const u32 two[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
                     mma(acc[i][j], fa[i], two, Element());
                 }
@@ -152,12 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     cp_async_wait<0>();
     __syncthreads();
     float* sums = (float*)memory;
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int j = 0; j < NT; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
+    UNROLLED for (int i = 0; i < MT; i++)
+        UNROLLED for (int j = 0; j < NT; j++)
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const int r = wm + i * 16 + e * 8 + lane / 4, n = wn + j * 8 + lane % 4 * 2;
                 *(float2*)(sums + r * OUT + n) = {acc[i][j][e * 2], acc[i][j][e * 2 + 1]};
             }
@@ -167,28 +148,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (q0 + r >= columns || m0 + n >= filters) continue;
         const i64 to = (q0 + r) * groups * filters + f;
         float v[VEC];
-#pragma unroll
-        for (int j = 0; j < VEC; j++) v[j] = sums[r * OUT + n + j];
+        UNROLLED for (int j = 0; j < VEC; j++) v[j] = sums[r * OUT + n + j];
 #if SPLIT
         float* mine = part + blockIdx.z * (columns * groups * filters) + to;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) mine[j] = v[j];
+        UNROLLED for (int j = 0; j < VEC; j++) mine[j] = v[j];
 #else
         if (bias) {
             const Vec<T, VEC> b = load<VEC>(bias + f);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) v[j] += to_float(b.at[j]);
+            UNROLLED for (int j = 0; j < VEC; j++) v[j] += to_float(b.at[j]);
         }
         if (SLOPE)
-#pragma unroll
-            for (int j = 0; j < VEC; j++) v[j] = act<T>(v[j], slope_of(slope, f + j, alpha));
+            UNROLLED for (int j = 0; j < VEC; j++) v[j] = act<T>(v[j], slope_of(slope, f + j, alpha));
         else if (ACTIVE) activate<T>(v, alpha);
         const Vec<T, VEC> a = load<VEC>(OPERANDS > 0 ? e1 + to : x);
         const Vec<T, VEC> b = load<VEC>(OPERANDS > 1 ? e2 + to : x);
         const Vec<T, VEC> c = load<VEC>(OPERANDS > 2 ? e3 + to : x);
         Vec<TY, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const float v1 = to_float(a.at[j]), v2 = to_float(b.at[j]), v3 = to_float(c.at[j]);
             out.at[j] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v[j], v1, v2, v3));
         }

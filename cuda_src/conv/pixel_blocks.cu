@@ -17,12 +17,10 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 line = block / wide, image = line / tall;
     const int c = (int)(block - line * wide) - left, r = (int)(line - image * tall) - top;
     Vec<u8, 16> out;
-#pragma unroll
-    for (int i = 0; i < 16; i++) out.at[i] = (u8)border;
+    UNROLLED for (int i = 0; i < 16; i++) out.at[i] = (u8)border;
     if ((unsigned)c < (unsigned)columns && (unsigned)r < (unsigned)rows) {
         const T* from = x + image * sn + (i64)r * SH * sy + (i64)c * SW * sx;
-#pragma unroll
-        for (int i = 0; i < SH * SW * CHANNELS; i++) {
+        UNROLLED for (int i = 0; i < SH * SW * CHANNELS; i++) {
             const T v = from[i % CHANNELS * sc + i / CHANNELS / SW * sy + i / CHANNELS % SW * sx];
 #if QUANTIZED
             out.at[i] = (u8)code_bits(to_float(v), scale, inverse, zero, low, high);

@@ -49,14 +49,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto fill = [&](u32 p0, int s) {
         if (p0 < last) {
             T *a = tiles + s * STAGE + a_row * PA + am, *b = tiles + s * STAGE + BK * PA + b_row * PB + bn;
-#pragma unroll
-            for (int i = 0; i < BK / A_STEP; i++) {
+            UNROLLED for (int i = 0; i < BK / A_STEP; i++) {
                 const u32 p = p0 + a_row + i * A_STEP;
                 const int bytes = p < last ? a_bytes : 0;
                 cp_async_16(smem_address(a + i * A_STEP * PA), bytes ? a_from + (i64)p * a_pitch : dy, bytes);
             }
-#pragma unroll
-            for (int i = 0; i < BK / B_STEP; i++) {
+            UNROLLED for (int i = 0; i < BK / B_STEP; i++) {
                 const u32 p = p0 + b_row + i * B_STEP;
                 bool in = b_in && p < last;
                 i64 at = (i64)p * sx;
@@ -74,8 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, matrix = lane / 8, r = lane % 8;
     const int wm = warp / WARPS_N * WM, wn = warp % WARPS_N * WN;
     float acc[MT][NT][4] = {};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fill(first + s * BK, s);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fill(first + s * BK, s);
     int s = 0;
     for (u32 p0 = first; p0 < last; p0 += BK) {
         cp_async_wait<STAGES - 2>();
@@ -84,34 +81,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if constexpr (WIDE) {
             const T* a = tiles + s * STAGE + (matrix / 2 * 8 + r) * PA + wm + matrix % 2 * 8;
             const T* b = tiles + s * STAGE + BK * PA + (matrix % 2 * 8 + r) * PB + wn + matrix / 2 * 8;
-#pragma unroll
-            for (int k = 0; k < BK; k += 16) {
+            UNROLLED for (int k = 0; k < BK; k += 16) {
                 u32 u[MT][4], v[NT / 2][4];
-#pragma unroll
-                for (int i = 0; i < MT; i++) ldmatrix_x4<true>(u[i], smem_address(a + k * PA + i * 16));
-#pragma unroll
-                for (int j = 0; j < NT / 2; j++) ldmatrix_x4<true>(v[j], smem_address(b + k * PB + j * 16));
-#pragma unroll
-                for (int i = 0; i < MT; i++)
-#pragma unroll
-                    for (int j = 0; j < NT; j++) mma(acc[i][j], u[i], v[j / 2] + j % 2 * 2, T());
+                UNROLLED for (int i = 0; i < MT; i++) ldmatrix_x4<true>(u[i], smem_address(a + k * PA + i * 16));
+                UNROLLED for (int j = 0; j < NT / 2; j++) ldmatrix_x4<true>(v[j], smem_address(b + k * PB + j * 16));
+                UNROLLED for (int i = 0; i < MT; i++)
+                    UNROLLED for (int j = 0; j < NT; j++) mma(acc[i][j], u[i], v[j / 2] + j % 2 * 2, T());
             }
         } else {
             const T* a = tiles + s * STAGE + lane % 4 * PA + wm + lane / 4;
             const T* b = tiles + s * STAGE + BK * PA + lane % 4 * PB + wn + lane / 4;
-#pragma unroll
-            for (int k = 0; k < BK; k += 8) {
+            UNROLLED for (int k = 0; k < BK; k += 8) {
                 u32 u[MT][4];
-#pragma unroll
-                for (int i = 0; i < MT; i++)
-#pragma unroll
-                    for (int q = 0; q < 4; q++)
+                UNROLLED for (int i = 0; i < MT; i++)
+                    UNROLLED for (int q = 0; q < 4; q++)
                         u[i][q] = to_tf32(to_float(a[(k + q / 2 * 4) * PA + i * 16 + q % 2 * 8]));
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
+                UNROLLED for (int j = 0; j < NT; j++) {
                     const u32 v[2] = {to_tf32(to_float(b[k * PB + j * 8])), to_tf32(to_float(b[(k + 4) * PB + j * 8]))};
-#pragma unroll
-                    for (int i = 0; i < MT; i++) mma(acc[i][j], u[i], v, T());
+                    UNROLLED for (int i = 0; i < MT; i++) mma(acc[i][j], u[i], v, T());
                 }
             }
         }
@@ -119,12 +106,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     cp_async_wait<0>();
     part += ((i64)blockIdx.y * groups + g) * filters * depth;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
+    UNROLLED for (int i = 0; i < 2 * MT; i++) {
         const int m = m0 + wm + i * 8 + lane / 4;
         if (m >= filters) continue;
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
+        UNROLLED for (int j = 0; j < NT; j++) {
             const int n = n0 + wn + j * 8 + lane % 4 * 2;
             if (n < depth)
                 *(float2*)(part + (i64)m * depth + n) =

@@ -80,8 +80,7 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     if (warp == CONSUMERS) {  // ---- producer ----
         if (elect()) {
             int channel[B_BOXES], tap[B_BOXES];
-#pragma unroll
-            for (int i = 0; i < B_BOXES; i++) {  // past the last block there are no channels: zeros
+            UNROLLED for (int i = 0; i < B_BOXES; i++) {  // past the last block there are no channels: zeros
                 tap[i] = min((first_block + i) / blocks, TAPS - 1);
                 channel[i] = (first_block + i - tap[i] * blocks) * 64;
             }
@@ -92,16 +91,13 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
 #endif
             int s = 0;
             u32 phase = 1;
-#pragma unroll 1
-            for (int step = 0; step < steps; step++) {
+            ROLLED for (int step = 0; step < steps; step++) {
                 const u32 a = base + s * STAGE, bar = full + s * 8;
                 mbarrier_wait(empty + s * 8, phase);
                 mbarrier_expect(bar, STAGE);
-#pragma unroll
-                for (int i = 0; i < A_BOXES; i++)
+                UNROLLED for (int i = 0; i < A_BOXES; i++)
                     tma_load(a + i * BOX, map_dy, bar, m0 + i * 64, first + step * BK, 0);
-#pragma unroll
-                for (int i = 0; i < B_BOXES; i++)
+                UNROLLED for (int i = 0; i < B_BOXES; i++)
                     load_pixels(a + (A_BOXES + i) * BOX, map_x, bar, channel[i], at.pixel(), tap[i]);
                 at.next();
                 if (++s == STAGES) s = 0, phase ^= 1;
@@ -112,15 +108,12 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
         float acc[MI][OWN / 2];
         int s = 0;
         u32 phase = 0;
-#pragma unroll 1
-        for (int step = 0; step < steps; step++) {
+        ROLLED for (int step = 0; step < steps; step++) {
             const u32 a = base + s * STAGE + below * BOX, b = base + s * STAGE + (A_BOXES + n0 / 64) * BOX;
             mbarrier_wait(full + s * 8, phase);
             wgmma_fence();
-#pragma unroll
-            for (int q = 0; q < BK / 16; q++)
-#pragma unroll
-                for (int i = 0; i < MI; i++)
+            UNROLLED for (int q = 0; q < BK / 16; q++)
+                UNROLLED for (int i = 0; i < MI; i++)
                     Wgmma<T, OWN, 1, 1>::run(acc[i], wgmma_descriptor<false>(a + i * BOX + q * 2048),
                                              wgmma_descriptor<false>(b + q * 2048), step > 0 || q > 0);
             wgmma_commit();
@@ -132,17 +125,14 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
         }
         wgmma_wait<0>();
         part += (i64)blockIdx.y * filters * TAPS * channels;
-#pragma unroll
-        for (int i = 0; i < MI; i++) {
+        UNROLLED for (int i = 0; i < MI; i++) {
             wgmma_hold(acc[i]);
             const int row = m0 + (below + i) * 64 + warp % 4 * 16 + lane / 4;
-#pragma unroll
-            for (int j = 0; j < OWN / 8; j++) {
+            UNROLLED for (int j = 0; j < OWN / 8; j++) {
                 const int block = first_block + n0 / 64 + j / 8, tap = block / blocks;
                 const int c = (block - tap * blocks) * 64 + j % 8 * 8 + lane % 4 * 2;
                 if (tap >= TAPS || c >= channels) continue;
-#pragma unroll
-                for (int h = 0; h < 2; h++)
+                UNROLLED for (int h = 0; h < 2; h++)
                     if (row + h * 8 < filters)
                         store<2>(part + ((i64)(row + h * 8) * TAPS + tap) * channels + c,
                                  Vec<PART, 2>{narrow<PART>(acc[i][j * 4 + h * 2]),

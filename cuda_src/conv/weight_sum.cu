@@ -21,18 +21,15 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll 4
         for (u32 k = lane; k < splits; k += LANES) {
             const Vec<ACC, VEC> v = load<VEC>(part + k * size + (i64)t * channels + c);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) z[j] += v.at[j];
+            UNROLLED for (int j = 0; j < VEC; j++) z[j] += v.at[j];
         }
-#pragma unroll
-        for (int j = 0; j < VEC; j++) sums[lane][(c + j) * high + t] = z[j];
+        UNROLLED for (int j = 0; j < VEC; j++) sums[lane][(c + j) * high + t] = z[j];
     }
     __syncthreads();
     dw += ((i64)m * channels + c0) * taps + t0;
     for (u32 i = threadIdx.x; i < wide * high; i += blockDim.x) {
         ACC z = sums[0][i];
-#pragma unroll
-        for (int k = 1; k < LANES; k++) z += sums[k][i];
+        UNROLLED for (int k = 1; k < LANES; k++) z += sums[k][i];
         dw[(i64)(i / high) * taps + i % high] = narrow<TY>(z);
     }
 }

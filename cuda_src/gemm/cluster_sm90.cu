@@ -109,10 +109,8 @@ DEVICE u32 bits(float2 v) { return Pack<TO>::of(v); }
 // Lane q of a quad has columns 2q, 2q + 1 of N groups of 8; afterwards 2 N neighbours of one group:
 // of group q where N is 4, the lower or upper four of group q % 2 where N is 2.
 template <int N> DEVICE void transpose(u32 (&v)[N]) {
-#pragma unroll
-    for (int step = 1; step < N; step *= 2)
-#pragma unroll
-        for (int i = 0; i < N; i++) {
+    UNROLLED for (int step = 1; step < N; step *= 2)
+        UNROLLED for (int i = 0; i < N; i++) {
             if (i & step) continue;
             bool odd = threadIdx.x & step;
             u32 got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + step], step);
@@ -169,8 +167,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
     // The rows' (mean, rstd) of all the cluster's parts.
     auto moments = [&](int r) {
         float mu = 0, m2 = 0;  // m2: sum of squared deviations
-#pragma unroll
-        for (int o = 0; o < SPLIT; o++) {
+        UNROLLED for (int o = 0; o < SPLIT; o++) {
             int left = K - o * per * BK;
             float count = left < per * BK ? left : per * BK, before = o * per * BK;
             float share = o ? __fdividef(count, before + count) : 1.0f;
@@ -188,17 +185,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         int left = K - first * BK;
         float shift[PASSES] = {}, s1[PASSES] = {}, s2[PASSES] = {};
         auto over_lanes = [&](float (&v)[PASSES]) {  // sums over the 8 lanes of a row, to all of them
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) v[i] += __shfl_xor_sync(~0u, v[i], step);
+            UNROLLED for (int step = 1; step < 8; step *= 2)
+                UNROLLED for (int i = 0; i < PASSES; i++) v[i] += __shfl_xor_sync(~0u, v[i], step);
         };
         struct Chunks { uint4 of[PASSES]; } even, odd;
         auto fetch = [&](Chunks& v, int step) {
             int s = step % STAGES;
             mbarrier_wait(NORM ? here + step * 8 : full + s * 8, NORM ? 0 : step / STAGES & 1);
-#pragma unroll
-            for (int i = 0; i < PASSES; i++) {
+            UNROLLED for (int i = 0; i < PASSES; i++) {
                 int r = side * EACH + i * LINES + sub;
                 v.of[i] = uint4{};
                 if (EACH % LINES == 0 || i * LINES + sub < EACH)
@@ -208,23 +202,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         };
         auto observe = [&](const Chunks& v, int step) {
             if (!RMS && step == 0) {  // the rows' first 64 values tell where about the mean is
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) {
+                UNROLLED for (int i = 0; i < PASSES; i++) {
                     float2 a = unpack2<T>(v.of[i].x), b = unpack2<T>(v.of[i].y);
                     float2 c = unpack2<T>(v.of[i].z), d = unpack2<T>(v.of[i].w);
                     shift[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
                 }
                 over_lanes(shift);
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) shift[i] *= 1.0f / (left < BK ? left : BK);
+                UNROLLED for (int i = 0; i < PASSES; i++) shift[i] *= 1.0f / (left < BK ? left : BK);
             }
             if (step * BK + chunk * 8 < left)
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) {
+                UNROLLED for (int i = 0; i < PASSES; i++) {
                     u32 words[4] = {v.of[i].x, v.of[i].y, v.of[i].z, v.of[i].w};
                     float t1 = 0, t2 = 0;  // added up first: fewer roundings of the long sums
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
+                    UNROLLED for (int j = 0; j < 4; j++) {
                         float2 p = unpack2<T>(words[j]);
                         float a = p.x - shift[i], b = p.y - shift[i];
                         t1 += a + b;
@@ -255,8 +245,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             at = cluster_address(at, chunk % CLUSTER);
             bar = cluster_address(bar, chunk % CLUSTER);
         }
-#pragma unroll
-        for (int i = 0; i < PASSES; i++) {
+        UNROLLED for (int i = 0; i < PASSES; i++) {
             float over = s1[i] * inverse, mu = RMS ? 0.0f : shift[i] + over;
             float m2 = RMS ? s2[i] : fmaf(-s1[i], over, s2[i]);
             if (chunk < CLUSTER && (EACH % LINES == 0 || i * LINES + sub < EACH)) {
@@ -271,22 +260,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         const int t = threadIdx.x;
         T* gain = (T*)(smem + GAIN_AT);
         T g[GAINS], b[GAINS];
-#pragma unroll
-        for (int i = 0; i < GAINS; i++) {
+        UNROLLED for (int i = 0; i < GAINS; i++) {
             int k = first * BK + t + i * TEAM;
             g[i] = k < K ? gamma[k] : T{};
             b[i] = k < K && beta_ ? beta_[k] : T{};
         }
         take_moments(t);
-#pragma unroll
-        for (int i = 0; i < GAINS; i++)
+        UNROLLED for (int i = 0; i < GAINS; i++)
             if (HELD * BK % TEAM == 0 || t + i * TEAM < HELD * BK)
                 gain[t + i * TEAM] = g[i], gain[HELD * BK + t + i * TEAM] = b[i];
         bar_sync(MOMENTS_DONE, TEAM);
         if (CLUSTER > 1) mbarrier_wait(counted, 0);
         float2 of[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
+        UNROLLED for (int i = 0; i < EACH; i++) {
             int r = t / 8 + i * LINES;
             of[i] = moments(min(r, ROWS - 1));
             if (n0 == 0 && part == 0 && t % 8 == 0 && r < ROWS && m0 + r < M)
@@ -297,8 +283,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             const uint4 g4 = *(const uint4*)(gain + step * BK + t % 8 * 8);
             const uint4 b4 = *(const uint4*)(gain + (HELD + step) * BK + t % 8 * 8);
             mbarrier_wait(here + step * 8, 0);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
+            UNROLLED for (int i = 0; i < EACH; i++) {
                 int r = t / 8 + i * LINES;
                 if (ROWS % LINES && r >= ROWS) continue;
                 uint4* at = (uint4*)(smem + step * A_BYTES + r * 128 + ((t % 8 ^ (r & 7)) << 4));
@@ -330,8 +315,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             else if (N_STEP == 64)  // 64-wide blocks of n are the map's third dimension
                 tma_load(b, map_b, bar, 0, k, n0 / 64);
             else
-#pragma unroll
-                for (int i = 0; i < BN / 64; i++) tma_load(b + i * 8192, map_b, bar, n0 + i * 64, k, 0);
+                UNROLLED for (int i = 0; i < BN / 64; i++) tma_load(b + i * 8192, map_b, bar, n0 + i * 64, k, 0);
 #endif
         };
 #if IM2COL
@@ -343,8 +327,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             if (NORM) mbarrier_expect(bar, A_BYTES);
             u16 sharers = 0;
             for (int i = 0; i < SHARE; i++) sharers |= 1 << (part + SPLIT * i);
-#pragma unroll
-            for (int i = 0; i < (TRANS_A ? WGM : 1); i++) {
+            UNROLLED for (int i = 0; i < (TRANS_A ? WGM : 1); i++) {
                 u32 to = a + i * 8192 + side * ((TRANS_A ? BK : ROWS) / SHARE * 128);
                 int x = TRANS_A ? m0 + i * 64 : k;
                 int row = TRANS_A ? k + side * (BK / SHARE) : m0 + side * (ROWS / SHARE);
@@ -424,8 +407,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         // what the epilogue will need starts its way before the multiplication
         constexpr int MANY = EPI_COLS ? (WIDTH + 128 * WGM - 1) / (128 * WGM) : 1;
         float columns[MANY][2];
-#pragma unroll
-        for (int i = 0; i < MANY; i++) {
+        UNROLLED for (int i = 0; i < MANY; i++) {
             int at = threadIdx.x + i * 128 * WGM, n = n0 + part * WIDTH + at;
             bool in = at < WIDTH && n < N;
             columns[i][0] = EPI_COLS > 0 && in ? to_float(col1[n]) : 0.0f;
@@ -440,14 +422,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             return load_pair(c + (i64)(m + h * 8) * N + n + g * 8, there);
         };
         if (EARLY && warp < LIVE)
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) cs[g][h] = load_c(g, h);
+            UNROLLED for (int g = 0; g < GROUPS; g++)
+                UNROLLED for (int h = 0; h < 2; h++) cs[g][h] = load_c(g, h);
         Row rows[2] = {};
         if (!STATS && EPI_ROWS)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+            UNROLLED for (int h = 0; h < 2; h++) {
                 int r = m + h * 8;
                 bool in = r < M;
                 rows[h] = {in ? to_float(row0[r]) : 0.0f, EPI_R1 && in ? to_float(row1[r]) : 0.0f,
@@ -462,8 +441,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             u32 a = base + (NORM ? step * A_BYTES : s * STAGE) + warp / 4 * 8192, b = base + B_AT + s * STAGE;
             mbarrier_wait(full + s * 8, step / STAGES & 1);
             wgmma_fence();
-#pragma unroll
-            for (int q = 0; q < BK / 16; q++)  // rows past ROWS are garbage, never stored
+            UNROLLED for (int q = 0; q < BK / 16; q++)  // rows past ROWS are garbage, never stored
                 Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
                     acc, wgmma_descriptor<!TRANS_A>(a + q * (TRANS_A ? 2048 : 32)),
                     wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048)), step | q);
@@ -475,8 +453,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 
         if (EPI_COLS) {
             float* to = (float*)(smem + COLUMN_AT);
-#pragma unroll
-            for (int i = 0; i < MANY; i++) {
+            UNROLLED for (int i = 0; i < MANY; i++) {
                 int at = threadIdx.x + i * 128 * WGM;
                 if (at < WIDTH) {
                     to[at] = columns[i][0];
@@ -490,36 +467,29 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         if (warp < LIVE) {
             float sum[GROUPS * 4];
             if (SPLIT == 1) {
-#pragma unroll
-                for (int i = 0; i < GROUPS * 4; i++) sum[i] = acc[i];
+                UNROLLED for (int i = 0; i < GROUPS * 4; i++) sum[i] = acc[i];
             } else {
                 u32 mine = base + SUM_AT + threadIdx.x * 16;
                 constexpr int SLOT = GROUPS * LIVE * 512;
-#pragma unroll
-                for (int o = 0; o < SPLIT; o++) {
+                UNROLLED for (int o = 0; o < SPLIT; o++) {
                     if (o == part) continue;
                     u32 to = cluster_address(mine + (part < o ? part : part - 1) * SLOT, o + SPLIT * side);
                     u32 bar = cluster_address(summed, o + SPLIT * side);
-#pragma unroll
-                    for (int g = 0; g < GROUPS; g++) {
+                    UNROLLED for (int g = 0; g < GROUPS; g++) {
                         const float* v = acc + (o * GROUPS + g) * 4;
                         push(to + g * LIVE * 512, bar, v[0], v[1], v[2], v[3]);
                     }
                 }
                 float own[GROUPS * 4];
-#pragma unroll
-                for (int i = 0; i < GROUPS * 4; i++) {
+                UNROLLED for (int i = 0; i < GROUPS * 4; i++) {
                     own[i] = acc[i];
-#pragma unroll
-                    for (int o = 1; o < SPLIT; o++)
+                    UNROLLED for (int o = 1; o < SPLIT; o++)
                         if (o == part) own[i] = acc[o * GROUPS * 4 + i];
                 }
                 mbarrier_wait(summed, 0);
-#pragma unroll
-                for (int o = 0; o < SPLIT; o++) {
+                UNROLLED for (int o = 0; o < SPLIT; o++) {
                     const u8* from = smem + SUM_AT + threadIdx.x * 16 + (o < part ? o : o - 1) * SLOT;
-#pragma unroll
-                    for (int g = 0; g < GROUPS; g++) {
+                    UNROLLED for (int g = 0; g < GROUPS; g++) {
                         float* v = own + g * 4;
                         float4 got = make_float4(v[0], v[1], v[2], v[3]);
                         if (o != part) got = *(const float4*)(from + g * LIVE * 512);
@@ -532,8 +502,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             if (STATS && !NORM) {
                 if (CLUSTER > 1) mbarrier_wait(counted, 0);
                 else bar_sync(MOMENTS_DONE, 32 * LIVE + 128);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLLED for (int h = 0; h < 2; h++) {
                     int r = row + h * 8;
                     if (ROWS % 16 && r >= ROWS) continue;
                     float2 of = moments(r);
@@ -544,26 +513,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                     }
                 }
             }
-#pragma unroll
-            for (int block = 0; block < OUTS; block += WIDE) {
+            UNROLLED for (int block = 0; block < OUTS; block += WIDE) {
                 constexpr int EACH = GATE ? 2 : 1;  // groups of the product to one of y
                 float2 k0[EACH * WIDE] = {}, k1[EACH * WIDE] = {};
-#pragma unroll
-                for (int j = 0; j < EACH * WIDE; j++) {
+                UNROLLED for (int j = 0; j < EACH * WIDE; j++) {
                     const float* from = (const float*)(smem + COLUMN_AT) + (EACH * block + j) * 8 + lane % 4 * 2;
                     if (EPI_COLS > 0) k1[j] = *(const float2*)from;
                     if (EPI_COLS > 1) k0[j] = *(const float2*)(from + WIDTH);
                 }
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLLED for (int h = 0; h < 2; h++) {
                     u32 out[WIDE], out_z[WIDE];
-#pragma unroll
-                    for (int j = 0; j < WIDE; j++) {
+                    UNROLLED for (int j = 0; j < WIDE; j++) {
                         int g = block + j;
 #if GATE
                         float pair[2], unused = 0;
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
+                        UNROLLED for (int e = 0; e < 2; e++) {
                             const float* from = sum + (2 * g + e) * 4 + h * 2;
                             const float2 c0 = k0[2 * j + e], c1 = k1[2 * j + e];
                             float gate = before_act(from[0], rows[h], c0.x, c1.x, 0.0f, alpha, beta, unused);

@@ -28,11 +28,9 @@ template <class T> DEVICE void box_moments(const u8* box, int lane, int rows, fl
         y.x += dy, y.y = fmaf(dy, dy, y.y);
     };
     if (rows >= 16) {
-#pragma unroll
-        for (int r = 0; r < 16; r++) add(r);
+        UNROLLED for (int r = 0; r < 16; r++) add(r);
     } else {
-#pragma unroll 1
-        for (int r = 0; r < rows; r++) add(r);
+        ROLLED for (int r = 0; r < rows; r++) add(r);
     }
     ((float4*)sums)[lane] = {x.x, x.y, y.x, y.y};
     ((u32*)from)[lane] = first;
@@ -43,12 +41,10 @@ template <class T, int WIDE>
 DEVICE void merge_boxes(const Differences<T, WIDE>* of, int thread, int rows, int columns, float2* to) {
     if (rows <= 0) return;
     const float each = rows >= 64 ? 0.015625f : 1.0f / rows;
-#pragma unroll
-    for (int column = thread; column < WIDE; column += 128) {
+    UNROLLED for (int column = thread; column < WIDE; column += 128) {
         const float c = to_float(of[0].from[column]);
         float2 sum = of[0].sums[column];
-#pragma unroll
-        for (int w = 1; w < 4; w++) {
+        UNROLLED for (int w = 1; w < 4; w++) {
             if (rows <= 16 * w) break;
             const float n = min(rows - 16 * w, 16), d = to_float(of[w].from[column]) - c;
             const float2 own = of[w].sums[column];

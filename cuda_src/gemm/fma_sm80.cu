@@ -62,10 +62,8 @@ template <int LINES, bool CONTIG_K, bool TURN, int PITCH> struct Copy {
     // vector of VEC may hang over unless EVEN.
     template <bool INSIDE> DEVICE void slice(int s, u32 offset, i64 ld) {
         if (TALL < THREADS / WIDTH && threadIdx.x >= TALL * WIDTH) return;
-#pragma unroll
-        for (int i = 0; i < OUTER; i += TALL)
-#pragma unroll
-            for (int v = 0; v < INNER * V; v += WIDTH * V) {
+        UNROLLED for (int i = 0; i < OUTER; i += TALL)
+            UNROLLED for (int v = 0; v < INNER * V; v += WIDTH * V) {
                 const int row = s * OUTER + i;
                 const u32 address = to + offset + 4 * (TURN ? v * PITCH + row : row * PITCH + v);
                 const float* from = at + (CONTIG_K ? row : i) * ld + v;
@@ -90,25 +88,20 @@ template <int LINES, bool CONTIG_K, bool TURN, int PITCH> struct Copy {
 // Fragment kk of U, eight lines at a k: four by four, GAP lines apart; PAIRS: one by one, of two k.
 template <bool PAIRS, int PITCH, int GAP> DEVICE void read(float (&v)[U][8], const float* tile, int kk) {
     if (!PAIRS)
-#pragma unroll
-        for (int g = 0; g < 8; g += 4) {
+        UNROLLED for (int g = 0; g < 8; g += 4) {
             auto four = load<4>(tile + kk * PITCH + g * GAP);
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[kk][g + i] = four.at[i];
+            UNROLLED for (int i = 0; i < 4; i++) v[kk][g + i] = four.at[i];
         }
     else if (kk % 2 == 0)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
+        UNROLLED for (int i = 0; i < 8; i++) {
             auto two = load<2>(tile + i * GAP * PITCH + kk);
             v[kk][i] = two.at[0], v[kk + 1][i] = two.at[1];
         }
 }
 // In an order in which each reads anew of one operand alone, that of the banks in turn.
 DEVICE void multiply(float (&acc)[8][8], const float (&a)[8], const float (&b)[8]) {
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-#pragma unroll
-        for (int y = 0; y < 8; y++) {
+    UNROLLED for (int x = 0; x < 8; x++)
+        UNROLLED for (int y = 0; y < 8; y++) {
             const int turn = x % 2 ? 7 - y : y, i = TRANS_B ? turn : x, j = TRANS_B ? x : turn;
             acc[i][j] += a[i] * b[j];
         }
@@ -122,12 +115,9 @@ DEVICE int place(int group, int row, int column) {
 // The sum of COUNT vectors, at(0), at(1), ..., in order.
 template <int COUNT, class At> DEVICE Vec<float, 4> sum(At at) {
     Vec<float, 4> part[COUNT], v = {};
-#pragma unroll
-    for (int s = 0; s < COUNT; s++) part[s] = load<4>(at(s));
-#pragma unroll
-    for (int s = 0; s < COUNT; s++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) v.at[j] += part[s].at[j];
+    UNROLLED for (int s = 0; s < COUNT; s++) part[s] = load<4>(at(s));
+    UNROLLED for (int s = 0; s < COUNT; s++)
+        UNROLLED for (int j = 0; j < 4; j++) v.at[j] += part[s].at[j];
     return v;
 }
 DEVICE Vec<float, 4> sum_teams(const float* smem, int row, int column) {
@@ -137,14 +127,12 @@ DEVICE Vec<float, 4> sum_teams(const float* smem, int row, int column) {
 DEVICE Vec<float, 4> load_four(const float* row, int n, int N) {
     if (WIDE) return n < N ? load<4>(row + n) : Vec<float, 4>{};
     Vec<float, 4> v;
-#pragma unroll
-    for (int j = 0; j < 4; j++) v.at[j] = n + j < N ? row[n + j] : 0.0f;
+    UNROLLED for (int j = 0; j < 4; j++) v.at[j] = n + j < N ? row[n + j] : 0.0f;
     return v;
 }
 DEVICE void store_four(float* row, int n, int N, const Vec<float, 4>& v) {
     if (WIDE && n < N) store<4>(row + n, v);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
+    UNROLLED for (int j = 0; j < 4; j++)
         if (!WIDE && n + j < N) row[n + j] = v.at[j];
 }
 
@@ -173,8 +161,7 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
     const Vec<float, 4> shift = LEAF == 1 ? load_four(beta_, n, N) : Vec<float, 4>{};
     Vec<float, 4> w[EACH];
     float row_gain[EACH], row_shift[EACH];
-#pragma unroll
-    for (int u = 0; u < EACH; u++) {
+    UNROLLED for (int u = 0; u < EACH; u++) {
         const int m = m0 + r0 + u * APART;
         w[u] = m < M ? load_four(c + (i64)m * N, n, N) : Vec<float, 4>{};
         row_gain[u] = LEAF == 2 && m < M ? gamma[m] : 0.0f;
@@ -187,19 +174,17 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
     auto inside = [&](int c) { return m0 + BM <= M && n0 + BN <= N && (first + (c + 1) * STEPS) * STEP <= end; };
     auto whole_slice = [&](int s) { copy_a.template slice<true>(s, into, lda), copy_b.template slice<true>(s, into, ldb); };
     auto slices = [&] {
-#pragma unroll 1
-        for (int s = 0; s < STEPS; s++) copy_a.template slice<false>(s, into, lda), copy_b.template slice<false>(s, into, ldb);
+        ROLLED for (int s = 0; s < STEPS; s++)
+            copy_a.template slice<false>(s, into, lda), copy_b.template slice<false>(s, into, ldb);
     };
     auto commit = [&] {
         copy_a.next(), copy_b.next();
         cp_async_commit();
         into = into == 4 * (STAGES - 1) * STAGE ? 0 : into + 4 * STAGE;
     };
-#pragma unroll 1
-    for (int c = 0; c < STAGES - 1; c++) {
+    ROLLED for (int c = 0; c < STAGES - 1; c++) {
         if (c < count && inside(c))
-#pragma unroll
-            for (int s = 0; s < STEPS; s++) whole_slice(s);
+            UNROLLED for (int s = 0; s < STEPS; s++) whole_slice(s);
         else if (c < count)
             slices();
         commit();
@@ -207,60 +192,48 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
     float acc[8][8] = {}, av[U][8] = {}, bv[U][8] = {};
     const float *as, *bs;
     auto step = [&] {  // reads U k, multiplies those read U / 2 before
-#pragma unroll
-        for (int kk = 0; kk < U; kk++) {
+        UNROLLED for (int kk = 0; kk < U; kk++) {
             float a1[8], b1[8];
-#pragma unroll
-            for (int i = 0; i < 8; i++) a1[i] = av[(kk + U / 2) % U][i], b1[i] = bv[(kk + U / 2) % U][i];
+            UNROLLED for (int i = 0; i < 8; i++) a1[i] = av[(kk + U / 2) % U][i], b1[i] = bv[(kk + U / 2) % U][i];
             read<false, A_PITCH, 4>(av, as, kk);
             read<TRANS_B, B_PITCH, TX>(bv, bs, kk);
             multiply(acc, a1, b1);
         }
         as += STEP * A_PITCH, bs += STEP * (TRANS_B ? 1 : B_PITCH);
     };
-#pragma unroll 1
-    for (int c = 0, now = 0; c < count; c++) {
+    ROLLED for (int c = 0, now = 0; c < count; c++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         if (LEAF)
-#pragma unroll
-            for (int k = 0; k < BK; k += THREADS / FOURS) {
+            UNROLLED for (int k = 0; k < BK; k += THREADS / FOURS) {
                 auto v = load<4>(smem + now + (LEAF == 2) * A_SIZE + (k + threadIdx.x / FOURS) * LINES + threadIdx.x % FOURS * 4);
-#pragma unroll
-                for (int j = 0; j < 4; j++) along_k.at[j] += v.at[j];
+                UNROLLED for (int j = 0; j < 4; j++) along_k.at[j] += v.at[j];
             }
         as = own_a + now, bs = own_b + now;
         now = now == (STAGES - 1) * STAGE ? 0 : now + STAGE;
         const int coming = c + STAGES - 1;  // in whose stage all have read
         if (coming < count && inside(coming)) {
-#pragma unroll 1
-            for (int s = 0; s < STEPS; s++) whole_slice(s), step();
+            ROLLED for (int s = 0; s < STEPS; s++) whole_slice(s), step();
         } else {
             if (coming < count) slices();
-#pragma unroll 1
-            for (int s = min(left, STEPS); s > 0; s--) step();
+            ROLLED for (int s = min(left, STEPS); s > 0; s--) step();
         }
         commit();
         left -= STEPS;
     }
-#pragma unroll
-    for (int kk = U / 2; kk < U; kk++) multiply(acc, av[kk], bv[kk]);
+    UNROLLED for (int kk = U / 2; kk < U; kk++) multiply(acc, av[kk], bv[kk]);
     float cols0[4] = {}, cols1[4] = {};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
+    UNROLLED for (int j = 0; j < 4; j++) {
         if (EPI_COLS > 1 && n + j < N) cols0[j] = widen(col0[n + j]);
         if (EPI_COLS > 0 && n + j < N) cols1[j] = widen(col1[n + j]);
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
+    UNROLLED for (int i = 0; i < 8; i++) {
         const int row = wm + i / 4 * 16 + ty * 4 + i % 4;
         if (TRANS_B) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) smem[place(group, row, j * TX + tx) + tx % 4] = acc[i][j];
+            UNROLLED for (int j = 0; j < 8; j++) smem[place(group, row, j * TX + tx) + tx % 4] = acc[i][j];
         } else {
-#pragma unroll
-            for (int j = 0; j < 8; j += 4)
+            UNROLLED for (int j = 0; j < 8; j += 4)
                 store<4>(smem + place(group, row, j * TX + tx * 4), Vec<float, 4>{acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]});
         }
     }
@@ -272,19 +245,16 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
         auto v = sum<THREADS / FOURS>([&](int s) { return sums + s * LINES + threadIdx.x * 4; });
         store<4>(sums + threadIdx.x * 4, v);
         const int l = (LEAF == 1 ? m0 : n0) + threadIdx.x * 4;
-#pragma unroll
-        for (int j = 0; j < 4; j++)
+        UNROLLED for (int j = 0; j < 4; j++)
             if ((LEAF == 1 ? n0 : m0) == 0 && l + j < (LEAF == 1 ? M : N)) dc[l + j] = v.at[j];
     }
     __syncthreads();
     Vec<float, 4> of_g = {}, of_dc = {};  // 1: of this thread's columns
     float row_g[EACH] = {}, row_dc[EACH] = {};
-#pragma unroll
-    for (int u = 0; u < EACH; u++) {
+    UNROLLED for (int u = 0; u < EACH; u++) {
         const int r = r0 + u * APART, m = m0 + r;
         auto v = sum_teams(smem, r, c4);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             const float at = sums[LEAF == 1 ? r : c4 + j], g = v.at[j];
             of_g.at[j] += w[u].at[j] * g, of_dc.at[j] += w[u].at[j] * at;
             row_g[u] += w[u].at[j] * g, row_dc[u] += w[u].at[j] * at;
@@ -297,10 +267,8 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
         store<4>(smem + threadIdx.x * 4, of_g);
         store<4>(smem + (THREADS + threadIdx.x) * 4, of_dc);
     } else
-#pragma unroll
-        for (int u = 0; u < EACH; u++) {
-#pragma unroll
-            for (int step = BN / 8; step; step >>= 1) {  // neighbours hold a row
+        UNROLLED for (int u = 0; u < EACH; u++) {
+            UNROLLED for (int step = BN / 8; step; step >>= 1) {  // neighbours hold a row
                 row_g[u] += __shfl_xor_sync(~0u, row_g[u], step);
                 row_dc[u] += __shfl_xor_sync(~0u, row_dc[u], step);
             }
@@ -324,23 +292,20 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
     v = sum<JOIN>([&](int s) { return met + (s * 2 + which) * FEATURES + f4; });
     to = which ? dbeta : dgamma;
 #endif
-#pragma unroll
-    for (int j = 0; j < 4; j++)
+    UNROLLED for (int j = 0; j < 4; j++)
         if (which < 2 && feature + j < features) to[feature + j] = v.at[j];
     return;
 #endif
     // parts of the tile by block: [SPLIT][ROWS][BN] behind what may still be in use
     if (SPLIT > 1) {
         cluster_wait();
-#pragma unroll
-        for (int p = threadIdx.x; p < BM * BN / 4; p += THREADS) {
+        UNROLLED for (int p = threadIdx.x; p < BM * BN / 4; p += THREADS) {
             const int r = p / (BN / 4);
             store_peer(smem + ROOM + (rank * ROWS + r % ROWS) * BN + c4, sum_teams(smem, r, c4), r / ROWS);
         }
         cluster_sync();
     }
-#pragma unroll
-    for (int u = 0; u < EACH; u++) {
+    UNROLLED for (int u = 0; u < EACH; u++) {
         const int r = r0 + u * APART, m = m0 + rank * ROWS + r;
 #if EPI_DW
         if (r >= ROWS || m >= M) continue;  // what lies beyond the columns adds nothing to a row's sums
@@ -353,20 +318,17 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
         Dots dots = {};
         Vec<float, 4> pre = {};
         float operand[4] = {};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             if (EPI_OPERAND && n + j < N) operand[j] = c[m * crow + (n + j) * ccol];
             v.at[j] = before_act(v.at[j], row, cols0[j], cols1[j], operand[j], alpha, beta, pre.at[j]);
         }
 #if GATE
-#pragma unroll
-        for (int j = 0; j < 4; j += 2)  // N is a multiple of 16
+        UNROLLED for (int j = 0; j < 4; j += 2)  // N is a multiple of 16
             y[(i64)m * (N / 2) + gate_column(n + j)] = gated<float>(v.at[j], v.at[j + 1], act_alpha);
         continue;
 #endif
         activate_all(v.at, operand, act_alpha);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
 #if EPI_DW
             if (n + j >= N) v.at[j] = 0.0f;  // an infinity in a row of a, times the zeros there
 #endif

@@ -30,8 +30,7 @@ template <int ROWS, bool CONTIG_K> struct Tile {
     DEVICE static void fill(T* tile, const T* p, i64 ld, int row0, int rows, int k0, int K) {
         constexpr int LINE = (CONTIG_K ? BK : ROWS) / CHUNK, ALL = ROWS * BK / CHUNK;
         static_assert(ALL % THREADS == 0 || ALL < THREADS, "tile and threads");
-#pragma unroll
-        for (int i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
+        UNROLLED for (int i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
             int id = threadIdx.x + i * THREADS;
             if (ALL % THREADS && id >= ALL) break;
             int line = id / LINE, at = id % LINE * CHUNK;
@@ -44,8 +43,7 @@ template <int ROWS, bool CONTIG_K> struct Tile {
             if (VEC > 1)
                 cp_async_16(smem_address(to), left ? from : p, left * sizeof(T));
             else
-#pragma unroll
-                for (int j = 0; j < CHUNK; j++) to[j] = j < left ? from[j] : T{};
+                UNROLLED for (int j = 0; j < CHUNK; j++) to[j] = j < left ? from[j] : T{};
         }
     }
     DEVICE static const T* at(const T* tile, int r, int k) {
@@ -87,68 +85,52 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
         }
         cp_async_commit();
     };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fill(s);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fill(s);
     for (int step = 0; step < steps; step++) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         fill(step + STAGES - 1);
         const T *ta = tile_a(step % STAGES), *tb = tile_b(step % STAGES);
-#pragma unroll
-        for (int k = 0; k < BK; k += KSTEP) {
+        UNROLLED for (int k = 0; k < BK; k += KSTEP) {
             if constexpr (WIDE) {
                 u32 fa[MI][4], fb[NI / 2][4];
-#pragma unroll
-                for (int i = 0; i < MI; i++) TileA::read16(fa[i], ta, wm + i * 16, k);
-#pragma unroll
-                for (int j = 0; j < NI / 2; j++) TileB::read16(fb[j], tb, wn + j * 16, k);
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int j = 0; j < NI; j++) {
+                UNROLLED for (int i = 0; i < MI; i++) TileA::read16(fa[i], ta, wm + i * 16, k);
+                UNROLLED for (int j = 0; j < NI / 2; j++) TileB::read16(fb[j], tb, wn + j * 16, k);
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int j = 0; j < NI; j++) {
                         u32 b2[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
                         mma(acc[i][j], fa[i], b2, T{});
                     }
             } else if constexpr (SPLIT == 1) {
                 u32 fa[MI][4];
                 int r = lane / 4, c = lane % 4;
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int q = 0; q < 4; q++)
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int q = 0; q < 4; q++)
                         fa[i][q] = to_tf32(
                             to_float(*TileA::at(ta, wm + i * 16 + r + q % 2 * 8, k + c + q / 2 * 4)));
-#pragma unroll
-                for (int j = 0; j < NI; j++) {
+                UNROLLED for (int j = 0; j < NI; j++) {
                     u32 b2[2];
-#pragma unroll
-                    for (int q = 0; q < 2; q++)
+                    UNROLLED for (int q = 0; q < 2; q++)
                         b2[q] = to_tf32(to_float(*TileB::at(tb, wn + j * 8 + r, k + c + q * 4)));
-#pragma unroll
-                    for (int i = 0; i < MI; i++) mma(acc[i][j], fa[i], b2, float{});
+                    UNROLLED for (int i = 0; i < MI; i++) mma(acc[i][j], fa[i], b2, float{});
                 }
             } else {
                 u32 ah[MI][4], al[MI][4];
                 int r = lane / 4, c = lane % 4 * 2;
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int q = 0; q < 4; q++) {
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int q = 0; q < 4; q++) {
                         int m = wm + i * 16 + r + q % 2 * 8, kk = k + c + q / 2 * 8;
                         split(to_float(*TileA::at(ta, m, kk)), to_float(*TileA::at(ta, m, kk + 1)),
                               ah[i][q], al[i][q]);
                     }
-#pragma unroll
-                for (int j = 0; j < NI; j++) {
+                UNROLLED for (int j = 0; j < NI; j++) {
                     u32 bh[2], bl[2];
-#pragma unroll
-                    for (int q = 0; q < 2; q++) {
+                    UNROLLED for (int q = 0; q < 2; q++) {
                         int n = wn + j * 8 + r, kk = k + c + q * 8;
                         split(to_float(*TileB::at(tb, n, kk)), to_float(*TileB::at(tb, n, kk + 1)),
                               bh[q], bl[q]);
                     }
-#pragma unroll
-                    for (int i = 0; i < MI; i++) {
+                    UNROLLED for (int i = 0; i < MI; i++) {
                         mma(acc[i][j], al[i], bh, bf16{});
                         mma(acc[i][j], ah[i], bl, bf16{});
                         mma(acc[i][j], ah[i], bh, bf16{});
@@ -158,18 +140,14 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
         }
     }
     cp_async_wait<0>();
-#pragma unroll
-    for (int i = 0; i < MI; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+    UNROLLED for (int i = 0; i < MI; i++)
+        UNROLLED for (int h = 0; h < 2; h++) {
             int m = m0 + wm + i * 16 + lane / 4 + h * 8;
             if (m >= M) continue;
             Row row = GEMM_ROW(m);
             Dots dots = {};
-#pragma unroll
-            for (int j = 0; j < NI; j++)
-#pragma unroll
-                for (int q = 0; q < 2; q++) {
+            UNROLLED for (int j = 0; j < NI; j++)
+                UNROLLED for (int q = 0; q < 2; q++) {
                     int n = n0 + wn + j * 8 + lane % 4 * 2 + q;
                     if (GATE) {
                         if (q == 0 && n < N)

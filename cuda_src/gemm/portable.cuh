@@ -39,7 +39,7 @@
 #define GEMM_STORE_GATED(S, gate, through, m, n, row)                                              \
     {                                                                                              \
         S z_ = 0, v_[2] = {gate, through};                                                         \
-        _Pragma("unroll") for (int e_ = 0; e_ < 2; e_++) v_[e_] =                                  \
+        UNROLLED for (int e_ = 0; e_ < 2; e_++) v_[e_] =                                  \
             before_act<S>(v_[e_], row, EPI_COLS > 1 ? (S)widen(col0[(n) + e_]) : (S)0,             \
                           EPI_COLS > 0 ? (S)widen(col1[(n) + e_]) : (S)0, (S)0, alpha, beta, z_);  \
         y[(i64)(m) * (N / 2) + gate_column(n)] = narrow<TO>(gated<S>(v_[0], v_[1], act_alpha));    \
@@ -49,8 +49,7 @@
 // Reduce row m's sums over LANES and write them to plane `at` of part [planes, 2, M].
 template <int LANES> DEVICE void store_dots(Dots dots, float *part, int at, int m, int M) {
     u32 lane = threadIdx.x % 32, mates = (LANES < 32 ? (1u << LANES) - 1 : ~0u) << (lane & ~(LANES - 1));
-#pragma unroll
-    for (int step = LANES / 2; step; step >>= 1) {
+    UNROLLED for (int step = LANES / 2; step; step >>= 1) {
         dots.gamma += __shfl_xor_sync(mates, dots.gamma, step);
         dots.beta += __shfl_xor_sync(mates, dots.beta, step);
     }

@@ -19,8 +19,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     Dots dots = {};
     int to = (blockIdx.y + 1) * 1024 < N ? (blockIdx.y + 1) * 1024 : N;
 #if GATE
-#pragma unroll
-    for (int n = blockIdx.y * 1024 + threadIdx.x * 2; n < to; n += 512) {
+    UNROLLED for (int n = blockIdx.y * 1024 + threadIdx.x * 2; n < to; n += 512) {
         float2 v = {};
         float zz = 0;
 #pragma unroll 8
@@ -36,8 +35,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     }
     return;
 #endif
-#pragma unroll
-    for (int n = blockIdx.y * 1024 + threadIdx.x; n < to; n += 256) {
+    UNROLLED for (int n = blockIdx.y * 1024 + threadIdx.x; n < to; n += 256) {
         i64 at = (i64)m * N + n;
         float v = 0, zz = 0;
 #pragma unroll 8

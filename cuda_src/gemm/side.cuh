@@ -83,15 +83,13 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
         v[i] = in ? *(const uint4*)(x + row * ld + at * 8) : make_uint4(0, 0, 0, 0);
     };
     auto each = [&](const uint4& line, auto f) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             float2 both = unpack2<E>(((const u32*)&line)[j]);
             f(both.x), f(both.y);
         }
     };
     auto row_sum = [&](float value) {
-#pragma unroll
-        for (int step = LANES / 2; step; step >>= 1) value += __shfl_xor_sync(~0u, value, step);
+        UNROLLED for (int step = LANES / 2; step; step >>= 1) value += __shfl_xor_sync(~0u, value, step);
         return value;
     };
     float inv_k = 1.0f / K, inv_first = 1.0f / (K < LANES * 8 ? K : LANES * 8);
@@ -100,8 +98,7 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
     while (first < M) {
         if (!here) {
             while (first >= __shfl_sync(~0u, bound(), 0)) __nanosleep(200);
-#pragma unroll
-            for (int i = 0; i < HELD; i++) fetch(first, i, 0);
+            UNROLLED for (int i = 0; i < HELD; i++) fetch(first, i, 0);
         }
         int ticket = take(), end = bound(), following = M;  // waited for when they are needed
         float shift = 0, sum = 0, square = 0;
@@ -116,8 +113,7 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
                 following = __shfl_sync(~0u, ticket, 0);
                 here = following < M && following < __shfl_sync(~0u, end, 0);
             }
-#pragma unroll
-            for (int i = 0; i < HELD; i++) {
+            UNROLLED for (int i = 0; i < HELD; i++) {
                 if (at + i * LANES + lane % LANES < vectors)
                     each(v[i], [&](float value) {
                         value -= shift;
@@ -145,11 +141,9 @@ DEVICE void side_rows(u32* sync, const E* x, i64 ld, int M, int K, float epsilon
 template <bool RAGGED, class E>
 DEVICE void own_sums(const uint4 (&v)[4], float shift, int left, float& sum, float& square) {
     float sums[4] = {}, squares[4] = {};
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
+    UNROLLED for (int c = 0; c < 4; c++) {
         if (RAGGED && c * 8 >= left) continue;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             float2 both = unpack2<E>(((const u32*)&v[c])[j]);
             both.x -= shift, both.y -= shift;
             sums[c] += both.x + both.y;
@@ -170,8 +164,7 @@ DEVICE float2 side_own(int K, float epsilon, Step step, Done done) {
         const u8* line = step(i) + row * 128;
         int left = K - i * 64 - half * 32;
         uint4 v[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) v[c] = *(const uint4*)(line + ((half * 4 + c ^ row & 7) << 4));
+        UNROLLED for (int c = 0; c < 4; c++) v[c] = *(const uint4*)(line + ((half * 4 + c ^ row & 7) << 4));
         if (!RMS_ && i == 0) {  // (zeros follow the last column)
             float unused = 0;
             own_sums<false, E>(v, 0.0f, 32, shift, unused);
@@ -195,15 +188,13 @@ template <int ROWS_, class E> DEVICE void side_columns(const u8* tile, float* to
 #pragma unroll 8
     for (int row = lane / 8; row < ROWS_; row += 4) {
         uint4 v = *(const uint4*)(tile + row * 128 + ((chunk ^ (row & 7)) << 4));
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             float2 both = unpack2<E>(((const u32*)&v)[j]);
             sum[j * 2] += both.x;
             sum[j * 2 + 1] += both.y;
         }
     }
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    UNROLLED for (int j = 0; j < 8; j++) {
         sum[j] += __shfl_xor_sync(~0u, sum[j], 8);
         sum[j] += __shfl_xor_sync(~0u, sum[j], 16);
     }

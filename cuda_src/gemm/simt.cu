@@ -26,8 +26,7 @@ DEVICE Vec<T, VEC> fetch(const T* p, i64 ld, int row0, int rows, int k0, int K, 
     if (VEC == 1 || (CONTIG_K ? k + VEC <= K : r + VEC <= rows))
         if (r < rows && k < K) return load<VEC>(at);
     Vec<T, VEC> v;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int j = 0; j < VEC; j++) {
         bool inside = CONTIG_K ? r < rows && k + j < K : r + j < rows && k < K;
         v.at[j] = inside ? at[j] : T{};
     }
@@ -37,8 +36,7 @@ template <int ROWS, bool CONTIG_K>
 DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
     int id = (threadIdx.x + i * THREADS) * VEC;
     int r = CONTIG_K ? id / BK : id % ROWS, k = CONTIG_K ? id % BK : id / ROWS;
-#pragma unroll
-    for (int j = 0; j < VEC; j++)
+    UNROLLED for (int j = 0; j < VEC; j++)
         (CONTIG_K ? tile[k + j][r] : tile[k][r + j]) = widen(v.at[j]);
 }
 
@@ -54,13 +52,13 @@ extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC >
     S acc[TM][TN] = {};
 
 #define FETCH(k0)                                                                                  \
-    _Pragma("unroll") for (int i = 0; i < A_LOADS; i++) ra[i] =                                    \
+    UNROLLED for (int i = 0; i < A_LOADS; i++) ra[i] =                                    \
         fetch<BM, !TRANS_A>(a, lda, m0, M, k0, K, i);                                              \
-    _Pragma("unroll") for (int i = 0; i < B_LOADS; i++) rb[i] =                                    \
+    UNROLLED for (int i = 0; i < B_LOADS; i++) rb[i] =                                    \
         fetch<BN, TRANS_B>(b, ldb, n0, N, k0, K, i);
 #define STASH(to)                                                                                  \
-    _Pragma("unroll") for (int i = 0; i < A_LOADS; i++) stash<BM, !TRANS_A>(as[to], ra[i], i);     \
-    _Pragma("unroll") for (int i = 0; i < B_LOADS; i++) stash<BN, TRANS_B>(bs[to], rb[i], i);
+    UNROLLED for (int i = 0; i < A_LOADS; i++) stash<BM, !TRANS_A>(as[to], ra[i], i);     \
+    UNROLLED for (int i = 0; i < B_LOADS; i++) stash<BN, TRANS_B>(bs[to], rb[i], i);
 
     FETCH(0)
     STASH(0)
@@ -68,37 +66,28 @@ extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC >
     for (int k0 = 0, now = 0; k0 < K; k0 += BK, now ^= 1) {
         bool more = k0 + BK < K;
         if (more) { FETCH(k0 + BK) }
-#pragma unroll
-        for (int k = 0; k < BK; k++) {
+        UNROLLED for (int k = 0; k < BK; k++) {
             S av[TM], bv[TN];
-#pragma unroll
-            for (int g = 0; g < TM / GM; g++) {
+            UNROLLED for (int g = 0; g < TM / GM; g++) {
                 auto v = load<GM>(&as[now][k][g * (BM * GM / TM) + ty * GM]);
-#pragma unroll
-                for (int i = 0; i < GM; i++) av[g * GM + i] = v.at[i];
+                UNROLLED for (int i = 0; i < GM; i++) av[g * GM + i] = v.at[i];
             }
-#pragma unroll
-            for (int g = 0; g < TN / GN; g++) {
+            UNROLLED for (int g = 0; g < TN / GN; g++) {
                 auto v = load<GN>(&bs[now][k][g * (BN * GN / TN) + tx * GN]);
-#pragma unroll
-                for (int i = 0; i < GN; i++) bv[g * GN + i] = v.at[i];
+                UNROLLED for (int i = 0; i < GN; i++) bv[g * GN + i] = v.at[i];
             }
-#pragma unroll
-            for (int i = 0; i < TM; i++)
-#pragma unroll
-                for (int j = 0; j < TN; j++) acc[i][j] += av[i] * bv[j];
+            UNROLLED for (int i = 0; i < TM; i++)
+                UNROLLED for (int j = 0; j < TN; j++) acc[i][j] += av[i] * bv[j];
         }
         if (more) { STASH(now ^ 1) }
         __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < TM; i++) {
+    UNROLLED for (int i = 0; i < TM; i++) {
         int m = m0 + i / GM * (BM * GM / TM) + ty * GM + i % GM;
         if (m >= M) continue;
         Row row = GEMM_ROW(m);
         Dots dots = {};
-#pragma unroll
-        for (int j = 0; j < TN; j++) {
+        UNROLLED for (int j = 0; j < TN; j++) {
             int n = n0 + j / GN * (BN * GN / TN) + tx * GN + j % GN;
             if (GATE) {
                 if (j % 2 == 0 && n < N) GEMM_STORE_GATED(S, acc[i][j], acc[i][j | 1], m, n, row)

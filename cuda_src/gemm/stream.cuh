@@ -25,10 +25,8 @@ DEVICE int first_step(int steps, int cta) {  // of a CTA, of so many
 template <int THREADS, int BLOCKS, int COUNT>
 DEVICE void leave_sums(float* all, u32* flags, int me, const float (&acc)[BLOCKS][COUNT]) {
     float4* to = (float4*)all + (i64)blockIdx.x * (BLOCKS * COUNT / 4) * THREADS + me;
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4, to += THREADS)
+    UNROLLED for (int b = 0; b < BLOCKS; b++)
+        UNROLLED for (int i = 0; i < COUNT; i += 4, to += THREADS)
             *to = make_float4(acc[b][i], acc[b][i + 1], acc[b][i + 2], acc[b][i + 3]);
     __threadfence();
     __syncwarp();
@@ -45,10 +43,8 @@ DEVICE void add_sums(const float* all, u32* flags, int cta, int me, float (&acc)
     }
     __syncwarp();
     const float4* from = (const float4*)all + (i64)cta * (BLOCKS * COUNT / 4) * THREADS + me;
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4, from += THREADS) {
+    UNROLLED for (int b = 0; b < BLOCKS; b++)
+        UNROLLED for (int i = 0; i < COUNT; i += 4, from += THREADS) {
             if (i % 32 == 0) __syncwarp();  // or ptxas would load far ahead, and spill
             float4 v = __ldcg(from);
             acc[b][i] += v.x, acc[b][i + 1] += v.y, acc[b][i + 2] += v.z, acc[b][i + 3] += v.w;

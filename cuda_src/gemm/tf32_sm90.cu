@@ -70,8 +70,7 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
 #else
             int at = begin * BK;
 #endif
-#pragma unroll 1
-            for (int step = 0; step < steps; step++) {
+            ROLLED for (int step = 0; step < steps; step++) {
                 const u32 to = base + s * STAGE, bar = full + s * 8;
                 mbarrier_wait(empty + s * 8, phase);
                 mbarrier_expect(bar, STAGE);
@@ -94,13 +93,11 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     float acc[BN / 2];
     int s = 0;
     u32 phase = 0;
-#pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    ROLLED for (int step = 0; step < steps; step++) {
         const u32 u = base + s * STAGE + group * 64 * 128, v = base + s * STAGE + A_BYTES;
         mbarrier_wait(full + s * 8, phase);
         wgmma_fence();
-#pragma unroll
-        for (int q = 0; q < 4; q++)
+        UNROLLED for (int q = 0; q < 4; q++)
             multiply(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), step > 0 || q > 0);
         wgmma_commit();
         if (step > 0) {  // the step before is done: its stage is free
@@ -120,30 +117,24 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     if (EPI_COLS > 1) col0 += n;
     Row rows[2] = {};
     Dots dots[2] = {};
-#pragma unroll
-    for (int h = 0; h < 2; h++)
+    UNROLLED for (int h = 0; h < 2; h++)
         if (EPI_ROWS && m + h * 8 < M) rows[h] = GEMM_ROW(m + h * 8);
     // eights of columns read before any is stored
     constexpr int AHEAD = EPI_DX && BN == 128 ? 1 : EPI_OPERAND || BN == 128 ? 2 : 4;
-#pragma unroll
-    for (int first = 0; first < BN; first += 8 * AHEAD) {
+    UNROLLED for (int first = 0; first < BN; first += 8 * AHEAD) {
         float2 k0[AHEAD] = {}, k1[AHEAD] = {}, more[AHEAD][2] = {};
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
+        UNROLLED for (int i = 0; i < AHEAD; i++) {
             const int j = first + i * 8;
             if (j >= columns) continue;
             if (EPI_COLS > 0) k1[i] = {to_float(col1[j]), to_float(col1[j + 1])};
             if (EPI_COLS > 1) k0[i] = {to_float(col0[j]), to_float(col0[j + 1])};
-#pragma unroll
-            for (int h = 0; h < 2; h++)
+            UNROLLED for (int h = 0; h < 2; h++)
                 if (EPI_OPERAND && m + h * 8 < M) more[i][h] = *(const float2*)(c + h * 8 * N + j);
         }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
+        UNROLLED for (int i = 0; i < AHEAD; i++) {
             const int j = first + i * 8;
             if (j >= columns) continue;
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+            UNROLLED for (int h = 0; h < 2; h++) {
                 if (m + h * 8 >= M) continue;
                 float2 v = {acc[j / 2 + h * 2], acc[j / 2 + h * 2 + 1]}, before = {};
                 v.x = epilogue<float>(v.x, rows[h], k0[i].x, k1[i].x, more[i][h].x, alpha, beta, act_alpha, before.x,
@@ -157,8 +148,7 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
         }
     }
 #if EPI_DW
-#pragma unroll
-    for (int h = 0; h < 2; h++)
+    UNROLLED for (int h = 0; h < 2; h++)
         if (m + h * 8 < M) store_dots<4>(dots[h], part, blockIdx.x % tiles_n, m + h * 8, M);
 #endif
 }

@@ -41,10 +41,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
     uint4 held[TRANS_B ? EACH : QUADS][TRANS_B ? STEPS : 4];
 #if TRANS_B
     auto load_w = [&] {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++)
-#pragma unroll
-            for (int e = 0; e < EACH; e++) {
+        UNROLLED for (int i = 0; i < STEPS; i++)
+            UNROLLED for (int e = 0; e < EACH; e++) {
                 const int k = i * 256 + lane * 8, n = n0 + warp * EACH + e;
                 held[e][i] = k < K && n < N ? *(const uint4*)(w + n * ldw + k) : uint4{};
             }
@@ -54,18 +52,14 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
     auto row_of = [&](int i, int range) { return ((i * WARPS + warp) * RANGES + range) * 16 + 4 * t; };
     auto load_w = [&] {
         const int n = n0 + group % (COLS / 8) * 8;
-#pragma unroll
-        for (int i = 0; i < QUADS; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
+        UNROLLED for (int i = 0; i < QUADS; i++)
+            UNROLLED for (int j = 0; j < 4; j++) {
                 const int k = row_of(i, range) + j;
                 held[i][j] = k < K && n < N ? *(const uint4*)(w + k * ldw + n) : uint4{};
             }
-#pragma unroll
-        for (int i = 0; i < QUADS; i++) {  // neighbours of k in a word: 4 words of each 2 columns
+        UNROLLED for (int i = 0; i < QUADS; i++) {  // neighbours of k in a word: 4 words of each 2 columns
             u32* const words = (u32*)held[i];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
+            UNROLLED for (int j = 0; j < 4; j++) {
                 const u32 row[4] = {words[j], words[4 + j], words[8 + j], words[12 + j]};
                 words[j] = __byte_perm(row[0], row[1], 0x5410), words[4 + j] = __byte_perm(row[0], row[1], 0x7632);
                 words[8 + j] = __byte_perm(row[2], row[3], 0x5410), words[12 + j] = __byte_perm(row[2], row[3], 0x7632);
@@ -78,8 +72,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
     float count = K;
     if (!TRANS_B) {
         count = 0;
-#pragma unroll
-        for (int i = 0; i < QUADS; i++) count += max(0, min(16 * RANGES, K - (i * WARPS + warp) * 16 * RANGES));
+        UNROLLED for (int i = 0; i < QUADS; i++)
+            count += max(0, min(16 * RANGES, K - (i * WARPS + warp) * 16 * RANGES));
     }
     const float part_of_warp = count > 0 ? 1.0f / count : 0.0f, part_of_all = 1.0f / K;
     grid_dependency_wait();
@@ -93,21 +87,18 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
     float acc[TRANS_B ? EACH : 4][TRANS_B ? 1 : 4] = {};
 #if TRANS_B
     uint4 xs[STEPS];
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
+    UNROLLED for (int i = 0; i < STEPS; i++) {
         const int k = i * 256 + lane * 8;
         xs[i] = k < K ? *(const uint4*)(x + k) : uint4{};
     }
 #else
     Vec<T, 4> xs[QUADS];  // a lane holds a column of the mma's other operand, its range of k
-#pragma unroll
-    for (int i = 0; i < QUADS; i++) {
+    UNROLLED for (int i = 0; i < QUADS; i++) {
         const int k = row_of(i, group % RANGES);
         xs[i] = {};
         if (k + 4 <= K && (u64)(x + k) % 8 == 0) xs[i] = load<4>(x + k);
         else
-#pragma unroll
-            for (int j = 0; j < 4; j++)
+            UNROLLED for (int j = 0; j < 4; j++)
                 if (k + j < K) xs[i].at[j] = x[k + j];
     }
 #endif
@@ -123,22 +114,17 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
         }
     }
 #if TRANS_B
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
+    UNROLLED for (int i = 0; i < STEPS; i++)
+        UNROLLED for (int e = 0; e < EACH; e++) {
             const u32* words = (const u32*)&held[e][i];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
+            UNROLLED for (int j = 0; j < 4; j++) {
                 const float2 b = unpack2<T>(words[j]), a = unpack2<T>(((const u32*)&xs[i])[j]);
                 acc[e][0] = fmaf(a.y, b.y, fmaf(a.x, b.x, acc[e][0]));
             }
         }
 #else
-#pragma unroll
-    for (int i = 0; i < QUADS; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+    UNROLLED for (int i = 0; i < QUADS; i++)
+        UNROLLED for (int j = 0; j < 4; j++) {
             const u32* words = (const u32*)held[i];
             const u32 columns[4] = {words[j], words[4 + j], words[8 + j], words[12 + j]};
             mma(acc[j], columns, (const u32*)&xs[i], T());
@@ -148,45 +134,37 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
     if (LN) {  // of the warp's share of x: its sum, then its squared deviations
 #if TRANS_B
         auto each = [&](auto&& use) {
-#pragma unroll
-            for (int i = 0; i < STEPS; i++)
+            UNROLLED for (int i = 0; i < STEPS; i++)
                 if (i * 256 + lane * 8 < K)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
+                    UNROLLED for (int j = 0; j < 4; j++) {
                         const float2 a = unpack2<T>(((const u32*)&xs[i])[j]);
                         use(a.x), use(a.y);
                     }
         };
 #else
         auto each = [&](auto&& use) {
-#pragma unroll
-            for (int i = 0; i < QUADS; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
+            UNROLLED for (int i = 0; i < QUADS; i++)
+                UNROLLED for (int j = 0; j < 4; j++)
                     if (row_of(i, group % RANGES) + j < K) use(to_float(xs[i].at[j]));
         };
 #endif
         each([&](float v) { total += v; });
-#pragma unroll
-        for (int step = 1; step < DISTINCT; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+        UNROLLED for (int step = 1; step < DISTINCT; step *= 2) total += __shfl_xor_sync(~0u, total, step);
         centre = RMS ? 0.0f : total * part_of_warp;
         each([&](float v) { spread += (v - centre) * (v - centre); });
-#pragma unroll
-        for (int step = 1; step < DISTINCT; step *= 2) spread += __shfl_xor_sync(~0u, spread, step);
+        UNROLLED for (int step = 1; step < DISTINCT; step *= 2) spread += __shfl_xor_sync(~0u, spread, step);
         if (lane == 0) moments[warp] = make_float4(total, centre, spread, count);
     }
 #if TRANS_B
     // a lane keeps half of its columns and hands on the others, until it has one
     int column = 0, have = EACH;
     bool last = true;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    UNROLLED for (int step = 1; step < 32; step *= 2) {
         const bool upper = lane & step;
         if (have > 1) {
             have /= 2;
             column += upper ? have : 0;
-#pragma unroll
-            for (int j = 0; j < EACH / 2; j++)
+            UNROLLED for (int j = 0; j < EACH / 2; j++)
                 if (j < have) {
                     const float give = upper ? acc[j][0] : acc[j + have][0];
                     acc[j][0] = (upper ? acc[j + have][0] : acc[j][0]) + __shfl_xor_sync(~0u, give, step);
@@ -197,33 +175,27 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
         }
     }
     if (last)
-#pragma unroll
-        for (int j = 0; j < EACH; j++)
+        UNROLLED for (int j = 0; j < EACH; j++)
             if (j < have) sums[0][0][warp * EACH + column + j] = acc[j][0];
 #else
     // of the mma's columns a lane holds two: one lane of four has its rows' own range
     if (t == range / 2)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
+        UNROLLED for (int j = 0; j < 4; j++)
             *(float2*)&sums[warp][range][group % (COLS / 8) * 8 + 2 * j] =
                 range % 2 ? make_float2(acc[j][1], acc[j][3]) : make_float2(acc[j][0], acc[j][2]);
 #endif
     __syncthreads();
     if (threadIdx.x >= COLS * RANGES) return;
     float v = 0;
-#pragma unroll
-    for (int i = 0; i < (TRANS_B ? 1 : WARPS); i++) v += sums[i][threadIdx.x % RANGES][threadIdx.x / RANGES];
-#pragma unroll
-    for (int step = 1; step < RANGES; step *= 2) v += __shfl_xor_sync(~0u, v, step);
+    UNROLLED for (int i = 0; i < (TRANS_B ? 1 : WARPS); i++) v += sums[i][threadIdx.x % RANGES][threadIdx.x / RANGES];
+    UNROLLED for (int step = 1; step < RANGES; step *= 2) v += __shfl_xor_sync(~0u, v, step);
     if (!owner || threadIdx.x % RANGES) return;
     if (LN) {
         constexpr int SHARES = TRANS_B ? 1 : WARPS;  // with TRANS_B every warp has seen all of x
         float all = 0, deviations = 0;
-#pragma unroll
-        for (int i = 0; i < SHARES; i++) all += moments[i].x;
+        UNROLLED for (int i = 0; i < SHARES; i++) all += moments[i].x;
         const float middle = RMS ? 0.0f : all * part_of_all;
-#pragma unroll
-        for (int i = 0; i < SHARES; i++) {
+        UNROLLED for (int i = 0; i < SHARES; i++) {
             const float off = moments[i].y - middle;
             deviations += moments[i].z + moments[i].w * off * off;
         }

@@ -238,14 +238,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         if (CLUSTER == 1 && TRANS_B)
             tma_load(b, map_b, bar, k, n, zb);
         else if (CLUSTER == 1)
-#pragma unroll
-            for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
+            UNROLLED for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
         else if (TRANS_B)  // this CTA's half, to both
             tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb,
                                3);
         else
-#pragma unroll
-            for (int i = 0; i < BOXES; i++)
+            UNROLLED for (int i = 0; i < BOXES; i++)
                 tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64,
                                    k + rank * 32, zb, 3);
     };
@@ -312,8 +310,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 Pixel pixel = first_pixel(t.m, PIXELS_OF_Y);
 #endif
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
-#pragma unroll 1
-                for (int step = 0; step < steps; step++) {
+                ROLLED for (int step = 0; step < steps; step++) {
                     int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
                     int k = (at - pass * k_steps) * BK;
                     int za = PASSES > 1 ? plane_a(pass) : t.batch * batch_a;
@@ -328,8 +325,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     load_pixels(a, map_a, bar, k, pixel, zb);
 #else
                     if (TRANS_A)
-#pragma unroll
-                        for (int i = 0; i < BM / 64; i++)
+                        UNROLLED for (int i = 0; i < BM / 64; i++)
                             tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
@@ -337,8 +333,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     if (++s == STAGES) s = 0, phase ^= 1;
                     if (EVEN) {  // rows of c: they are in L2 when the epilogue asks for them
                         int to = BM - (steps - 1 - step) * 4, wide = (N - t.n < BN ? N - t.n : BN) * 4;
-#pragma unroll 1
-                        for (int row = step ? to - 4 : 0; row < to; row++)
+                        ROLLED for (int row = step ? to - 4 : 0; row < to; row++)
                             if (row >= 0 && t.m + row < M)
                                 asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
                                                  c + (i64)(t.m + row) * N + t.n),
@@ -407,8 +402,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             // what the epilogue will need starts its way before the multiplication
             float cv[2][(BN + SHARERS - 1) / SHARERS];
             auto load_columns = [&] {
-#pragma unroll
-                for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
+                UNROLLED for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
                     int at = column + i * SHARERS, n = t.n + at;
                     bool in = at < BN && n < N;
                     cv[0][i] = EPI_COLS > 1 && in ? to_float(col0[n]) : 0.0f;
@@ -423,12 +417,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #if PARTS  // of equal counts, so the means are averaged
                 float2 of[PARTS];
                 float mu = 0, m2 = 0;
-#pragma unroll
-                for (int u = 0; u < PARTS; u++) of[u] = ((const float2*)part)[(i64)u * M + rm];
-#pragma unroll
-                for (int u = 0; u < PARTS; u++) mu += of[u].x * (1.0f / PARTS);
-#pragma unroll
-                for (int u = 0; u < PARTS; u++) m2 += of[u].y + (of[u].x - mu) * (of[u].x - mu) * (K / PARTS);
+                UNROLLED for (int u = 0; u < PARTS; u++) of[u] = ((const float2*)part)[(i64)u * M + rm];
+                UNROLLED for (int u = 0; u < PARTS; u++) mu += of[u].x * (1.0f / PARTS);
+                UNROLLED for (int u = 0; u < PARTS; u++) m2 += of[u].y + (of[u].x - mu) * (of[u].x - mu) * (K / PARTS);
                 mine = {rsqrtf(m2 / K + epsilon), mu};
                 if (t.n == 0) row0[rm] = mine.r0, row1[rm] = mu;
 #else
@@ -448,8 +439,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     bar_sync(6, 256);
                     mine.r0 = own[wrow + lane % 16].x, mine.r1 = own[wrow + lane % 16].y;
                 }
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLLED for (int h = 0; h < 2; h++) {
                     int from = i * 16 + h * 8 + lane / 4;
                     rows[i][h] = {EPI_ROWS > 0 ? __shfl_sync(~0u, mine.r0, from) : 0.0f,
                                   EPI_R1 ? __shfl_sync(~0u, mine.r1, from) : 0.0f,
@@ -459,13 +449,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             };
             // exchange row sums between the CTAs of the row, and add them: r2, r3
             auto exchange = [&](float2 (&sums)[MI][2]) {
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int h = 0; h < 2; h++) {
                         float2& sum = sums[i][h];
-#pragma unroll
-                        for (int step = 1; step < 4; step *= 2) {
+                        UNROLLED for (int step = 1; step < 4; step *= 2) {
                             sum.x += __shfl_xor_sync(~0u, sum.x, step);
                             sum.y += __shfl_xor_sync(~0u, sum.y, step);
                         }
@@ -479,14 +466,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     for (int first = 0; first < work.tiles_n; first += 4) {
                         float2 term[4];
                         bool have[4];
-#pragma unroll
-                        for (int u = 0; u < 4; u++) {
+                        UNROLLED for (int u = 0; u < 4; u++) {
                             term[u] = {};
                             have[u] = first + u >= work.tiles_n ||
                                       pairs.get((first + u) * M + m, term[u].x, term[u].y);
                         }
-#pragma unroll
-                        for (int u = 0; u < 4; u++) {
+                        UNROLLED for (int u = 0; u < 4; u++) {
                             while (!have[u])
                                 have[u] = pairs.get((first + u) * M + m, term[u].x, term[u].y);
                             total.x += term[u].x;
@@ -494,10 +479,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
                     }
                 __syncwarp();
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int h = 0; h < 2; h++) {
                         int from = i * 16 + h * 8 + lane / 4;
                         if (EPI_R2) rows[i][h].r2 = __shfl_sync(~0u, total.x, from) / N;
                         rows[i][h].r3 = __shfl_sync(~0u, total.y, from) / N;
@@ -515,8 +498,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (C_BOXES) {
 #endif
                 __syncwarp();
-#pragma unroll
-                for (int box = 0; box < C_BOXES; box++) {
+                UNROLLED for (int box = 0; box < C_BOXES; box++) {
                     if (lane == 0) load_c(box);
                     c_load = (c_load + 1) % (C_BOXES ? C_BOXES : 1);
                 }
@@ -525,31 +507,24 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             float acc[MI][BN / 2];
 #if EIGHT
             if (PINGPONG) bar_sync(2 + group, 256);
-#pragma unroll
-            for (int i = 0; i < MI; i++)
-#pragma unroll
-                for (int e = 0; e < BN / 2; e++) acc[i][e] = 0;
-#pragma unroll 1
-            for (int step = 0; step < steps; step++) {
+            UNROLLED for (int i = 0; i < MI; i++)
+                UNROLLED for (int e = 0; e < BN / 2; e++) acc[i][e] = 0;
+            ROLLED for (int step = 0; step < steps; step++) {
                 u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
                 u32 b = base + s * STAGE_BYTES + A_BYTES;
                 mbarrier_wait(full + s * 8, phase);
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int at = 0; at < BN; at += PART) {
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int at = 0; at < BN; at += PART) {
                         float sum[PART / 2];
                         wgmma_fence();
-#pragma unroll
-                        for (int q = 0; q < 4; q++)
+                        UNROLLED for (int q = 0; q < 4; q++)
                             Eight<EIGHT_A, EIGHT_B, PART>::run(
                                 sum, wgmma_descriptor<true>(a + i * 8192 + q * 32),
                                 wgmma_descriptor<true>(b + at * 128 + q * 32), q);
                         wgmma_commit();
                         wgmma_wait<0>();
                         wgmma_hold(sum);
-#pragma unroll
-                        for (int e = 0; e < PART / 2; e++) acc[i][at / 2 + e] += sum[e];
+                        UNROLLED for (int e = 0; e < PART / 2; e++) acc[i][at / 2 + e] += sum[e];
                     }
                 if (CLUSTER == 1) {
                     if (lane == 0) mbarrier_arrive(empty + s * 8);
@@ -565,11 +540,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 u32 b = base + s * STAGE_BYTES + A_BYTES;
                 mbarrier_wait(full + s * 8, phase);
                 wgmma_fence();
-#pragma unroll
-                for (int q = 0; q < BK / 16; q++) {
+                UNROLLED for (int q = 0; q < BK / 16; q++) {
                     u64 db = wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048));
-#pragma unroll
-                    for (int i = 0; i < MI; i++)
+                    UNROLLED for (int i = 0; i < MI; i++)
                         Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
                             acc[i],
                             wgmma_descriptor<!TRANS_A>(a + i * 8192 + q * (TRANS_A ? 2048 : 32)), db,
@@ -591,8 +564,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             // BIG: the first step apart, ptxas sees that it needs no sums of the tile before, whose
             // registers are then free as its epilogue goes on
             if (BIG) multiply(false, true);
-#pragma unroll 1
-            for (int step = BIG; step < steps; step++) multiply(step > 0, false);
+            ROLLED for (int step = BIG; step < steps; step++) multiply(step > 0, false);
             if (PINGPONG) bar_arrive(3 - group, 256);
             wgmma_wait<0>();
             {
@@ -620,8 +592,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (EPI_COLS && !ALONE) {
                 if (BIG) load_columns();
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);  // the last tile's readers are done
-#pragma unroll
-                for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
+                UNROLLED for (int i = 0; i < (BN + SHARERS - 1) / SHARERS; i++) {
                     int at = column + i * SHARERS;
                     if (at < BN) {
                         columns[at] = cv[1][i];
@@ -631,16 +602,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 bar_sync(4 + (PINGPONG ? group : 0), SHARERS);
             }
             float2 sums[MI][2] = {};  // over this tile's columns: acc, acc (c - mean) rstd
-#pragma unroll
-            for (int pass = TWICE ? 0 : 1; pass < 2; pass++) {
-#pragma unroll
-            for (int i = 0; i < MI; i++) {
+            UNROLLED for (int pass = TWICE ? 0 : 1; pass < 2; pass++) {
+            UNROLLED for (int i = 0; i < MI; i++) {
                 if (EPI_ROWS && (pass == 0 || !TWICE)) need_rows(i);
                 Dots dots[2] = {};
                 struct { float shift, sum, square; } of[2] = {};  // MOMENTS, of two rows
                 int m = t.m + wrow + i * 64;
-#pragma unroll
-                for (int j = 0; j < BOXES; j++) {
+                UNROLLED for (int j = 0; j < BOXES; j++) {
                     bool plain = DIRECT || j >= FULL;  // a narrow block goes by plain stores
                     if (C_BOXES && !plain) mbarrier_wait(cbar + c_slot * 8, c_phase);
                     int half = PAIRED ? (i * FULL + j) % 2 : GATE ? j % 2 : 0;  // of what is stored at once
@@ -652,16 +620,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     }
                     float2 k0[4][2] = {}, k1[4][2] = {};
                     auto read_columns = [&](int q) {
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
+                        UNROLLED for (int e = 0; e < 2; e++) {
                             int nn = j * 64 + q * 16 + lane % 4 * 2 + e * 8;
                             if (EPI_COLS > 0) k1[q][e] = *(float2*)&columns[nn];
                             if (EPI_COLS > 1) k0[q][e] = *(float2*)&columns[BN + nn];
                         }
                     };
                     read_columns(0);
-#pragma unroll
-                    for (int q = 0; q < 4 && j * 64 + q * 16 < BN; q++) {
+                    UNROLLED for (int q = 0; q < 4 && j * 64 + q * 16 < BN; q++) {
                         if (EVEN) __syncwarp();  // or ptxas would load far ahead, and spill
                         int n = j * 64 + q * 16 + lane % 4 * 2;  // and n + 8, in the tile
                         u32 swizzled = brow * 128 + (((q * 2 + bchunk) ^ (brow & 7)) << 4);
@@ -671,8 +637,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         float2 cs[4] = {}, zs[4] = {};
                         float vs[8], slope[8];
                         // e: row lane/4 + 8 (e%2), columns + 8 (e/2)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
+                        UNROLLED for (int e = 0; e < 4; e++) {
                             int h = e % 2, nn = n + e / 2 * 8;
                             float2 v = {acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2],
                                         acc[i][j * 32 + q * 8 + e / 2 * 4 + h * 2 + 1]};
@@ -711,8 +676,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #if GATE
                         float gate[4] = {vs[0], vs[2], vs[4], vs[6]};
                         activate_all(gate, gate, act_alpha);
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
+                        UNROLLED for (int h = 0; h < 2; h++) {
                             float2 v = {gate[h] * vs[h * 2 + 1], gate[h + 2] * vs[h * 2 + 5]};
                             int gm = m + h * 8 + lane / 4, gn = (t.n + j * 64) / 2 + q * 8 + lane % 4 * 2;
                             if (DIRECT && gm < M && gn < N / 2) {
@@ -733,14 +697,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         if (plain || !PACKED_ACT) activate_all(vs, slope, act_alpha);
 #ifdef SAVE_ACT
                         activate<TO>(slope, act_alpha);
-#pragma unroll
-                        for (int e = 0; e < 4; e++) zs[e] = {slope[e * 2], slope[e * 2 + 1]};
+                        UNROLLED for (int e = 0; e < 4; e++) zs[e] = {slope[e * 2], slope[e * 2 + 1]};
 #endif
 #if EPI_DW == 2
                         Dots down[2][2] = {};  // of two columns and the two 8 behind
 #endif
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
+                        UNROLLED for (int e = 0; e < 4; e++) {
                             int h = e % 2, nn = n + e / 2 * 8;
                             int gm = m + h * 8 + lane / 4, gn = t.n + nn;
                             i64 at = ((i64)t.batch * M + gm) * N + gn;
@@ -788,14 +750,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #endif
                         }
 #if EPI_DW == 2  // sums of the warp's 16 rows
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
+                        UNROLLED for (int e = 0; e < 2; e++) {
                             float sum[4] = {down[e][0].gamma, down[e][1].gamma, down[e][0].beta,
                                             down[e][1].beta};
-#pragma unroll
-                            for (int at = 0; at < 4; at++)
-#pragma unroll
-                                for (int step = 4; step < 32; step *= 2)
+                            UNROLLED for (int at = 0; at < 4; at++)
+                                UNROLLED for (int step = 4; step < 32; step *= 2)
                                     sum[at] += __shfl_xor_sync(~0u, sum[at], step);
                             int gn = t.n + n + e * 8;
                             float* to_part = part + (i64)(m / 16) * 2 * N + gn;
@@ -854,16 +813,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 bar_sync(7 + group, 128);
 #endif
 #if EPI_EXP
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+                UNROLLED for (int h = 0; h < 2; h++) {
                     float sum = quad_sum(of[h].sum);
                     int gm = m + h * 8 + lane / 4;
                     if (lane % 4 == 0 && gm < M) part[(i64)(t.n / BN) * M + gm] = sum;
                 }
 #endif
                 if (MOMENTS) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
+                    UNROLLED for (int h = 0; h < 2; h++) {
                         float sum = quad_sum(of[h].sum), over = sum * (1.0f / BN);
                         float m2 = max_nan(fmaf(-sum, over, quad_sum(of[h].square)), 0.0f);
                         int gm = m + h * 8 + lane / 4;
@@ -873,12 +830,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 }
 #if EPI_DW != 2
                 if (EPI_DW) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
+                    UNROLLED for (int h = 0; h < 2; h++) {
                         int gm = m + h * 8 + lane / 4;
                         float sum[2] = {dots[h].gamma, dots[h].beta};
-#pragma unroll
-                        for (int which = 0; which < 2; which++) {
+                        UNROLLED for (int which = 0; which < 2; which++) {
                             sum[which] += __shfl_xor_sync(~0u, sum[which], 1);
                             sum[which] += __shfl_xor_sync(~0u, sum[which], 2);
                             if (lane % 4 == 0 && gm < M)

@@ -38,8 +38,7 @@ extern "C" __global__ void gather_nd(const T* x, const IDX* index, T* y, i64 n, 
     const i64 d[6] = {d0, d1, d2, d3, d4, d5};
     i64 from = b;
     bool inside = true;
-#pragma unroll
-    for (int a = 0; a < 6; a++)
+    UNROLLED for (int a = 0; a < 6; a++)
         if (a < q) {
             i64 k = (i64)index[r * q + a];
             if (k < 0) k += d[a];

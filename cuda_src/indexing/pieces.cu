@@ -19,8 +19,7 @@ template <class V> DEVICE void move(const Row& r, u32 begin, u32 end) {
     V kept[EACH];
     V* to[EACH];
     for (u32 first = begin / PER; first < end / PER; first += BLOCK * EACH) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
+        UNROLLED for (int i = 0; i < EACH; i++) {
             const u32 at = first + i * BLOCK + threadIdx.x;
             to[i] = nullptr;
             if (at >= end / PER) continue;
@@ -28,8 +27,7 @@ template <class V> DEVICE void move(const Row& r, u32 begin, u32 end) {
             kept[i] = ((const V*)((const T*)r.x + i0 * r.x0 + i1 * r.x1))[at % n];
             to[i] = (V*)((T*)r.y + i0 * r.y0 + i1 * r.y1) + at % n;
         }
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
+        UNROLLED for (int i = 0; i < EACH; i++)
             if (to[i]) *to[i] = kept[i];
     }
 }

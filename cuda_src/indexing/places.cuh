@@ -15,8 +15,7 @@ DEVICE i64 place(const IDX* index, i64 j, int q, const Sizes& sizes) {
 #else
     i64 to = 0;
     bool inside = true;
-#pragma unroll
-    for (int a = 0; a < 6; a++)  // all six, so that d stays in registers
+    UNROLLED for (int a = 0; a < 6; a++)  // all six, so that d stays in registers
         if (a < q) {
             i64 k = (i64)index[j * q + a];
             if (k < 0) k += sizes.d[a];

@@ -66,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
     if (threadIdx.x < IDS) {
         for (int w = 0; w < WARPS; w++) total += next[w][threadIdx.x];
         before = total;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
+        UNROLLED for (int step = 1; step < 32; step *= 2) {
             const u32 other = __shfl_up_sync(~0u, before, step);
             if (lane >= step) before += other;
         }
@@ -113,19 +112,14 @@ template <class S, class Take> DEVICE void add_rows(Acc (&sum)[VEC], u32 count, 
     for (; k + AHEAD <= count; k += AHEAD) {
         const S* from[AHEAD];
         Vec<S, VEC> v[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) from[u] = take(k + u);
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) v[u] = load<VEC>(from[u]);
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-            for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v[u].at[i]));
+        UNROLLED for (int u = 0; u < AHEAD; u++) from[u] = take(k + u);
+        UNROLLED for (int u = 0; u < AHEAD; u++) v[u] = load<VEC>(from[u]);
+        UNROLLED for (int u = 0; u < AHEAD; u++)
+            UNROLLED for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v[u].at[i]));
     }
     for (; k < count; k++) {
         const Vec<S, VEC> v = load<VEC>(take(k));
-#pragma unroll
-        for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v.at[i]));
+        UNROLLED for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v.at[i]));
     }
 }
 
@@ -145,8 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     const u32 head = row[begin], tail = row[end - 1];
     update += blockIdx.y * WIDE + own;
     sums += (i64)2 * blockIdx.x * inner + blockIdx.y * WIDE;
-#pragma unroll 1
-    for (int slot = 0; slot < 2; slot++, sums += inner) {
+    ROLLED for (int slot = 0; slot < 2; slot++, sums += inner) {
         const u32 of = slot ? tail : head, from = start[of], to = stop[of];
         if (to - from <= part || (slot && head == tail)) continue;  // the same for the block
         const u32 low = from > begin ? from : begin, high = to < end ? to : end;
@@ -154,12 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         u32 count = first >= high ? 0 : high - first < each ? high - first : each;
         if (own >= left) count = 0;
         Acc sum[VEC];
-#pragma unroll
-        for (int i = 0; i < VEC; i++) sum[i] = unit();
+        UNROLLED for (int i = 0; i < VEC; i++) sum[i] = unit();
         add_rows<T>(sum, count, [&](u32 k) { return update + (i64)order[first + k] * inner; });
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < VEC; i++) shared[team][own + i] = sum[i];
+        UNROLLED for (int i = 0; i < VEC; i++) shared[team][own + i] = sum[i];
         __syncthreads();
         for (int c = threadIdx.x; c < WIDE && c < left; c += THREADS) {
             Acc total = unit();
@@ -183,8 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (at != from) return;
     y += (i64)own * inner + column;
     Acc sum[VEC];
-#pragma unroll
-    for (int i = 0; i < VEC; i++) sum[i] = unit();
+    UNROLLED for (int i = 0; i < VEC; i++) sum[i] = unit();
     if (!FRESH) add_rows<T>(sum, 1, [&](u32) { return y; });
     if (count <= part) {
         update += column;
@@ -198,7 +188,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         });
     }
     Vec<T, VEC> v;
-#pragma unroll
-    for (int i = 0; i < VEC; i++) v.at[i] = narrow<T>(sum[i]);
+    UNROLLED for (int i = 0; i < VEC; i++) v.at[i] = narrow<T>(sum[i]);
     store<VEC>(y, v);
 }

@@ -38,8 +38,7 @@ template <int COUNT> DEVICE Open open_before(Open own, Open& all, Open* scratch)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Open none = {combine_unit<Acc>(), OPEN};
     Open s = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    UNROLLED for (int step = 1; step < 32; step *= 2) {
         const Open left = {shuffled(s.sum, step), shuffled(s.start, step)};
         if (lane >= step) s = joined(left, s);
     }
@@ -71,11 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     u32 own[ITEMS + 2];  // with its neighbours'; ~0 beyond the ends, which is no row
     Acc value[ITEMS];
     own[0] = live && at ? row[at - 1] : ~0u;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) own[i + 1] = i < live ? row[at + i] : ~0u;
+    UNROLLED for (int i = 0; i < ITEMS; i++) own[i + 1] = i < live ? row[at + i] : ~0u;
     own[ITEMS + 1] = live == ITEMS && at + ITEMS < count ? row[at + ITEMS] : ~0u;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         value[i] = combine_unit<Acc>();
         if (i < live) {
             const u32 from = order[at + i];
@@ -87,15 +84,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     Open mine = {combine_unit<Acc>(), OPEN};
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const bool start = i < live && own[i + 1] != own[i];
         mine = joined(mine, opened(value[i], start));
     }
     if (threadIdx.x == 0) first_row = ~0u;
     Open all, open = open_before<THREADS>(mine, all, scratch);
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         if (i >= live) break;
         open = joined(open, opened(value[i], own[i + 1] != own[i]));
         if (own[i + 2] == own[i + 1]) continue;

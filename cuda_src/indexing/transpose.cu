@@ -47,22 +47,17 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
     const int lane = threadIdx.x % 32 * VEC, warp = threadIdx.x / 32;
     Vec<T, VEC> v[TILE / 8];
-#pragma unroll
-    for (int k = 0; k < TILE / 8; k++) {
+    UNROLLED for (int k = 0; k < TILE / 8; k++) {
         const IDX q = q0 + warp + 8 * k, p = p0 + lane;
         if (q < dq && p < dp) v[k] = load<VEC>(x + q * x_q + p);
     }
-#pragma unroll
-    for (int k = 0; k < TILE / 8; k++)
-#pragma unroll
-        for (int j = 0; j < VEC; j++) tile[warp + 8 * k][lane + j] = v[k].at[j];
+    UNROLLED for (int k = 0; k < TILE / 8; k++)
+        UNROLLED for (int j = 0; j < VEC; j++) tile[warp + 8 * k][lane + j] = v[k].at[j];
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < TILE / 8; k++) {
+    UNROLLED for (int k = 0; k < TILE / 8; k++) {
         const IDX p = p0 + warp + 8 * k, q = q0 + lane;
         Vec<T, VEC> w;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) w.at[j] = tile[lane + j][warp + 8 * k];
+        UNROLLED for (int j = 0; j < VEC; j++) w.at[j] = tile[lane + j][warp + 8 * k];
         if (q < dq && p < dp) store<VEC>(y + ROW_OF_Y + q, w);
     }
 }

@@ -36,8 +36,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int k = threadIdx.x * VEC; k < wide * high; k += 256 * VEC) {
         const int p = k / wide, q = k % wide;
         Vec<T, VEC> w;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) w.at[j] = run[(q + j) * high + p];
+        UNROLLED for (int j = 0; j < VEC; j++) w.at[j] = run[(q + j) * high + p];
         store<VEC>(y + p * y_p + q, w);
     }
 }

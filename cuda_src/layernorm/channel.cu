@@ -18,8 +18,7 @@ constexpr int ROWS = 4;
 DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more)[3], const ACC* m, const ACC* a,
                   const ACC* b, int step) {
     Vec<TY, VEC> out;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int j = 0; j < VEC; j++) {
         const ACC v = ((ACC)widen(own.at[j]) - m[j * step]) * a[j * step] + b[j * step];
         out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(more[0].at[j]), widen(more[1].at[j]),
                                                              widen(more[2].at[j])));
@@ -47,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     const Vec<P, VEC> scales = of_channels(scale, q, inner), biases = of_channels(bias, q, inner);
     Vec<M, VEC> means, variances;
     if (!GROUPED) means = of_channels(mean, q, inner), variances = of_channels(variance, q, inner);
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int j = 0; j < VEC; j++) {
         const i64 stat = image * (channels / per) + (inner == 1 ? q + j : (q + j) / inner) / per;
         if (GROUPED) means.at[j] = mean[stat], variances.at[j] = variance[stat];
         a[j] = (ACC)widen(scales.at[j]) / sqrt((ACC)widen(variances.at[j]) + (ACC)epsilon);
@@ -56,11 +54,9 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     }
     for (i64 first = t / across % slots; first < rows; first += ROWS * slots) {
         Vec<T, VEC> own[ROWS], more[ROWS][3];
-#pragma unroll
-        for (int k = 0; k < ROWS; k++)
+        UNROLLED for (int k = 0; k < ROWS; k++)
             if (first + k * slots < rows) fetch(base + (first + k * slots) * columns + q, own[k], more[k]);
-#pragma unroll
-        for (int k = 0; k < ROWS; k++)
+        UNROLLED for (int k = 0; k < ROWS; k++)
             if (first + k * slots < rows) apply(y, base + (first + k * slots) * columns + q, own[k], more[k], m, a, b, 1);
     }
 #else

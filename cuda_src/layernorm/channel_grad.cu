@@ -47,23 +47,20 @@ extern "C" __global__ void __launch_bounds__(256)
         const Vec<ACC, VEC> means = of_channels(mean, q, inner), variances = of_channels(variance, q, inner);
         Vec<P, VEC> scales, biases;
         if (RELU) scales = of_channels(scale, q, inner), biases = of_channels(bias, q, inner);
-#pragma unroll
-        for (int j = 0; j < VEC; j++)
+        UNROLLED for (int j = 0; j < VEC; j++)
             open[j] = gate(scales.at[j], biases.at[j], means.at[j], variances.at[j], epsilon);
 #pragma unroll 4
         for (u32 n = split * chunk + ty; n < last; n += TY) {
             const i64 at = (i64)n * columns + q;
             const Vec<T, VEC> v = load<VEC>(x + at), d = load<VEC>(dy + at);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC each = open[j].of(v.at[j], d.at[j]);
                 a[j] += each * ((ACC)widen(v.at[j]) - open[j].m);
                 b[j] += each;
             }
         }
     }
-#pragma unroll
-    for (int j = 0; j < VEC; j++) scratch[0][ty][j * PITCH + tx] = a[j], scratch[1][ty][j * PITCH + tx] = b[j];
+    UNROLLED for (int j = 0; j < VEC; j++) scratch[0][ty][j * PITCH + tx] = a[j], scratch[1][ty][j * PITCH + tx] = b[j];
     __syncthreads();
     for (u32 k = threadIdx.x; k < 2 * TX * VEC; k += 256) {
         const u32 which = k / (TX * VEC), own = k % (TX * VEC), column = blockIdx.x % tiles * (TX * VEC) + own;
@@ -83,8 +80,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u32 k = split * chunk + threadIdx.x; k < last; k += 256) {
         const i64 at = ((i64)(k / per) * channels + c) * inner + k % per * VEC;
         const Vec<T, VEC> v = load<VEC>(x + at), d = load<VEC>(dy + at);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC each = open.of(v.at[j], d.at[j]);
             a += each * ((ACC)widen(v.at[j]) - open.m);
             b += each;
@@ -116,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     __syncthreads();
     if (ty || c >= channels) return;
     s = 0;
-#pragma unroll
-    for (int k = 0; k < 32; k++) s += strips[k][tx];
+    UNROLLED for (int k = 0; k < 32; k++) s += strips[k][tx];
     P* out = blockIdx.y ? dbias : dscale;
     if (out) out[c] = narrow<P>(s);
     const ACC root = sqrt(variance[c] + (ACC)epsilon);
@@ -149,21 +144,17 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const Vec<ACC, VEC> c1 = of_channels(sums + channels, q, inner), a = of_channels(sums + 2 * channels, q, inner);
     Vec<ACC, VEC> b = {};
     if (RELU) b = of_channels(sums + 3 * channels, q, inner);
-#pragma unroll
-    for (int j = 0; j < VEC; j++) how[j] = {{means.at[j], a.at[j], b.at[j]}, c2.at[j], c1.at[j]};
+    UNROLLED for (int j = 0; j < VEC; j++) how[j] = {{means.at[j], a.at[j], b.at[j]}, c2.at[j], c1.at[j]};
     for (i64 first = t / across; first < rows; first += ROWS * slots) {
         Vec<T, VEC> v[ROWS], d[ROWS];
-#pragma unroll
-        for (int k = 0; k < ROWS; k++)
+        UNROLLED for (int k = 0; k < ROWS; k++)
             if (first + k * slots < rows) {
                 v[k] = load<VEC>(x + (first + k * slots) * columns + q);
                 d[k] = load<VEC>(dy + (first + k * slots) * columns + q);
             }
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
+        UNROLLED for (int k = 0; k < ROWS; k++) {
             if (first + k * slots >= rows) break;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) v[k].at[j] = how[j].of(v[k].at[j], d[k].at[j]);
+            UNROLLED for (int j = 0; j < VEC; j++) v[k].at[j] = how[j].of(v[k].at[j], d[k].at[j]);
             store<VEC>(dx + (first + k * slots) * columns + q, v[k]);
         }
     }
@@ -175,8 +166,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const Gradient how = {{mean[c], own[2 * channels], RELU ? own[3 * channels] : 0}, own[0], own[channels]};
     Vec<T, VEC> v = load<VEC>(x + i);
     const Vec<T, VEC> d = load<VEC>(dy + i);
-#pragma unroll
-    for (int j = 0; j < VEC; j++) v.at[j] = how.of(v.at[j], d.at[j]);
+    UNROLLED for (int j = 0; j < VEC; j++) v.at[j] = how.of(v.at[j], d.at[j]);
     store<VEC>(dx + i, v);
 #endif
 }

@@ -6,7 +6,6 @@
 template <class E> DEVICE Vec<E, VEC> of_channels(const E* from, i64 q, i64 inner) {
     if (inner == 1 && ((u64)from & 15) == 0) return load<VEC>(from + q);
     Vec<E, VEC> found;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) found.at[j] = from[inner == 1 ? q + j : (q + j) / inner];
+    UNROLLED for (int j = 0; j < VEC; j++) found.at[j] = from[inner == 1 ? q + j : (q + j) / inner];
     return found;
 }

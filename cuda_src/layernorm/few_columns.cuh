@@ -11,8 +11,8 @@ template <bool ALONG, class E> struct Share {
     Vec<E, VEC> part[PRODUCT];
 
     DEVICE void read(const E* w, i64 i, i64 length) {
-#pragma unroll
-        for (int k = 0; k < PRODUCT; k++) part[k] = load<VEC>(w + (ALONG ? k * length + i : i * PRODUCT + k * VEC));
+        UNROLLED for (int k = 0; k < PRODUCT; k++)
+            part[k] = load<VEC>(w + (ALONG ? k * length + i : i * PRODUCT + k * VEC));
     }
     // Line k at the thread's element j.
     DEVICE ACC at(int k, int j) const {

@@ -35,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 #if PRODUCT
         Share<!TURNED, T> share[ITEMS];
 #endif
-#pragma unroll
-        for (int u = 0; u < ITEMS; u++) {
+        UNROLLED for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
             if (i < length) {
                 kept_x[u] = load<VEC>(x + row * length + i);
@@ -54,24 +53,18 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         }
 #if PRODUCT
         T a[PRODUCT];
-#pragma unroll
-        for (int k = 0; k < PRODUCT; k++) a[k] = dy[row * PRODUCT + k];
-#pragma unroll
-        for (int u = 0; u < ITEMS; u++)
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int k = 0; k < PRODUCT; k++) a[k] = dy[row * PRODUCT + k];
+        UNROLLED for (int u = 0; u < ITEMS; u++)
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 ACC d = 0;
-#pragma unroll
-                for (int k = 0; k < PRODUCT; k++) d += (ACC)widen(a[k]) * share[u].at(k, j);
+                UNROLLED for (int k = 0; k < PRODUCT; k++) d += (ACC)widen(a[k]) * share[u].at(k, j);
                 kept_dy[u].at[j] = narrow<T>(d);
             }
 #endif
         Pair s = {0, 0};
-#pragma unroll
-        for (int u = 0; u < ITEMS; u++)
+        UNROLLED for (int u = 0; u < ITEMS; u++)
             if (u * STEP + threadIdx.x * VEC < length)
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
+                UNROLLED for (int j = 0; j < VEC; j++) {
                     const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs, d = widen(kept_dy[u].at[j]);
                     const ACC g = d * (ACC)widen(w[u].at[j]);
                     s.a += g, s.b += g * xh;
@@ -79,8 +72,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
                     if (!RMS) sum_dy[u].at[j] += d;
                 }
         if (row + gridDim.x >= rows)  // its last row: the stores are under way beside the sums
-#pragma unroll
-            for (int u = 0; u < ITEMS; u++) {
+            UNROLLED for (int u = 0; u < ITEMS; u++) {
                 const int i = u * STEP + threadIdx.x * VEC;
                 if (i < length) store<VEC>(part + i, sum_xh[u]);
                 if (i < length && !RMS) store<VEC>(part + length + i, sum_dy[u]);
@@ -88,12 +80,10 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         s = team_merge<TEAM>(s, [](Pair a, Pair b) { return Pair{a.a + b.a, a.b + b.b}; }, scratch);
         if (!dx) continue;
         const ACC c1 = RMS ? (ACC)0 : s.a / (ACC)length, c2 = s.b / (ACC)length;
-#pragma unroll
-        for (int u = 0; u < ITEMS; u++) {
+        UNROLLED for (int u = 0; u < ITEMS; u++) {
             const int i = u * STEP + threadIdx.x * VEC;
             Vec<TY, VEC> t;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs;
                 const ACC g = (ACC)widen(kept_dy[u].at[j]) * (ACC)widen(w[u].at[j]);
                 const ACC d = rs * (g - c1 - xh * c2), s = SKIP ? d + (ACC)widen(kept_s[u].at[j]) : d;

@@ -28,8 +28,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     for (i64 i = first + threadIdx.x * VEC; i < end; i += BLOCK * VEC) {
         const Vec<T, VEC> t = load<VEC>(x + row * length + i), d = load<VEC>(dy + row * length + i);
         const Vec<P, VEC> w = load<VEC>(scale + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC g = (ACC)widen(d.at[j]) * (ACC)widen(w.at[j]);
             s.a += g, s.b += g * (((ACC)widen(t.at[j]) - mu) * rs);
         }
@@ -70,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
             if (OPERANDS > 2) e[2] = load<VEC>(e3 + at);
         }
         Vec<TY, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC xh = ((ACC)widen(t.at[j]) - mu) * rs, own = widen(d.at[j]);
             sum_xh.at[j] += own * xh;
             if (!RMS) sum_dy.at[j] += own;

@@ -39,8 +39,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (c < channels) {
         ACC m[VEC], a[VEC], b[VEC];
         const Vec<P, VEC> scales = of_channels(scale, c, 1), biases = of_channels(bias, c, 1);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const u32 group = image * groups + (c + j) / per;
             m[j] = mean[group], a[j] = (ACC)widen(scales.at[j]) / sqrt(variance[group] + (ACC)epsilon);
             b[j] = widen(biases.at[j]);
@@ -48,17 +47,14 @@ extern "C" __global__ void __launch_bounds__(256)
         const i64 base = (i64)image * pixels * channels + c;
         for (u32 n = split * chunk + ty; n < last; n += ROWS * TY) {
             Vec<T, VEC> v[ROWS], d[ROWS];
-#pragma unroll
-            for (int k = 0; k < ROWS; k++)
+            UNROLLED for (int k = 0; k < ROWS; k++)
                 if (n + k * TY < last) {
                     v[k] = load<VEC>(x + base + (i64)(n + k * TY) * channels);
                     d[k] = load<VEC>(dy + base + (i64)(n + k * TY) * channels);
                 }
-#pragma unroll
-            for (int k = 0; k < ROWS; k++) {
+            UNROLLED for (int k = 0; k < ROWS; k++) {
                 if (n + k * TY >= last) break;
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
+                UNROLLED for (int j = 0; j < VEC; j++) {
                     const ACC centred = (ACC)widen(v[k].at[j]) - m[j];
                     const ACC dz = slope(d[k].at[j], centred, a[j], b[j], alpha);
                     s[j] += dz, t[j] += dz * centred;
@@ -66,15 +62,13 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
     }
-#pragma unroll
-    for (int j = 0; j < VEC; j++) scratch[0][ty][j * PITCH + tx] = s[j], scratch[1][ty][j * PITCH + tx] = t[j];
+    UNROLLED for (int j = 0; j < VEC; j++) scratch[0][ty][j * PITCH + tx] = s[j], scratch[1][ty][j * PITCH + tx] = t[j];
     __syncthreads();
     for (u32 k = threadIdx.x; k < 2 * TX * VEC; k += 256) {
         const u32 which = k / (TX * VEC), own = k % (TX * VEC), channel = tile * (TX * VEC) + own;
         if (channel >= channels) continue;
         ACC sum = 0;
-#pragma unroll
-        for (int i = 0; i < TY; i++) sum += scratch[which][i][own % VEC * PITCH + own / VEC];
+        UNROLLED for (int i = 0; i < TY; i++) sum += scratch[which][i][own % VEC * PITCH + own / VEC];
         part[((i64)(image * 2 + which) * channels + channel) * splits + split] = sum;
     }
 #else
@@ -88,17 +82,14 @@ extern "C" __global__ void __launch_bounds__(256)
     ACC s = 0, t = 0;
     for (u32 n = split * chunk + threadIdx.x % TEAM; n < last; n += ROWS * TEAM) {
         Vec<T, VEC> v[ROWS], d[ROWS];
-#pragma unroll
-        for (int k = 0; k < ROWS; k++)
+        UNROLLED for (int k = 0; k < ROWS; k++)
             if (n + k * TEAM < last) {
                 v[k] = load<VEC>(x + base + (n + k * TEAM) * VEC);
                 d[k] = load<VEC>(dy + base + (n + k * TEAM) * VEC);
             }
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
+        UNROLLED for (int k = 0; k < ROWS; k++) {
             if (n + k * TEAM >= last) break;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC centred = (ACC)widen(v[k].at[j]) - m;
                 const ACC dz = slope(d[k].at[j], centred, a, b, alpha);
                 s += dz, t += dz * centred;
@@ -161,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (image >= images) return;
     ACC m[VEC], a[VEC], b[VEC], one[VEC], two[VEC];
     const Vec<P, VEC> scales = of_channels(scale, c, 1), biases = of_channels(bias, c, 1);
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int j = 0; j < VEC; j++) {
         const u32 group = image * groups + (c + j) / per;
         m[j] = mean[group], a[j] = (ACC)widen(scales.at[j]) / sqrt(variance[group] + (ACC)epsilon);
         b[j] = widen(biases.at[j]), one[j] = means[2 * group], two[j] = means[2 * group + 1];
@@ -170,17 +160,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const i64 base = (i64)image * pixels * channels + c;
     for (u32 n = split; n < pixels; n += DX_ROWS * splits) {
         Vec<T, VEC> v[DX_ROWS], d[DX_ROWS];
-#pragma unroll
-        for (int k = 0; k < DX_ROWS; k++)
+        UNROLLED for (int k = 0; k < DX_ROWS; k++)
             if (n + k * splits < pixels) {
                 v[k] = load<VEC>(x + base + (i64)(n + k * splits) * channels);
                 d[k] = load<VEC>(dy + base + (i64)(n + k * splits) * channels);
             }
-#pragma unroll
-        for (int k = 0; k < DX_ROWS; k++) {
+        UNROLLED for (int k = 0; k < DX_ROWS; k++) {
             if (n + k * splits >= pixels) break;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC centred = (ACC)widen(v[k].at[j]) - m[j];
                 const ACC dz = slope(d[k].at[j], centred, a[j], b[j], alpha);
                 v[k].at[j] = narrow<T>(a[j] * dz - one[j] - centred * two[j]);
@@ -198,17 +185,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     const i64 base = (i64)plane * pixels;
     for (u32 n = split * chunk + threadIdx.x % TEAM; n < last; n += ROWS * TEAM) {
         Vec<T, VEC> v[ROWS], d[ROWS];
-#pragma unroll
-        for (int k = 0; k < ROWS; k++)
+        UNROLLED for (int k = 0; k < ROWS; k++)
             if (n + k * TEAM < last) {
                 v[k] = load<VEC>(x + base + (n + k * TEAM) * VEC);
                 d[k] = load<VEC>(dy + base + (n + k * TEAM) * VEC);
             }
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) {
+        UNROLLED for (int k = 0; k < ROWS; k++) {
             if (n + k * TEAM >= last) break;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC centred = (ACC)widen(v[k].at[j]) - m;
                 const ACC dz = slope(d[k].at[j], centred, a, b, alpha);
                 v[k].at[j] = narrow<T>(a * dz - one - centred * two);

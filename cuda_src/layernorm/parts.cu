@@ -28,8 +28,7 @@ DEVICE Vec<T, VEC> summed(const T* x, const T* residual, i64 at) {
     Vec<T, VEC> t = load<VEC>(x + at);
 #if RESIDUAL
     const Vec<T, VEC> r = load<VEC>(residual + at);
-#pragma unroll
-    for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) + (ACC)widen(r.at[j]));
+    UNROLLED for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) + (ACC)widen(r.at[j]));
 #endif
     return t;
 }
@@ -44,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     constexpr int STEP = BLOCK * VEC;
 #if ITEMS
     Vec<T, VEC> kept[ITEMS];
-#define EACH(u, i) _Pragma("unroll") for (int u = 0, i = own; u < ITEMS; u++, i += STEP) if (i < n)
+#define EACH(u, i) UNROLLED for (int u = 0, i = own; u < ITEMS; u++, i += STEP) if (i < n)
 #define AGAIN(u, i) kept[u]
 #else
 #define EACH(u, i) _Pragma("unroll 4") for (int i = own; i < n; i += STEP)
@@ -59,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #if ITEMS
         kept[u] = t;
 #endif
-#pragma unroll
-        for (int j = 0; j < VEC; j++) total += RMS ? (ACC)widen(t.at[j]) * (ACC)widen(t.at[j]) : (ACC)widen(t.at[j]);
+        UNROLLED for (int j = 0; j < VEC; j++)
+            total += RMS ? (ACC)widen(t.at[j]) * (ACC)widen(t.at[j]) : (ACC)widen(t.at[j]);
     }
     total = team_sum<BLOCK>(total, scratch);
     State s = {(ACC)n, 0, total};
@@ -68,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     s.mean = total / (ACC)n, s.squares = 0;
     EACH(u, i) {
         const Vec<T, VEC> t = AGAIN(u, i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) s.squares += ((ACC)widen(t.at[j]) - s.mean) * ((ACC)widen(t.at[j]) - s.mean);
+        UNROLLED for (int j = 0; j < VEC; j++)
+            s.squares += ((ACC)widen(t.at[j]) - s.mean) * ((ACC)widen(t.at[j]) - s.mean);
     }
     s.squares = team_sum<BLOCK>(s.squares, scratch);
 #endif
@@ -108,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         const Vec<P, VEC> a = load<VEC>(scale + i), b = bias ? load<VEC>(bias + i) : Vec<P, VEC>();
 #endif
         Vec<TY, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             ACC v = ((ACC)widen(t.at[j]) - mean) * rstd;
 #if AFFINE
             v *= (ACC)widen(a.at[j]);

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #define AHEAD (AFFINE == 1 && ITEMS && ITEMS * VEC <= 8)
 #if ITEMS
     Vec<T, VEC> kept[ITEMS];
-#define EACH(u, i) _Pragma("unroll") for (int u = 0, i = lane * VEC; u < ITEMS; u++, i += STEP) if (i < n)
+#define EACH(u, i) UNROLLED for (int u = 0, i = lane * VEC; u < ITEMS; u++, i += STEP) if (i < n)
 #define ROW(u, i) kept[u]
 #else
 #define EACH(u, i) for (int i = lane * VEC; i < n; i += STEP)
@@ -42,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     Share<TURNED, TY> share[ITEMS];
     ACC products[PRODUCT] = {};
     if (c && lane == 0)
-#pragma unroll
-        for (int k = 0; k < PRODUCT; k++) products[k] = widen(c[k]);
+        UNROLLED for (int k = 0; k < PRODUCT; k++) products[k] = widen(c[k]);
 #endif
 #if AHEAD
     Vec<P, VEC> scales[ITEMS], biases[ITEMS] = {};
@@ -59,15 +58,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #endif
 #if RESIDUAL
         const Vec<T, VEC> r = load<VEC>(residual + base + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) + (ACC)widen(r.at[j]));
+        UNROLLED for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) + (ACC)widen(r.at[j]));
         if (sum) store<VEC>(sum + base + i, t);
 #endif
 #if ITEMS
         kept[u] = t;
 #endif
-#pragma unroll
-        for (int j = 0; j < VEC; j++) total += RMS ? (ACC)widen(t.at[j]) * (ACC)widen(t.at[j]) : (ACC)widen(t.at[j]);
+        UNROLLED for (int j = 0; j < VEC; j++)
+            total += RMS ? (ACC)widen(t.at[j]) * (ACC)widen(t.at[j]) : (ACC)widen(t.at[j]);
     }
     ACC mean = team_sum<TEAM>(total, scratch) / (ACC)length, variance = mean;
     if (RMS) mean = 0;
@@ -75,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     ACC squares = 0;
     EACH(u, i) {
         const Vec<T, VEC> t = ROW(u, i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) squares += ((ACC)widen(t.at[j]) - mean) * ((ACC)widen(t.at[j]) - mean);
+        UNROLLED for (int j = 0; j < VEC; j++) squares += ((ACC)widen(t.at[j]) - mean) * ((ACC)widen(t.at[j]) - mean);
     }
     variance = team_sum<TEAM>(squares, scratch) / (ACC)length;
 #endif
@@ -103,8 +100,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         const i64 at = channel + i / (int)inner;
         const ACC a = widen(scale[at]), b = widen(bias[at]);
 #endif
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             ACC v = ((ACC)widen(t.at[j]) - mean) * rstd;
 #if AFFINE == 1
             v *= (ACC)widen(a.at[j]);
@@ -116,10 +112,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         }
         if (!PRODUCT || y) store<VEC>(y + base + i, out);
 #if PRODUCT
-#pragma unroll
-        for (int k = 0; k < PRODUCT; k++)
-#pragma unroll
-            for (int j = 0; j < VEC; j++) products[k] += (ACC)widen(out.at[j]) * share[u].at(k, j);
+        UNROLLED for (int k = 0; k < PRODUCT; k++)
+            UNROLLED for (int j = 0; j < VEC; j++) products[k] += (ACC)widen(out.at[j]) * share[u].at(k, j);
 #endif
     }
 #if PRODUCT
@@ -130,12 +124,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     __syncthreads();
     products[0] = 0;
     if (lane < 32 && mine.first < mine.end)
-#pragma unroll
-        for (int v = 0; v < TEAM / 32; v++) products[0] += warps[v][mine.first];
+        UNROLLED for (int v = 0; v < TEAM / 32; v++) products[0] += warps[v][mine.first];
 #endif
     if (live && lane < 32)
-#pragma unroll
-        for (int k = 0; k < (PRODUCT + TEAM - 1) / TEAM; k++)
+        UNROLLED for (int k = 0; k < (PRODUCT + TEAM - 1) / TEAM; k++)
             if (mine.first + k < mine.end) z[row * PRODUCT + mine.first + k] = narrow<TY>(products[k]);
 #endif
 }

@@ -42,8 +42,7 @@ static_assert(!WG || (AM == 16 * WARPS && BK == AM && BM == 64), "a warpgroup ha
 
 // Rows row.. and 64 columns col.. of a dense [rows, cols] matrix, zeros outside, 128-byte swizzled.
 template <int R> DEVICE void load_block(u32 to, const T* from, int row, int rows, int col, int cols) {
-#pragma unroll
-    for (int first = 0; first < R * 8; first += THREADS) {
+    UNROLLED for (int first = 0; first < R * 8; first += THREADS) {
         int at = first + threadIdx.x, r = at / 8, c = at % 8;
         if (R * 8 % THREADS && at >= R * 8) break;
         bool in = row + r < rows && col + c * 8 < cols;
@@ -79,8 +78,7 @@ constexpr int RUNNING = WG && BLOCKS == 1;
 template <int SLOTS, int EXTRA, class Load, class Multiply>
 DEVICE void pipeline(u32 base, int steps, Load load, Multiply multiply) {
     constexpr int AHEAD = SLOTS - 1 - RUNNING;
-#pragma unroll
-    for (int s = 0; s < AHEAD; s++) {
+    UNROLLED for (int s = 0; s < AHEAD; s++) {
         if (s < steps + EXTRA) load(base + s * STAGE, s);
         cp_async_commit();
     }
@@ -120,8 +118,7 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
         base, steps,
         [&](u32 to, int step) {
             if (step == steps) {  // x's tile, for the epilogue
-#pragma unroll
-                for (int b = 0; b < (AK + 63) / 64; b++)
+                UNROLLED for (int b = 0; b < (AK + 63) / 64; b++)
                     load_block<AM>(to + b * AM * 128, x, m0, M, k0 + b * 64, K);
                 return;
             }
@@ -133,27 +130,22 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
             u32 a = base + slot, b = a + AM * 128;
 #if WG
             wgmma_fence();
-#pragma unroll
-            for (int q = 0; q < N_STEP / 16; q++)
+            UNROLLED for (int q = 0; q < N_STEP / 16; q++)
                 Wgmma<T, AK, 0, 0>::run(acc[0], wgmma_descriptor<true>(a + warp / 4 * 8192 + q * 32),
                                         wgmma_descriptor<true>(b + q * 32), step | q);
             wgmma_commit();
             wgmma_wait<RUNNING>();
 #else
-#pragma unroll
-            for (int q = 0; q < N_STEP / 16; q++) {
+            UNROLLED for (int q = 0; q < N_STEP / 16; q++) {
                 u32 fa[AI][4];
-#pragma unroll
-                for (int i = 0; i < AI; i++)
+                UNROLLED for (int i = 0; i < AI; i++)
                     ldmatrix_x4<false>(fa[i],
                                        swizzled(a, wm + i * 16 + lane % 16, q * 2 + lane / 16));
-#pragma unroll
-                for (int j = 0; j < AJ; j += 2) {
+                UNROLLED for (int j = 0; j < AJ; j += 2) {
                     u32 fb[4];
                     ldmatrix_x4<false>(fb, swizzled(b, wk + j * 8 + lane / 16 * 8 + lane % 8,
                                                     q * 2 + lane / 8 % 2));
-#pragma unroll
-                    for (int i = 0; i < AI; i++) {
+                    UNROLLED for (int i = 0; i < AI; i++) {
                         mma(*(float(*)[4]) & acc[i][j * 4], fa[i], fb, T{});
                         mma(*(float(*)[4]) & acc[i][j * 4 + 4], fa[i], fb + 2, T{});
                     }
@@ -166,23 +158,18 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
     float* row_sums = (float*)(smem + (steps + 1) % STAGES * STAGE);  // [WAK][AM][2]
     float* column_sums = row_sums + WAK * AM * 2;                     // [WAM][2][AK]
     float mu[AI][2], rs[AI][2], r1[AI][2] = {}, r2[AI][2] = {};
-#pragma unroll
-    for (int i = 0; i < AI; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+    UNROLLED for (int i = 0; i < AI; i++)
+        UNROLLED for (int h = 0; h < 2; h++) {
             int m = m0 + wm + i * 16 + h * 8 + lane / 4;
             mu[i][h] = m < M && mean ? mean[m] : 0.0f;
             rs[i][h] = m < M ? rstd[m] : 0.0f;
         }
-#pragma unroll
-    for (int j = 0; j < AJ; j++) {
+    UNROLLED for (int j = 0; j < AJ; j++) {
         int kk = wk + j * 8 + quad * 2, k = k0 + kk;
         float2 ga = k < K ? unpack2<T>(*(const u32*)(gamma + k)) : float2{};
         float2 with_xh = {}, plain = {};
-#pragma unroll
-        for (int i = 0; i < AI; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+        UNROLLED for (int i = 0; i < AI; i++)
+            UNROLLED for (int h = 0; h < 2; h++) {
                 int r = wm + i * 16 + h * 8 + lane / 4, m = m0 + r;
                 float2 v = {acc[i][j * 4 + h * 2], acc[i][j * 4 + h * 2 + 1]};
                 float2 xh = unpack2<T>(*(const u32*)(xs + swizzled(kk / 64 * AM * 128, r, kk % 64 / 8) +
@@ -205,13 +192,10 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
         sum += __shfl_xor_sync(~0u, sum, 16);
         if (lane < 16) column_sums[(warp % WAM * 2 + up) * AK + kk + right] = sum;
     }
-#pragma unroll
-    for (int i = 0; i < AI; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
+    UNROLLED for (int i = 0; i < AI; i++)
+        UNROLLED for (int h = 0; h < 2; h++) {
             float a = r1[i][h], b = r2[i][h];
-#pragma unroll
-            for (int step = 1; step < 4; step *= 2)
+            UNROLLED for (int step = 1; step < 4; step *= 2)
                 a += __shfl_xor_sync(~0u, a, step), b += __shfl_xor_sync(~0u, b, step);
             float* to = row_sums + (warp / WAM * AM + wm + i * 16 + h * 8 + lane / 4) * 2;
             if (quad == 0) to[0] = a, to[1] = b;
@@ -219,15 +203,13 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
     __syncthreads();
     for (int r = threadIdx.x; r < AM; r += THREADS) {
         float2 total = {};
-#pragma unroll
-        for (int i = 0; i < WAK; i++)
+        UNROLLED for (int i = 0; i < WAK; i++)
             total.x += row_sums[(i * AM + r) * 2], total.y += row_sums[(i * AM + r) * 2 + 1];
         if (m0 + r < M) rows[(i64)(m0 + r) * splits * k_tiles + part * k_tiles + kt] = total;
     }
     for (int c = threadIdx.x; c < 2 * AK; c += THREADS) {
         float total = 0;
-#pragma unroll
-        for (int i = 0; i < WAM; i++) total += column_sums[i * 2 * AK + c];
+        UNROLLED for (int i = 0; i < WAM; i++) total += column_sums[i * 2 * AK + c];
         int which = c / AK, k = k0 + c % AK;
         if (k < K) columns[((i64)(part * m_tiles + mt) * 2 + which) * K + k] = total;
     }
@@ -242,18 +224,15 @@ DEVICE void load_stats(u32 to, const float* mean, const float* rstd, int m, int 
     const float* from = (threadIdx.x < BM / 4 ? mean : rstd) + row;
     to += threadIdx.x * 16;
     if (row + 4 <= M || row >= M) return cp_async_16(to, from, row < M ? 16 : 0);
-#pragma unroll 1
-    for (int i = 0; i < 4; i++) cp_async_4(to + i * 4, from + i, row + i < M ? 4 : 0);
+    ROLLED for (int i = 0; i < 4; i++) cp_async_4(to + i * 4, from + i, row + i < M ? 4 : 0);
 }
 typedef u32 Fragment[4];
 // gamma, beta of a lane's rows: lane / 4 and + 8 of each 16.
 struct Scales {
     float gamma[BI][2], beta[BI][2];
     DEVICE Scales(const T* g, const T* b, int first, int K) {
-#pragma unroll
-        for (int i = 0; i < BI; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+        UNROLLED for (int i = 0; i < BI; i++)
+            UNROLLED for (int h = 0; h < 2; h++) {
                 int k = first + i * 16 + h * 8 + threadIdx.x % 32 / 4;
                 gamma[i][h] = k < K ? to_float(g[k]) : 0.0f;
                 beta[i][h] = k < K && b ? to_float(b[k]) : 0.0f;
@@ -266,8 +245,7 @@ DEVICE void normalised_fragments(Fragment (&h)[BI], u32 xs, const float* mu, con
     int lane = threadIdx.x % 32, m = q * 16 + lane % 4 * 2;
     float2 mu0 = *(const float2*)(mu + m), mu1 = *(const float2*)(mu + m + 8);
     float2 rs0 = *(const float2*)(rs + m), rs1 = *(const float2*)(rs + m + 8);
-#pragma unroll
-    for (int i = 0; i < BI; i++) {
+    UNROLLED for (int i = 0; i < BI; i++) {
         int k = wk + i * 16;
         ldmatrix_x4<true>(h[i], swizzled(xs + k / 64 * BM * 128, q * 16 + lane / 16 * 8 + lane % 8,
                                          k % 64 / 8 + lane / 8 % 2));
@@ -280,14 +258,12 @@ DEVICE void normalised_fragments(Fragment (&h)[BI], u32 xs, const float* mu, con
 #if !WG
 DEVICE void multiply_dz(float (&acc)[BI][BJ * 4], const Fragment (&h)[BI], u32 dzs, int q, int wn) {
     int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < BJ; j += 2) {
+    UNROLLED for (int j = 0; j < BJ; j += 2) {
         int n = wn + j * 8;
         u32 fb[4];
         ldmatrix_x4<true>(
             fb, swizzled(dzs + n / 64 * BM * 128, q * 16 + lane % 16, n % 64 / 8 + lane / 16));
-#pragma unroll
-        for (int i = 0; i < BI; i++) {
+        UNROLLED for (int i = 0; i < BI; i++) {
             mma(*(float(*)[4]) & acc[i][j * 4], h[i], fb, T{});
             mma(*(float(*)[4]) & acc[i][j * 4 + 4], h[i], fb + 2, T{});
         }
@@ -297,15 +273,11 @@ DEVICE void multiply_dz(float (&acc)[BI][BJ * 4], const Fragment (&h)[BI], u32 d
 // The warp's part of dw's tile, at (k0, n0).
 DEVICE void store_dw(const float (&acc)[BI][BJ * 4], T* dw, int k0, int n0, int N, int K) {
     int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < BI; i++)
-#pragma unroll
-        for (int j = 0; j < BJ; j += 4)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+    UNROLLED for (int i = 0; i < BI; i++)
+        UNROLLED for (int j = 0; j < BJ; j += 4)
+            UNROLLED for (int h = 0; h < 2; h++) {
                 u32 v[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++)
+                UNROLLED for (int e = 0; e < 4; e++)
                     v[e] = pack2<T>(acc[i][(j + e) * 4 + h * 2], acc[i][(j + e) * 4 + h * 2 + 1]);
                 uint4 out = gather_block(v[0], v[1], v[2], v[3]);
                 int k = k0 + i * 16 + h * 8 + lane / 4, n = n0 + (j + lane % 4) * 8;
@@ -331,26 +303,22 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
                 load_block<BM>(base + X, x, 0, M, k0, K);
                 load_stats(base + STATS, mean, rstd, 0, M);
             }
-#pragma unroll
-            for (int b = 0; b < BN / 64; b++)
+            UNROLLED for (int b = 0; b < BN / 64; b++)
                 load_block<BM>(to + b * BM * 128, dz, 0, M, (first + step) * BN + b * 64, N);
         },
         [&](u32 slot, int step) {
             if (step == 0)
-#pragma unroll
-                for (int q = 0; q < BM / 16; q++)
+                UNROLLED for (int q = 0; q < BM / 16; q++)
                     normalised_fragments(h[q], base + X, (const float*)(smem + STATS),
                                          (const float*)(smem + STATS) + BM, q, wk, scales);
             float acc[BI][BJ * 4] = {};
-#pragma unroll
-            for (int q = 0; q < BM / 16; q++) multiply_dz(acc, h[q], base + slot, q, wn);
+            UNROLLED for (int q = 0; q < BM / 16; q++) multiply_dz(acc, h[q], base + slot, q, wn);
             int n0 = (first + step) * BN;
             store_dw(acc, dw, k0 + wk, n0 + wn, N, K);
             if (kt == 0)
                 for (int c = threadIdx.x; c < BN; c += THREADS) {
                     float total = 0;
-#pragma unroll
-                    for (int r = 0; r < BM; r++)
+                    UNROLLED for (int r = 0; r < BM; r++)
                         total += to_float(*(const T*)(smem + slot + c / 64 * BM * 128 + r * 128 +
                                                       ((c % 64 / 8 ^ (r & 7)) << 4) + c % 8 * 2));
                     if (n0 + c < N) dc[n0 + c] = from_float<T>(total);
@@ -377,11 +345,9 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
         base, (M + BM - 1) / BM,
         [&](u32 to, int step) {
             int m = step * BM;
-#pragma unroll
-            for (int b = 0; b < BK / 64; b++)
+            UNROLLED for (int b = 0; b < BK / 64; b++)
                 load_block<BM>(to + b * X_BLOCK, x, m, M, k0 + b * 64, K);
-#pragma unroll
-            for (int b = 0; b < BN / 64; b++)
+            UNROLLED for (int b = 0; b < BN / 64; b++)
                 load_block<BM>(to + (BK / 64 + b) * X_BLOCK, dz, m, M, n0 + b * 64, N);
             load_stats(to + STATS, mean, rstd, m, M);
         },
@@ -391,8 +357,7 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
             const float* rs = mu + BM;
 #if WG
             Fragment h[BM / 16][BI];
-#pragma unroll
-            for (int q = 0; q < BM / 16; q++) {  // one is normalised while the ones before multiply
+            UNROLLED for (int q = 0; q < BM / 16; q++) {  // one is normalised while the ones before multiply
                 normalised_fragments(h[q], xs, mu, rs, q, wk, scales);
                 wgmma_fence();
                 Wgmma<T, BN, 0, 1>::run(acc[0], h[q][0],
@@ -400,20 +365,17 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
             }
             wgmma_commit();
 #else
-#pragma unroll
-            for (int q = 0; q < BM / 16; q++) {
+            UNROLLED for (int q = 0; q < BM / 16; q++) {
                 Fragment h[BI];
                 normalised_fragments(h, xs, mu, rs, q, wk, scales);
                 multiply_dz(acc, h, dzs, q, wn);
             }
 #endif
             if (kt == 0 && group < GROUPS)
-#pragma unroll
-                for (int r = group; r < BM; r += GROUPS) {
+                UNROLLED for (int r = group; r < BM; r += GROUPS) {
                     Vec<T, 8> v = *(const Vec<T, 8>*)(smem + slot + (BK / 64 + chunk / 8) * X_BLOCK +
                                                       r * 128 + ((chunk % 8 ^ (r & 7)) << 4));
-#pragma unroll
-                    for (int e = 0; e < 8; e++) column[e] += to_float(v.at[e]);
+                    UNROLLED for (int e = 0; e < 8; e++) column[e] += to_float(v.at[e]);
                 }
 #if WG
             wgmma_wait<0>();
@@ -424,13 +386,11 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
     if (kt == 0) {
         float* sums = (float*)smem;  // [GROUPS][BN]
         if (group < GROUPS)
-#pragma unroll
-            for (int e = 0; e < 8; e++) sums[group * BN + chunk * 8 + e] = column[e];
+            UNROLLED for (int e = 0; e < 8; e++) sums[group * BN + chunk * 8 + e] = column[e];
         __syncthreads();
         for (int c = threadIdx.x; c < BN; c += THREADS) {
             float total = 0;
-#pragma unroll
-            for (int i = 0; i < GROUPS; i++) total += sums[i * BN + c];
+            UNROLLED for (int i = 0; i < GROUPS; i++) total += sums[i * BN + c];
             if (n0 + c < N) dc[n0 + c] = from_float<T>(total);
         }
     }
@@ -468,8 +428,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
         if (at >= (dbeta ? 2 * K : K)) return;
         float total = 0;
         for (int first = 0; first < column_parts; first += 8)  // 8 loads on their way at a time
-#pragma unroll
-            for (int p = first; p < first + 8; p++)
+            UNROLLED for (int p = first; p < first + 8; p++)
                 total += p < column_parts ? columns[(i64)p * 2 * K + at] : 0.0f;
         (at < K ? dgamma[at] : dbeta[at - K]) = from_float<T>(total);
         return;
@@ -478,8 +437,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
     float mu = mean ? mean[m] : 0.0f, rs = rstd[m];
     Vec<T, 4> xv[2], ga[2], more[2] = {};
     int k[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int i = 0; i < 2; i++) {
         k[i] = item % chunks * 256 + i * 128 + lane * 4;
         if (k[i] < K) xv[i] = load<4>(x + (i64)m * K + k[i]), ga[i] = load<4>(gamma + k[i]);
         if (k[i] < K && add) more[i] = load<4>(add + (i64)m * K + k[i]);
@@ -487,29 +445,24 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
     after_previous_launch();
     float4 v[2] = {};
     for (int first = 0; first < splits; first += 4)
-#pragma unroll
-        for (int s = first; s < first + 4; s++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
+        UNROLLED for (int s = first; s < first + 4; s++)
+            UNROLLED for (int i = 0; i < 2; i++) {
                 if (s >= splits || k[i] >= K) continue;
                 float4 p = *(const float4*)(g + ((i64)s * M + m) * K + k[i]);
                 v[i].x += p.x, v[i].y += p.y, v[i].z += p.z, v[i].w += p.w;
             }
     float2 sums = {};
     for (int first = lane; first < row_parts; first += 128)
-#pragma unroll
-        for (int p = first; p < first + 128; p += 32) {
+        UNROLLED for (int p = first; p < first + 128; p += 32) {
             float2 add = p < row_parts ? rows[(i64)m * row_parts + p] : float2{};
             sums.x += add.x, sums.y += add.y;
         }
     float c1 = mean ? warp_sum(sums.x) / K : 0.0f, c2 = warp_sum(sums.y) / K;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int i = 0; i < 2; i++) {
         if (k[i] >= K) continue;
         const float* gg = (const float*)&v[i];
         Vec<T, 4> out;
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
+        UNROLLED for (int e = 0; e < 4; e++) {
             float xh = (to_float(xv[i].at[e]) - mu) * rs;
             float d = rs * (to_float(ga[i].at[e]) * gg[e] - c1 - xh * c2);
             out.at[e] = from_float<T>(add ? d + to_float(more[i].at[e]) : d);
@@ -525,8 +478,7 @@ extern "C" __global__ __launch_bounds__(256) void grad_dz(const T* dy,
     after_previous_launch();
     if (at >= count) return;
     Vec<T, 8> g = load<8>(dy + at), v = load<8>(z + at);
-#pragma unroll
-    for (int e = 0; e < 8; e++)
+    UNROLLED for (int e = 0; e < 8; e++)
         g.at[e] = from_float<T>(times_slope<T>(to_float(g.at[e]), to_float(v.at[e]), act_alpha));
     store<8>(dz + at, g);
 }

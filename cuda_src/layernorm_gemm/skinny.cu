@@ -79,8 +79,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         if (!RMS && seen == 0)
             shift[h] = 0.125f * (((p[0].x + p[0].y) + (p[1].x + p[1].y)) +
                                  ((p[2].x + p[2].y) + (p[3].x + p[3].y)));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLLED for (int i = 0; i < 4; i++) {
             float a = p[i].x - shift[h], b = p[i].y - shift[h];
             s1[h] += a + b;
             s2[h] += a * a + b * b;
@@ -88,12 +87,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     };
     auto share_moments = [&] {  // over the quad, the warps, the cluster: stats[0] mean, stats[1] rstd
         if (wn == 0)
-#pragma unroll
-            for (int h = 0; h < HALVES; h++) {
+            UNROLLED for (int h = 0; h < HALVES; h++) {
                 float over = seen > 0 ? s1[h] / seen : 0.0f;
                 Moments mo = {seen, RMS ? 0.0f : shift[h] + over, RMS ? s2[h] : fmaf(-s1[h], over, s2[h])};
-#pragma unroll
-                for (int step = 1; step < 4; step *= 2) {
+                UNROLLED for (int step = 1; step < 4; step *= 2) {
                     float n = __shfl_xor_sync(~0u, mo.n, step);
                     float mu = __shfl_xor_sync(~0u, mo.mean, step);
                     float m2 = __shfl_xor_sync(~0u, mo.m2, step);
@@ -140,14 +137,12 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
 #if LN == 2
     for (int chunk = mine; chunk < chunks; chunk += SHARE)
         if (chunk * 32 + q * 8 < K) {
-#pragma unroll
-            for (int h = 0; h < HALVES; h++) observe(h, x_at(h, chunk));
+            UNROLLED for (int h = 0; h < HALVES; h++) observe(h, x_at(h, chunk));
             seen += 8;
         }
     share_moments();
     float mu[HALVES], rs[HALVES];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) mu[h] = stats[0][g + h * 8], rs[h] = stats[1][g + h * 8];
+    UNROLLED for (int h = 0; h < HALVES; h++) mu[h] = stats[0][g + h * 8], rs[h] = stats[1][g + h * 8];
 #endif
 
     struct Batch {  // UNROLL chunks of this lane's operands
@@ -159,51 +154,42 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
 #endif
     };
     auto fetch = [&](Batch& to, int first) {
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+        UNROLLED for (int u = 0; u < UNROLL; u++) {
             int chunk = first + u * SHARE, k = chunk * 32 + q * 8;
             bool in = k < K;
 #if TRANS_B
-#pragma unroll
-            for (int j = 0; j < NT; j++) {
+            UNROLLED for (int j = 0; j < NT; j++) {
                 int n = nw + j * 8 + g;
                 to.w[u][j] = in && n < N ? load16(w + n * ldw + k) : uint4{};
             }
 #else
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
+            UNROLLED for (int i = 0; i < 8; i++) {
                 int n = nw + g * NT;  // NT divides N
                 to.w[u][i] = in && n < N ? load<NT / 2>((const u32*)(w + (k + i) * ldw + n))
                                           : Vec<u32, NT / 2>{};
             }
 #endif
-#pragma unroll
-            for (int h = 0; h < HALVES; h++) to.x[u][h] = x_at(h, chunk);
+            UNROLLED for (int h = 0; h < HALVES; h++) to.x[u][h] = x_at(h, chunk);
         }
     };
     auto multiply = [&](Batch& from, int first) {
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+        UNROLLED for (int u = 0; u < UNROLL; u++) {
             int k = (first + u * SHARE) * 32 + q * 8;
 #if LN == 1
             if (k < K) {
-#pragma unroll
-                for (int h = 0; h < HALVES; h++) observe(h, from.x[u][h]);
+                UNROLLED for (int h = 0; h < HALVES; h++) observe(h, from.x[u][h]);
                 seen += 8;
             }
 #elif LN == 2
             if (k < K) {
                 float ga[8], be[8];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
+                UNROLLED for (int i = 0; i < 8; i++) {
                     ga[i] = to_float(gamma[k + i]);
                     be[i] = RMS ? 0.0f : to_float(beta_k[k + i]);
                 }
-#pragma unroll
-                for (int h = 0; h < HALVES; h++) {
+                UNROLLED for (int h = 0; h < HALVES; h++) {
                     u32* words = (u32*)&from.x[u][h];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+                    UNROLLED for (int i = 0; i < 4; i++) {
                         float2 p = unpack2<T>(words[i]);
                         words[i] = pack2<T>((p.x - mu[h]) * rs[h] * ga[2 * i] + be[2 * i],
                                             (p.y - mu[h]) * rs[h] * ga[2 * i + 1] + be[2 * i + 1]);
@@ -211,24 +197,20 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
                 }
             }
 #endif
-#pragma unroll
-            for (int half = 0; half < 2; half++)  // values 0..3, then 4..7 of the lane's eight
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
+            UNROLLED for (int half = 0; half < 2; half++)  // values 0..3, then 4..7 of the lane's eight
+                UNROLLED for (int j = 0; j < NT; j++) {
                     u32 b[2];
 #if TRANS_B
                     const u32* words = (const u32*)&from.w[u][j];
                     b[0] = words[half * 2], b[1] = words[half * 2 + 1];
 #else
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {  // column j of two neighbouring k
+                    UNROLLED for (int i = 0; i < 2; i++) {  // column j of two neighbouring k
                         const auto& k0 = from.w[u][half * 4 + 2 * i];
                         const auto& k1 = from.w[u][half * 4 + 2 * i + 1];
                         b[i] = __byte_perm(k0.at[j / 2], k1.at[j / 2], j % 2 ? 0x7632 : 0x5410);
                     }
 #endif
-#pragma unroll
-                    for (int i = 0; i < MT; i++) {
+                    UNROLLED for (int i = 0; i < MT; i++) {
                         const u32* lo = (const u32*)&from.x[u][HALF ? 0 : 2 * i];
                         const u32* hi = (const u32*)&from.x[u][HALF ? 0 : 2 * i + 1];
                         u32 a[4] = {lo[half * 2], HALF ? 0 : hi[half * 2], lo[half * 2 + 1],
@@ -250,12 +232,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         if (first + 2 * STEP < chunks) fetch(even, first + 2 * STEP);
         multiply(odd, first + STEP);
     }
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int j = 0; j < NT; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
+    UNROLLED for (int i = 0; i < MT; i++)
+        UNROLLED for (int j = 0; j < NT; j++)
+            UNROLLED for (int h = 0; h < 2; h++) {
                 float* to = sums + (wk * ROWS + i * 16 + h * 8 + g) * COLS + (wn * NT + j) * 8 + q * 2;
                 *(float2*)to = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
             }
@@ -267,8 +246,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     if (CLUSTER > 1) {  // the block's sum; then each block finishes its share of the elements
         for (int at = threadIdx.x; at < ROWS * COLS; at += 32 * WARPS) {
             float v = 0;
-#pragma unroll
-            for (int i = 0; i < WK; i++) v += sums[i * ROWS * COLS + at];
+            UNROLLED for (int i = 0; i < WK; i++) v += sums[i * ROWS * COLS + at];
             sums[at] = v;  // nobody else reads this element of slice 0
         }
         cluster_sync();
@@ -283,8 +261,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         if (CLUSTER > 1)
             for (int i = 0; i < CLUSTER; i++) v += remote(&sums[r * COLS + from], i);
         else
-#pragma unroll
-            for (int i = 0; i < WK; i++) v += sums[(i * ROWS + r) * COLS + from];
+            UNROLLED for (int i = 0; i < WK; i++) v += sums[(i * ROWS + r) * COLS + from];
         return v;
     };
     for (int at = rank * EACH + threadIdx.x * AT_ONCE; at < (rank + 1) * EACH; at += 32 * WARPS * AT_ONCE) {

@@ -16,25 +16,21 @@ extern "C" __global__ void __launch_bounds__(256) det_rows(const T* x, T* y, i64
     ACC a[SIDE] = {};
     if (matrix < batch && lane < n) {
         const T* row = x + (matrix * n + lane) * n;
-#pragma unroll
-        for (int c = 0; c < SIDE; c += VEC)
+        UNROLLED for (int c = 0; c < SIDE; c += VEC)
             if (c < n) {
                 const Vec<T, VEC> v = load<VEC>(row + c);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) a[c + j] = (ACC)widen(v.at[j]);
+                UNROLLED for (int j = 0; j < VEC; j++) a[c + j] = (ACC)widen(v.at[j]);
             }
     }
     ACC result = 1;
     int place = lane;  // the row that this one has come to by exchanges
     bool singular = false;
-#pragma unroll
-    for (int k = 0; k < SIDE; k++) {
+    UNROLLED for (int k = 0; k < SIDE; k++) {
         if (k >= n) break;
         // the largest of the rows that are left; nothing is larger than a NaN, and the result is one
         ACC most = place >= k && place < n ? fabs(a[k]) : (ACC)-1;
         int row = place, from = lane;
-#pragma unroll
-        for (int step = SIDE / 2; step; step >>= 1) {
+        UNROLLED for (int step = SIDE / 2; step; step >>= 1) {
             const ACC q = __shfl_xor_sync(~0u, most, step, SIDE);
             const int r = __shfl_xor_sync(~0u, row, step, SIDE), f = __shfl_xor_sync(~0u, from, step, SIDE);
             const bool earlier = r < row, nan = q != q, mine = most != most;
@@ -53,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(256) det_rows(const T* x, T* y, i64
             place = k;
         const bool below = place > k && !singular;
         const ACC factor = below ? a[k] / pivot : (ACC)0;
-#pragma unroll
-        for (int c = k + 1; c < SIDE; c++) {
+        UNROLLED for (int c = k + 1; c < SIDE; c++) {
             const ACC above = __shfl_sync(~0u, a[c], from, SIDE);
             if (below) a[c] -= factor * above;
         }

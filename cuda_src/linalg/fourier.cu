@@ -59,8 +59,7 @@ DEVICE void transform(Complex (&v)[8]) {
     b[1] = r * (b[1] + turned(b[1]));
     b[2] = turned(b[2]);
     b[3] = r * (turned(b[3]) - b[3]);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
         v[k] = a[k] + b[k];
         v[k + 4] = a[k] - b[k];
     }
@@ -84,8 +83,7 @@ struct Ends {  // where the rows of a block stand in x and y
         if (from < 0 || j >= taken) return {0, 0};
         const Vec<T, PARTS> v = load<PARTS>(x + (from + j * inner) * PARTS);
         double part[2] = {};
-#pragma unroll
-        for (int p = 0; p < PARTS; p++)
+        UNROLLED for (int p = 0; p < PARTS; p++)
             part[p] = widen(WINDOW ? narrow<T>(widen(v.at[p]) * widen(window[j])) : v.at[p]);
         const double weight = HALF && j && 2 * j != POINTS ? 2 : 1;  // the other half is the conjugate
         return weight * Complex{part[0], part[1]};
@@ -119,24 +117,20 @@ template <int DONE> DEVICE void stages(const Ends& ends, const Complex* table, C
     Complex v[PER][R];
     int row, j;
     i64 from, to;
-#pragma unroll
-    for (int p = 0; p < PER; p++) {
+    UNROLLED for (int p = 0; p < PER; p++) {
         if (!item(p, row, j, ACROSS && (OPENS || ENDS))) continue;
         if (OPENS) ends.place(row, from, to);
-#pragma unroll
-        for (int r = 0; r < R; r++) {
+        UNROLLED for (int r = 0; r < R; r++) {
             v[p][r] = OPENS ? ends.read(from, j + r * EACH) : points[slot(row, j + r * EACH)];
             if (!OPENS && r) v[p][r] = v[p][r] * table[j % DONE * r * (POINTS / (DONE * R))];
         }
         transform(v[p]);
     }
     if (!OPENS && !ENDS) __syncthreads();  // all have read
-#pragma unroll
-    for (int p = 0; p < PER; p++) {
+    UNROLLED for (int p = 0; p < PER; p++) {
         if (!item(p, row, j, ACROSS && (OPENS || ENDS))) continue;
         if (ENDS) ends.place(row, from, to);
-#pragma unroll
-        for (int r = 0; r < R; r++) {
+        UNROLLED for (int r = 0; r < R; r++) {
             const int k = j / DONE * DONE * R + j % DONE + r * DONE;
             if (!ENDS)
                 points[slot(row, k)] = v[p][r];

@@ -28,11 +28,9 @@ constexpr int STEP = TEAM * VEC, UNROLL = 4;
 struct Columns { float at[VEC]; };
 DEVICE Columns columns(const Vec<T, VEC>& t, int c, int classes, float beyond) {
     Columns x;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) x.at[j] = to_float(t.at[j]);
+    UNROLLED for (int j = 0; j < VEC; j++) x.at[j] = to_float(t.at[j]);
     if (c + VEC > classes)
-#pragma unroll
-        for (int j = 0; j < VEC; j++)
+        UNROLLED for (int j = 0; j < VEC; j++)
             if (c + j >= classes) x.at[j] = beyond;
     return x;
 }
@@ -79,22 +77,18 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         Sofar s = {-INFINITE, 0};
         for (int c = mine; c < classes; c += UNROLL * STEP) {
             Vec<T, VEC> t[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
+            UNROLLED for (int u = 0; u < UNROLL; u++)
                 if (c + u * STEP < classes) t[u] = load<VEC>(first + c + u * STEP);
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
+            UNROLLED for (int u = 0; u < UNROLL; u++) {
                 const int at = c + u * STEP;
                 if (at >= classes) continue;
                 if (SHARED) store<VEC>(again + at, t[u]);
                 const Columns v = columns(t[u], at, classes, -INFINITE);
                 float top = v.at[0];
-#pragma unroll
-                for (int j = 1; j < VEC; j++) top = fmaxf(top, v.at[j]);
+                UNROLLED for (int j = 1; j < VEC; j++) top = fmaxf(top, v.at[j]);
                 if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
                 const float base = s.top == -INFINITE ? 0.0f : s.top;  // exp(-inf - 0) is 0
-#pragma unroll
-                for (int j = 0; j < VEC; j++) s.sum += fast_exp(v.at[j] - base);
+                UNROLLED for (int j = 0; j < VEC; j++) s.sum += fast_exp(v.at[j] - base);
             }
         }
         // its barriers are also between the read of `own` and the stores below
@@ -107,8 +101,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         Sums of = {0, 0};
         for (int c = mine; c < classes; c += STEP) {
             const Columns v = columns(load<VEC>(again + c), c, classes, 0.0f);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 const float w = c + j >= classes ? 0.0f : weight ? to_float(weight[c + j]) : 1.0f;
                 of.weights += w, of.scores += w * v.at[j];
             }
@@ -127,21 +120,16 @@ extern "C" __global__ void __launch_bounds__(TEAM)
             Vec<T, VEC> t;
             if (counts && c < classes) {
                 Columns v = columns(load<VEC>(again + c), c, classes, -INFINITE);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) v.at[j] = slope * fast_exp(v.at[j] - lse);
+                UNROLLED for (int j = 0; j < VEC; j++) v.at[j] = slope * fast_exp(v.at[j] - lse);
                 if (own_at >= c && own_at < c + VEC)
-#pragma unroll
-                    for (int j = 0; j < VEC; j++)
+                    UNROLLED for (int j = 0; j < VEC; j++)
                         if (c + j == own_at) v.at[j] -= hard;
                 if (SMOOTH)
-#pragma unroll
-                    for (int j = 0; j < VEC; j++)
+                    UNROLLED for (int j = 0; j < VEC; j++)
                         if (c + j < classes) v.at[j] -= weight ? smooth * to_float(weight[c + j]) : smooth;
-#pragma unroll
-                for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(v.at[j]);
+                UNROLLED for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(v.at[j]);
             } else {
-#pragma unroll
-                for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(0.0f);
+                UNROLLED for (int j = 0; j < VEC; j++) t.at[j] = from_float<T>(0.0f);
             }
             store<VEC>(line + c, t);
         }

@@ -11,12 +11,10 @@
 
 DEVICE Sofar take(Sofar s, const Vec<T, VEC>& t) {
     ACC top = s.top;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+    UNROLLED for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
     if (top > s.top) s.sum *= fast_exp(s.top - top), s.top = top;
     if (s.top == -INFINITE) top = 0;  // exp(-inf - 0) is 0
-#pragma unroll
-    for (int j = 0; j < VEC; j++) s.sum += fast_exp((ACC)widen(t.at[j]) - top);
+    UNROLLED for (int j = 0; j < VEC; j++) s.sum += fast_exp((ACC)widen(t.at[j]) - top);
     return s;
 }
 // log of the sum of exp over a row of `classes` scores, `inner` apart
@@ -25,11 +23,9 @@ DEVICE ACC log_sum_exp(const T* x, i64 classes, i64 inner, int lane, Sofar* scra
     constexpr int STEP = TEAM * VEC, UNROLL = 4;
     for (i64 c = lane * VEC; c < classes; c += UNROLL * STEP) {
         Vec<T, VEC> t[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        UNROLLED for (int u = 0; u < UNROLL; u++)
             if (c + u * STEP < classes) t[u] = load<VEC>(x + (c + u * STEP) * inner);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        UNROLLED for (int u = 0; u < UNROLL; u++)
             if (c + u * STEP < classes) s = take(s, t[u]);
     }
     s = team_merge<TEAM>(s, [](Sofar a, Sofar b) { return merge(a, b); }, scratch);
@@ -51,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     if (log_prob)
         for (i64 c = lane * VEC; c < (live ? classes : 0); c += TEAM * VEC) {
             Vec<T, VEC> t = load<VEC>(x + base + c * inner);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) - lse);
+            UNROLLED for (int j = 0; j < VEC; j++) t.at[j] = narrow<T>((ACC)widen(t.at[j]) - lse);
             store<VEC>(log_prob + base + c * inner, t);
         }
 #endif
@@ -82,8 +77,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const i64 label = target[row];
     for (i64 c = lane * VEC; c < classes; c += TEAM * VEC) {
         Vec<T, VEC> t = load<VEC>(x + base + c * inner);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC p = fast_exp((ACC)widen(t.at[j]) - lse);
             t.at[j] = narrow<T>(g * (c + j == label ? p - 1 : p));
         }

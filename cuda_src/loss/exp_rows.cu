@@ -31,30 +31,23 @@ template <int STEPS, int N>
 DEVICE void warp_dots(float (&sum)[N], const T* x, const T* w, i64 n, int most, int k, int ldw) {
     for (int first = threadIdx.x % 32 * VEC; first < k; first += STEPS * 32 * VEC) {
         Vec<T, VEC> a[STEPS], b[STEPS][N];
-#pragma unroll
-        for (int u = 0; u < STEPS; u++) {
+        UNROLLED for (int u = 0; u < STEPS; u++) {
             const int j = first + u * 32 * VEC;
             if (j < k) a[u] = load<VEC>(x + j);
-#pragma unroll
-            for (int i = 0; i < N; i++) {
+            UNROLLED for (int i = 0; i < N; i++) {
                 if (j >= k || i >= most) continue;
                 if (!TURNED) b[u][i] = load<VEC>(w + (n + i) * ldw + j);
-#pragma unroll
-                for (int v = 0; v < VEC; v++)
+                UNROLLED for (int v = 0; v < VEC; v++)
                     if (TURNED) b[u][i].at[v] = w[(i64)(j + v) * ldw + n + i];
             }
         }
-#pragma unroll
-        for (int u = 0; u < STEPS; u++)
-#pragma unroll
-            for (int i = 0; i < N; i++)
+        UNROLLED for (int u = 0; u < STEPS; u++)
+            UNROLLED for (int i = 0; i < N; i++)
                 if (first + u * 32 * VEC < k && i < most)
-#pragma unroll
-                    for (int v = 0; v < VEC; v++)
+                    UNROLLED for (int v = 0; v < VEC; v++)
                         sum[i] = fmaf(to_float(a[u].at[v]), to_float(b[u][i].at[v]), sum[i]);
     }
-#pragma unroll
-    for (int i = 0; i < N; i++) sum[i] = warp_sum(sum[i]);
+    UNROLLED for (int i = 0; i < N; i++) sum[i] = warp_sum(sum[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -96,20 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     float sum = 0;
     for (int first = slice; first < parts && row < count; first += AHEAD * SLICES) {
         float some[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
+        UNROLLED for (int u = 0; u < AHEAD; u++) {
             const int at = first + u * SLICES;
             some[u] = at < parts ? part[(i64)at * count + row] : 0.0f;
         }
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) sum += some[u];
+        UNROLLED for (int u = 0; u < AHEAD; u++) sum += some[u];
     }
     sums[slice][r] = sum;
     __syncthreads();
     if (slice == 0) {
         float total = 0;
-#pragma unroll
-        for (int s = 0; s < SLICES; s++) total += sums[s][r];
+        UNROLLED for (int s = 0; s < SLICES; s++) total += sums[s][r];
         State next = DONE;
         float f = 0;
         if (!counts) {
@@ -156,8 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         for (int c = threadIdx.x / 32 * 2; c < classes; c += THREADS / 32 * 2) {
             float some[2] = {};
             warp_dots<1>(some, from, w, c, classes - c, k, ldw);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
+            UNROLLED for (int i = 0; i < 2; i++)
                 if (threadIdx.x % 32 == i && c + i < classes) keep(c + i, some[i]);
         }
 #endif
@@ -183,17 +172,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int wide = k / VEC;
     for (int first = threadIdx.x; first < ROWS * wide; first += AHEAD * THREADS) {
         Vec<T, VEC> t[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
+        UNROLLED for (int u = 0; u < AHEAD; u++) {
             const int at = first + u * THREADS, i = at / wide;
             if (i < ROWS && start + i < count) t[u] = load<VEC>(x + (i64)(start + i) * ldx + at % wide * VEC);
         }
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
+        UNROLLED for (int u = 0; u < AHEAD; u++) {
             const int at = first + u * THREADS, i = at / wide;
             if (i >= ROWS || start + i >= count) continue;
-#pragma unroll
-            for (int v = 0; v < VEC; v++) t[u].at[v] = from_float<T>(factor[i] * to_float(t[u].at[v]));
+            UNROLLED for (int v = 0; v < VEC; v++) t[u].at[v] = from_float<T>(factor[i] * to_float(t[u].at[v]));
             store<VEC>(scaled + (i64)(start + i) * k + at % wide * VEC, t[u]);
         }
     }

@@ -44,23 +44,19 @@ extern "C" __global__ __launch_bounds__(128) void fold_rows(
     auto scales = [&](const T* p, int k, float otherwise) {
         Words v;
         if (!p) {
-#pragma unroll
-            for (int j = 0; j < WORDS; j++) v.at[j] = pack2<T>(otherwise, VEC > 1 ? otherwise : 0.0f);
+            UNROLLED for (int j = 0; j < WORDS; j++) v.at[j] = pack2<T>(otherwise, VEC > 1 ? otherwise : 0.0f);
         } else if (VEC == 1 || aligned) {
             v = load_words(p + k);
         } else {
-#pragma unroll
-            for (int j = 0; j < WORDS; j++)
+            UNROLLED for (int j = 0; j < WORDS; j++)
                 v.at[j] = p[k + 2 * j].bits | (u32)p[k + 2 * j + 1].bits << 16;
         }
         return v;
     };
     float s[2] = {}, v[2] = {};
-#pragma unroll 1
-    for (int k = threadIdx.x % 32 * VEC; k < K; k += 32 * VEC) {
+    ROLLED for (int k = threadIdx.x % 32 * VEC; k < K; k += 32 * VEC) {
         Words x = load_words(w + (i64)n * K + k), g = scales(gamma, k, 1.0f), b = scales(beta, k, 0.0f);
-#pragma unroll
-        for (int j = 0; j < WORDS; j++)
+        UNROLLED for (int j = 0; j < WORDS; j++)
             fold_pair(x.at[j], unpack2<T>(g.at[j]), unpack2<T>(b.at[j]), s[0], s[1], v[0], v[1]);
         store_words(wq + (i64)n * K + k, x);
     }
@@ -81,8 +77,7 @@ DEVICE void get(Vec<float, VEC>& v, const float* p) { v = load<VEC>(p); }
 DEVICE Words rounded(const Words& v) { return v; }
 DEVICE Words rounded(const Vec<float, VEC>& v) {
     Words q;
-#pragma unroll
-    for (int j = 0; j < WORDS; j++) q.at[j] = pack2<T>(v.at[2 * j], VEC > 1 ? v.at[2 * j + (VEC > 1)] : 0.0f);
+    UNROLLED for (int j = 0; j < WORDS; j++) q.at[j] = pack2<T>(v.at[2 * j], VEC > 1 ? v.at[2 * j + (VEC > 1)] : 0.0f);
     return q;
 }
 struct Job {
@@ -132,47 +127,39 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void fold_columns(
     const T *gamma = job.gamma ? job.gamma : (const T*)job.w, *beta = job.beta ? job.beta : gamma;
     float s[2 * WORDS] = {}, v[2 * WORDS] = {};
     after_previous_launch();
-#pragma unroll 1
-    for (int first = rank * each + group; first - group < to; first += HELD * GROUPS) {
+    ROLLED for (int first = rank * each + group; first - group < to; first += HELD * GROUPS) {
         Given<W>::type from[HELD];
         T g[HELD], b[HELD];
-#pragma unroll
-        for (int u = 0; u < HELD; u++) {  // no branch between the loads
+        UNROLLED for (int u = 0; u < HELD; u++) {  // no branch between the loads
             int k = first + u * GROUPS < to ? first + u * GROUPS : to - 1;
             get(from[u], w + (i64)k * N);
             g[u] = gamma[k], b[u] = beta[k];
         }
         __syncwarp();  // all are on their way before the first is used
-#pragma unroll
-        for (int u = 0; u < HELD; u++) {
+        UNROLLED for (int u = 0; u < HELD; u++) {
             int k = first + u * GROUPS;
             if (k >= to || !in) continue;
             float scale = job.gamma ? to_float(g[u]) : 1.0f, shift = job.beta ? to_float(b[u]) : 0.0f;
             Words x = rounded(from[u]);
             if (sizeof(W) == 4) store_words(job.low + (i64)k * N + n, x);
-#pragma unroll
-            for (int j = 0; j < WORDS; j++)
+            UNROLLED for (int j = 0; j < WORDS; j++)
                 fold_pair(x.at[j], make_float2(scale, scale), make_float2(shift, shift), s[2 * j],
                           s[2 * j + 1], v[2 * j], v[2 * j + 1]);
             store_words(job.wq + (i64)k * N + n, x);
         }
     }
-#pragma unroll
-    for (int j = 0; j < VEC; j++)
-#pragma unroll
-        for (int step = LANES; step < 32; step *= 2) {
+    UNROLLED for (int j = 0; j < VEC; j++)
+        UNROLLED for (int step = LANES; step < 32; step *= 2) {
             s[j] += __shfl_xor_sync(~0u, s[j], step);
             v[j] += __shfl_xor_sync(~0u, v[j], step);
         }
     if (t % 32 < LANES)
-#pragma unroll
-        for (int j = 0; j < VEC; j++)
+        UNROLLED for (int j = 0; j < VEC; j++)
             sums[t / 32][lane * VEC + j] = s[j], sums[t / 32][COLS + lane * VEC + j] = v[j];
     __syncthreads();
     if (t < 2 * COLS) {
         float sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += sums[i][t];
+        UNROLLED for (int i = 0; i < WARPS; i++) sum += sums[i][t];
         (rank ? total : parts[0])[t] = sum;
     }
     __syncthreads();
@@ -185,8 +172,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void fold_columns(
     if (t >= COLS || n >= N) return;
     float sum = 0, shift = job.c ? to_float(job.c[n]) : 0.0f;
     if (PARTS > 1) mbarrier_wait(bar, 0);
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) sum += parts[i][t], shift += parts[i][COLS + t];
+    UNROLLED for (int i = 0; i < PARTS; i++) sum += parts[i][t], shift += parts[i][COLS + t];
     job.cs[n] = sum;
     job.cv[n] = shift;
 }

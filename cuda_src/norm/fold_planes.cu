@@ -26,14 +26,12 @@ typedef float TQ;
 DEVICE Vec<float, 4> load_four(const float* p, int count) {
     if (!RAGGED) return load<4>(p);
     Vec<float, 4> v;
-#pragma unroll
-    for (int j = 0; j < 4; j++) v.at[j] = j < count ? p[j] : 0.0f;
+    UNROLLED for (int j = 0; j < 4; j++) v.at[j] = j < count ? p[j] : 0.0f;
     return v;
 }
 DEVICE void store_four(float* p, const Vec<float, 4>& v, int count) {
     if (!RAGGED) return store<4>(p, v);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
+    UNROLLED for (int j = 0; j < 4; j++)
         if (j < count) p[j] = v.at[j];
 }
 
@@ -50,31 +48,26 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
     if (n < N) {
         Vec<float, 4> from[ROWS / 8];
         float g[ROWS / 8], b[ROWS / 8];
-#pragma unroll
-        for (int i = 0; i < ROWS / 8; i++) {
+        UNROLLED for (int i = 0; i < ROWS / 8; i++) {
             int k = blockIdx.y * ROWS + i * 8 + warp;
             if (k >= K) continue;
             from[i] = load_four(w + (i64)k * N + n, N - n);
             g[i] = gamma[k], b[i] = beta ? beta[k] : 0.0f;
         }
-#pragma unroll
-        for (int i = 0; i < ROWS / 8; i++) {
+        UNROLLED for (int i = 0; i < ROWS / 8; i++) {
             int k = blockIdx.y * ROWS + i * 8 + warp;
             if (k >= K) continue;
             float q[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
+            UNROLLED for (int j = 0; j < 4; j++) {
                 q[j] = g[i] * from[i].at[j];
                 s[j] += q[j], v[j] += b[i] * from[i].at[j];
             }
 #if PLANES
             store_planes<PLANES>(wq + (i64)k * N + n, (i64)K * N, q);
 #elif TURNED
-#pragma unroll
-            for (int j = 0; j < 4; j++) tile[lane * 4 + j][i * 8 + warp] = q[j];
+            UNROLLED for (int j = 0; j < 4; j++) tile[lane * 4 + j][i * 8 + warp] = q[j];
 #else
-#pragma unroll
-            for (int j = 0; j < 4; j++) from[i].at[j] = q[j];
+            UNROLLED for (int j = 0; j < 4; j++) from[i].at[j] = q[j];
             store_four(wq + (i64)k * N + n, from[i], N - n);
 #endif
         }
@@ -91,7 +84,6 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
     int which = threadIdx.x / 128, column = threadIdx.x % 128, at = blockIdx.x * 128 + column;
     if (at >= N) return;
     float total = which && blockIdx.y == 0 ? c[at] : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) total += sums[i][which][column];
+    UNROLLED for (int i = 0; i < 8; i++) total += sums[i][which][column];
     part[((i64)blockIdx.y * 2 + which) * N + at] = total;
 }

@@ -11,14 +11,12 @@ constexpr int WARPS = COLUMNS * ROWS / 32;
 
 // The sum over the threads of a column, to each of them.
 DEVICE float of_column(float v, float (&scratch)[WARPS][COLUMNS]) {
-#pragma unroll
-    for (int step = 16; step >= COLUMNS; step /= 2) v += __shfl_xor_sync(~0u, v, step);
+    UNROLLED for (int step = 16; step >= COLUMNS; step /= 2) v += __shfl_xor_sync(~0u, v, step);
     const int column = threadIdx.x % COLUMNS;
     if (threadIdx.x % 32 < COLUMNS) scratch[threadIdx.x / 32][column] = v;
     __syncthreads();
     float sum = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += scratch[w][column];
+    UNROLLED for (int w = 0; w < WARPS; w++) sum += scratch[w][column];
     return sum;
 }
 

@@ -4,11 +4,9 @@
 
 // V neighbours, the next plane `stride` elements on; V 4 or 8, `to` aligned to as many elements.
 template <int PLANES_, int V> DEVICE void store_planes(bf16* to, i64 stride, float (&rest)[V]) {
-#pragma unroll
-    for (int i = 0; i < PLANES_; i++) {
+    UNROLLED for (int i = 0; i < PLANES_; i++) {
         Vec<u32, V / 2> words;
-#pragma unroll
-        for (int j = 0; j < V / 2; j++) {
+        UNROLLED for (int j = 0; j < V / 2; j++) {
             words.at[j] = pack2<bf16>(rest[2 * j], rest[2 * j + 1]);
             float2 held = unpack2<bf16>(words.at[j]);
             rest[2 * j] -= held.x, rest[2 * j + 1] -= held.y;

@@ -27,14 +27,12 @@ typedef T TZ;
 template <class E> DEVICE Vec<E, 8> load_eight(const E* p, int count) {
     if (!RAGGED) return load<8>(p);
     Vec<E, 8> v;
-#pragma unroll
-    for (int j = 0; j < 8; j++) v.at[j] = j < count ? p[j] : E{};
+    UNROLLED for (int j = 0; j < 8; j++) v.at[j] = j < count ? p[j] : E{};
     return v;
 }
 template <class E> DEVICE void store_eight(E* p, const Vec<E, 8>& v, int count) {
     if (!RAGGED) return store<8>(p, v);
-#pragma unroll
-    for (int j = 0; j < 8; j++)
+    UNROLLED for (int j = 0; j < 8; j++)
         if (j < count) p[j] = v.at[j];
 }
 
@@ -51,20 +49,17 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
         float column[8] = {};
         if (n < N) {
             Vec<T, 8> g[RPW], v[RPW];
-#pragma unroll
-            for (int r = 0; r < RPW; r++)
+            UNROLLED for (int r = 0; r < RPW; r++)
                 if (m0 + r < M) {
                     g[r] = load_eight(dy + (i64)(m0 + r) * N + n, N - n);
                     v[r] = load_eight(z + (i64)(m0 + r) * N + n, N - n);
                 }
             Vec<float, 8> k1 = load_eight(cs + n, N - n), k2 = load_eight(cv + n, N - n);
-#pragma unroll
-            for (int r = 0; r < RPW; r++) {
+            UNROLLED for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
                 Vec<TZ, 8> out;
                 float whole[8];
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                UNROLLED for (int j = 0; j < 8; j++) {
                     float d = to_float(g[r].at[j]), zz = to_float(v[r].at[j]);
                     if (ACTIVE) d = times_slope<T>(d, zz, act_alpha);
                     if (ACTIVE && !PLANES) {
@@ -83,19 +78,16 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #endif
             }
         }
-#pragma unroll
-        for (int j = 0; j < 8; j++) sums[turn][warp][j * 32 + lane] = column[j];
+        UNROLLED for (int j = 0; j < 8; j++) sums[turn][warp][j * 32 + lane] = column[j];
         __syncthreads();  // the other buffer's readers passed the barrier before this one
         if (threadIdx.x < 256) {
             float total = 0;
-#pragma unroll
-            for (int w = 0; w < 16; w++) total += sums[turn][w][threadIdx.x];
+            UNROLLED for (int w = 0; w < 16; w++) total += sums[turn][w][threadIdx.x];
             int at = base + threadIdx.x % 32 * 8 + threadIdx.x / 32;
             if (at < N) part[(i64)blockIdx.x * N + at] = total;
         }
     }
-#pragma unroll
-    for (int r = 0; r < RPW; r++) {
+    UNROLLED for (int r = 0; r < RPW; r++) {
         float a = warp_sum(s1[r]), b = warp_sum(s2[r]);
         if (lane == 0 && m0 + r < M) c1[m0 + r] = a * inv_k, c2[m0 + r] = b * inv_k;
     }

@@ -31,8 +31,7 @@ template <class E, bool WIDE> struct Line {
             raw = *(const uint4*)p;
         } else {  // the end of a row: element by element
             u32 words[4] = {};
-#pragma unroll
-            for (int j = 0; j < 16 / (int)sizeof(E); j++) {
+            UNROLLED for (int j = 0; j < 16 / (int)sizeof(E); j++) {
                 if (j >= n) continue;
                 if constexpr (sizeof(E) == 2) words[j / 2] |= (u32)p[j].bits << j % 2 * 16;
                 else words[j] = __float_as_uint(to_float(p[j]));
@@ -62,8 +61,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
         if (threadIdx.x % 32 == 0) scratch[turn][threadIdx.x / 32] = v;
         __syncthreads();
         v = 0;
-#pragma unroll
-        for (int w = 0; w < TPR / 32; w++) v += scratch[turn][w];
+        UNROLLED for (int w = 0; w < TPR / 32; w++) v += scratch[turn][w];
         return v;
     };
     const T* p = x;
@@ -71,8 +69,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
     float2 ahead = {};
     auto fetch = [&](int row) {
         const T* from = x + row * ldx;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
+        UNROLLED for (int i = 0; i < HELD; i++) {
             int k = (t + i * TPR) * VEC;
             next[i].read(from + k, K - k);
         }
@@ -80,8 +77,7 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
     };
     float mu = 0, rs = 0;
     auto each = [&](auto f) {  // f(vector, its first column, how many of it exist)
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
+        UNROLLED for (int i = 0; i < HELD; i++) {
             int k = (t + i * TPR) * VEC;
             if (k < K) f(held[i], k, K - k < VEC ? K - k : VEC);
         }
@@ -95,23 +91,20 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
     if (row < M) fetch(row);
     for (; row < M; row += step) {
         p = x + row * ldx;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) held[i] = next[i];
+        UNROLLED for (int i = 0; i < HELD; i++) held[i] = next[i];
         if (NORM == 2) mu = ahead.x, rs = ahead.y;
         if (row + step < M) fetch(row + step);
         if (STATS || NORM == 1) {
             float s = 0;
             if (!RMS) {
                 each([&](const Line<T, (VEC > 1)>& v, int, int n) {
-#pragma unroll
-                    for (int j = 0; j < VEC; j++) s += j < n ? v.at(j) : 0.0f;
+                    UNROLLED for (int j = 0; j < VEC; j++) s += j < n ? v.at(j) : 0.0f;
                 });
                 mu = sum(s) / K;
             }
             s = 0;
             each([&](const Line<T, (VEC > 1)>& v, int, int n) {
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
+                UNROLLED for (int j = 0; j < VEC; j++) {
                     float d = j < n ? v.at(j) - mu : 0.0f;
                     s += d * d;
                 }
@@ -123,28 +116,24 @@ extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR 
         TO* q = out + (i64)row * K;
         each([&](const Line<T, (VEC > 1)>& v, int k, int n) {
             Vec<TO, VEC> plane[PLANES];
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 float value = v.at(j);
                 if (NORM && j < n) {
                     value = (value - mu) * rs;
                     if (gamma) value *= to_float(gamma[k + j]);
                     if (beta) value += to_float(beta[k + j]);
                 }
-#pragma unroll
-                for (int i = 0; i < PLANES; i++) {
+                UNROLLED for (int i = 0; i < PLANES; i++) {
                     plane[i].at[j] = from_float<TO>(value);
                     value -= to_float(plane[i].at[j]);
                 }
             }
-#pragma unroll
-            for (int i = 0; i < PLANES; i++) {
+            UNROLLED for (int i = 0; i < PLANES; i++) {
                 TO* to = q + (i64)i * M * K + k;
                 if (n == VEC)
                     store<VEC>(to, plane[i]);
                 else
-#pragma unroll
-                    for (int j = 0; j < VEC; j++)
+                    UNROLLED for (int j = 0; j < VEC; j++)
                         if (j < n) to[j] = plane[i].at[j];
             }
         });

@@ -23,8 +23,7 @@ extern "C" __global__ __launch_bounds__(256) void sum_parts(const float* part, i
     __syncthreads();
     if (strip || n >= N) return;
     total = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) total += sums[i][lane];
+    UNROLLED for (int i = 0; i < 8; i++) total += sums[i][lane];
     if (wide && blockIdx.y == 0) wide[n] = total;
     TO* out = blockIdx.y ? out1 : out0;
     if (out) out[n] = from_float<TO>(total);

@@ -20,36 +20,30 @@ extern "C" __global__ __launch_bounds__(256) void act_grad_rows(
     if (n < N)
         for (int m = from + warp; m < to; m += WARPS * BATCH) {
             Vec<T, 8> g[BATCH], v[BATCH];
-#pragma unroll
-            for (int r = 0; r < BATCH; r++)
+            UNROLLED for (int r = 0; r < BATCH; r++)
                 if (m + r * WARPS < to) {
                     g[r] = load<8>(dy + (i64)(m + r * WARPS) * N + n);
                     if (ACTIVE) v[r] = load<8>(z + (i64)(m + r * WARPS) * N + n);
                 }
-#pragma unroll
-            for (int r = 0; r < BATCH; r++) {
+            UNROLLED for (int r = 0; r < BATCH; r++) {
                 if (m + r * WARPS >= to) break;
                 float d[8], at[8];
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                UNROLLED for (int j = 0; j < 8; j++) {
                     d[j] = to_float(g[r].at[j]);
                     at[j] = ACTIVE ? to_float(v[r].at[j]) : 0.0f;
                 }
                 times_slope<T>(d, at, act_alpha);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
+                UNROLLED for (int j = 0; j < 8; j++) {
                     g[r].at[j] = from_float<T>(d[j]);
                     column[j] += to_float(g[r].at[j]);  // what the products will see
                 }
                 if (ACTIVE) store<8>(dz + (i64)(m + r * WARPS) * N + n, g[r]);
             }
         }
-#pragma unroll
-    for (int j = 0; j < 8; j++) sums[warp][j * 32 + lane] = column[j];
+    UNROLLED for (int j = 0; j < 8; j++) sums[warp][j * 32 + lane] = column[j];
     __syncthreads();
     float total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) total += sums[w][threadIdx.x];
+    UNROLLED for (int w = 0; w < WARPS; w++) total += sums[w][threadIdx.x];
     int at = blockIdx.x * 256 + threadIdx.x % 32 * 8 + threadIdx.x / 32;
     if (at >= N) return;
     if (gridDim.y > 1 || !dbias) part[(i64)blockIdx.y * N + at] = total;

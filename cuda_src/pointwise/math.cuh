@@ -122,13 +122,11 @@ template <class E> DEVICE i64 row_at(E index, i64 size) {
 // The part of a vector that lies inside the tensor.
 template <int V, class E> DEVICE Vec<E, V> load_part(const E* p, i64 left) {
     Vec<E, V> x = {};
-#pragma unroll
-    for (int v = 0; v < V; v++)
+    UNROLLED for (int v = 0; v < V; v++)
         if (v < left) x.at[v] = p[v];
     return x;
 }
 template <int V, class E> DEVICE void store_part(E* p, const Vec<E, V>& x, i64 left) {
-#pragma unroll
-    for (int v = 0; v < V; v++)
+    UNROLLED for (int v = 0; v < V; v++)
         if (v < left) p[v] = x.at[v];
 }

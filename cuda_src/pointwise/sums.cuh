@@ -11,13 +11,11 @@
 DEVICE void add_row(float (&total)[W], const float (&found)[W], float* to) {
 #ifdef OVER_ROWS
     float sum = 0;
-#pragma unroll
-    for (int v = 0; v < W; v++) sum += found[v];
+    UNROLLED for (int v = 0; v < W; v++) sum += found[v];
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) *to = sum;
 #else
-#pragma unroll
-    for (int v = 0; v < W; v++) total[v] += found[v];
+    UNROLLED for (int v = 0; v < W; v++) total[v] += found[v];
 #endif
 }
 
@@ -25,15 +23,13 @@ DEVICE void add_row(float (&total)[W], const float (&found)[W], float* to) {
 DEVICE void leave_sums(const float (&total)[W], float* part, i64 n) {
 #ifndef OVER_ROWS
     __shared__ float sums[8][32 * W];
-#pragma unroll
-    for (int v = 0; v < W; v++) sums[threadIdx.x / 32][threadIdx.x % 32 * W + v] = total[v];
+    UNROLLED for (int v = 0; v < W; v++) sums[threadIdx.x / 32][threadIdx.x % 32 * W + v] = total[v];
     __syncthreads();
 #endif
 #ifdef OVER_COLUMNS
     for (int c = threadIdx.x; c < 32 * W; c += 256) {
         float sum = 0;
-#pragma unroll
-        for (int w = 0; w < 8; w++) sum += sums[w][c];
+        UNROLLED for (int w = 0; w < 8; w++) sum += sums[w][c];
         i64 column = (i64)blockIdx.x * 32 * W + c;
         if (column < n) part[blockIdx.y * n + column] = sum;
     }
@@ -41,10 +37,8 @@ DEVICE void leave_sums(const float (&total)[W], float* part, i64 n) {
 #ifdef OVER_ALL
     if (threadIdx.x < 32) {
         float sum = 0;
-#pragma unroll
-        for (int v = 0; v < W; v++)
-#pragma unroll
-            for (int w = 0; w < 8; w++) sum += sums[w][threadIdx.x * W + v];
+        UNROLLED for (int v = 0; v < W; v++)
+            UNROLLED for (int w = 0; w < 8; w++) sum += sums[w][threadIdx.x * W + v];
         sum = warp_sum(sum);
         if (threadIdx.x == 0) part[blockIdx.y * gridDim.x + blockIdx.x] = sum;
     }

@@ -32,8 +32,7 @@ DEVICE void axis_taps(ACC u, int size, int (&index)[TAPS_], ACC (&weight)[TAPS_]
     if (MODE < 2) at = settle(at, size);  // cubic taps settle one by one
     const ACC base = MODE == 0 ? rint(at) : floor(at), f = at - base;
     const ACC a = (ACC)-0.75;
-#pragma unroll
-    for (int t = 0; t < TAPS_; t++) {
+    UNROLLED for (int t = 0; t < TAPS_; t++) {
         ACC source = base + t - (MODE == 2);
         if (MODE == 2) source = settle(source, size);
         index[t] = source >= 0 && source < size ? (int)source : -1;
@@ -60,12 +59,9 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     T* out = y + i / points * channels * points + i % points;
     for (int c = 0; c < channels; c++, image += plane, out += points) {
         ACC s = 0;
-#pragma unroll
-        for (int a = 0; a < (RANK == 3 ? TAPS_ : 1); a++)
-#pragma unroll
-            for (int b = 0; b < TAPS_; b++)
-#pragma unroll
-                for (int e = 0; e < TAPS_; e++)
+        UNROLLED for (int a = 0; a < (RANK == 3 ? TAPS_ : 1); a++)
+            UNROLLED for (int b = 0; b < TAPS_; b++)
+                UNROLLED for (int e = 0; e < TAPS_; e++)
                     if ((iz[a] | iy[b] | ix[e]) >= 0)
                         s += (RANK == 3 ? wz[a] : (ACC)1) * wy[b] * wx[e] *
                              (ACC)widen(image[((i64)iz[a] * h + iy[b]) * w + ix[e]]);

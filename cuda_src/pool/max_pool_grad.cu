@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const T* plane = x + image * ((i64)d * h * w * channels) + c;
     ACC most[VEC];
     Vec<CODE, VEC> best;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) most[j] = -INFINITE, best.at[j] = (CODE)-1;
+    UNROLLED for (int j = 0; j < VEC; j++) most[j] = -INFINITE, best.at[j] = (CODE)-1;
     for (int a = 0; a < KD; a++)
         for (int b = 0; b < KH; b++)
             for (int e = 0; e < KW; e++) {
@@ -34,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 if ((unsigned)iz >= (unsigned)d || (unsigned)iy >= (unsigned)h || (unsigned)ix >= (unsigned)w)
                     continue;
                 const Vec<T, VEC> v = load<VEC>(plane + (((i64)iz * h + iy) * w + ix) * channels);
-#pragma unroll
-                for (int j = 0; j < VEC; j++) {
+                UNROLLED for (int j = 0; j < VEC; j++) {
                     const ACC value = widen(v.at[j]);
                     if (best.at[j] == (CODE)-1 || value > most[j])
                         most[j] = value, best.at[j] = (a * KH + b) * KW + e;
@@ -62,23 +60,19 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             const int oy = tap_input<SH, DH, PH>(iy, b, oh);
             if (oy < 0) continue;
             const i64 row = ((plane * od + oz) * oh + oy) * ow;
-#pragma unroll 1
-            for (int e = KW - 1; e >= 0; e--)
-#pragma unroll
-                for (int j = 0; j < WIDE; j++) {
+            ROLLED for (int e = KW - 1; e >= 0; e--)
+                UNROLLED for (int j = 0; j < WIDE; j++) {
                     const int ox = tap_input<SW, DW, PW>(x0 + j, e, ow);
                     if (ox < 0) continue;
                     const i64 at = (row + ox) * channels + c;
                     const Vec<T, VEC> g = load<VEC>(dy + at);
                     const Vec<CODE, VEC> noted = load<VEC>(code + at);
-#pragma unroll
-                    for (int k = 0; k < VEC; k++)
+                    UNROLLED for (int k = 0; k < VEC; k++)
                         if (noted.at[k] == (a * KH + b) * KW + e) sum[j * VEC + k] += (ACC)widen(g.at[k]);
                 }
         }
     }
     Vec<T, WIDE * VEC> out;
-#pragma unroll
-    for (int k = 0; k < WIDE * VEC; k++) out.at[k] = narrow<T>(sum[k]);
+    UNROLLED for (int k = 0; k < WIDE * VEC; k++) out.at[k] = narrow<T>(sum[k]);
     store<WIDE * VEC>(dx + (((plane * d + iz) * h + iy) * w + x0) * channels + c, out);
 }

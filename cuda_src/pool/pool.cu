@@ -40,8 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 base = (i64)plane * d * h * w;
     const u32 least = (T)-1 < (T)0 ? 0x80008000u : 0;
     u32 odd[VEC / 4], even[VEC / 4];
-#pragma unroll
-    for (int j = 0; j < WORDS; j++) odd[j] = even[j] = least;
+    UNROLLED for (int j = 0; j < WORDS; j++) odd[j] = even[j] = least;
 #else
     const i64 q = i / vectors;
     const int ox = q % ow, oy = q / ow % oh, oz = q / ((i64)ow * oh) % od;
@@ -50,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const T* from = x + base * step + (CHANNELS_LAST ? i % vectors * VEC : 0);
     const int z0 = oz * SD - PD, y0 = oy * SH - PH, x0 = ox * SW - PW;
     ACC s[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
+    UNROLLED for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
     int count = 0;
     i64 best = -1;
     // a window may pass the padding where ceil_mode rounds up: that part never counts
@@ -64,8 +62,7 @@ extern "C" __global__ void __launch_bounds__(256)
     auto at = [&](int z, int y, int x) { return (const Word*)(from + element(z, y, x) * step); };
     auto take = [&](const Vec<Word, WORDS>& in, int iz, int iy, int ix) {
 #if CODES
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) {
+        UNROLLED for (int j = 0; j < WORDS; j++) {
             odd[j] = larger(odd[j], in.at[j]);
             even[j] = larger(even[j], in.at[j] << 8);
         }
@@ -73,8 +70,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
         if (!INCLUDE_PAD) count++;
         const bool first = best < 0;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC v = widen(in.at[j]);
             if (MODE == 1) s[j] += v;
             if (MODE == 2) s[j] += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
@@ -86,13 +82,11 @@ extern "C" __global__ void __launch_bounds__(256)
     };
     if (SMALL) {  // all loads are on their way before the first is used
         Vec<Word, WORDS> in[SMALL ? TAPS : 1];
-#pragma unroll
-        for (int t = 0; t < TAPS; t++) {
+        UNROLLED for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
             if (inside(iz, iy, ix)) in[SMALL ? t : 0] = load<WORDS>(at(iz, iy, ix));
         }
-#pragma unroll
-        for (int t = 0; t < TAPS; t++) {
+        UNROLLED for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
             if (INCLUDE_PAD) count += padded(iz, iy, ix);
             if (inside(iz, iy, ix)) take(in[SMALL ? t : 0], iz, iy, ix);
@@ -105,14 +99,12 @@ extern "C" __global__ void __launch_bounds__(256)
         }
 #if CODES
     Vec<Word, WORDS> codes;
-#pragma unroll
-    for (int j = 0; j < WORDS; j++) codes.at[j] = __byte_perm(even[j], odd[j], 0x7351);
+    UNROLLED for (int j = 0; j < WORDS; j++) codes.at[j] = __byte_perm(even[j], odd[j], 0x7351);
     store<WORDS>((Word*)y + i * WORDS, codes);
     return;
 #endif
     Vec<T, VEC> out;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int j = 0; j < VEC; j++) {
         if (MODE == 0 && best < 0) s[j] = (ACC)LOWEST;
         if (MODE == 1) s[j] = count ? s[j] / count : (ACC)0;
         if (MODE == 2) s[j] = p == 2 ? sqrt(s[j]) : p == 1 ? s[j] : pow(s[j], 1 / (ACC)p);

@@ -18,11 +18,9 @@ template <class E> struct Table {  // of this thread's columns: a copy where tha
     E copy[SHORT ? SIZE : 1];
     DEVICE explicit Table(const E* p) : from(p) {
         if (!SHORT) return;
-#pragma unroll
-        for (int i = 0; i < (SHORT ? SIZE : 0); i += GROUP) {
+        UNROLLED for (int i = 0; i < (SHORT ? SIZE : 0); i += GROUP) {
             const Vec<E, GROUP> v = load<GROUP>(p + i);
-#pragma unroll
-            for (int k = 0; k < GROUP; k++) copy[i + k] = v.at[k];
+            UNROLLED for (int k = 0; k < GROUP; k++) copy[i + k] = v.at[k];
         }
     }
     DEVICE E at(int i) const { return SHORT ? copy[i] : from[i]; }
@@ -43,25 +41,21 @@ extern "C" __global__ void __launch_bounds__(256)
     const Table<int> sources(source + (i64)j * TAPS);
     const Table<float> weights(weight + (i64)j * TAPS);
     ACC sum[COLUMNS * VEC] = {};
-#pragma unroll
-    for (int s = 0; s < (ROWS ? ROWS : 1); s++) {
+    UNROLLED for (int s = 0; s < (ROWS ? ROWS : 1); s++) {
         const int row = ROWS ? above[i * ROWS + s] : 0;
         const float a = ROWS ? above_weight[i * ROWS + s] : 1.0f;
         const X* across_row = image + (i64)max(row, 0) * length * stride;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
+        UNROLLED for (int c = 0; c < COLUMNS; c++) {
             ACC part[VEC] = {};
-#pragma unroll
-            for (int t = 0; t < TAPS; t++) {
+            UNROLLED for (int t = 0; t < TAPS; t++) {
                 const int from = sources.at(c * TAPS + t);
                 const float w = weights.at(c * TAPS + t);
                 const Vec<X, VEC> v = load<VEC>(across_row + max(from, 0) * stride);
                 // 0 times an infinity is no 0
-#pragma unroll
-                for (int k = 0; k < VEC; k++) part[k] = w != 0 ? part[k] + (ACC)w * (ACC)widen(v.at[k]) : part[k];
+                UNROLLED for (int k = 0; k < VEC; k++)
+                    part[k] = w != 0 ? part[k] + (ACC)w * (ACC)widen(v.at[k]) : part[k];
             }
-#pragma unroll
-            for (int k = 0; k < VEC; k++) {
+            UNROLLED for (int k = 0; k < VEC; k++) {
                 ACC& total = sum[c * VEC + k];
                 total = a != 0 ? total + (ROWS ? (ACC)a * part[k] : part[k]) : total;
             }
@@ -69,8 +63,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     Vec<Y, COLUMNS * VEC> result;
     const bool beyond = ROWS && above[i * ROWS] < 0;
-#pragma unroll
-    for (int k = 0; k < COLUMNS * VEC; k++)
+    UNROLLED for (int k = 0; k < COLUMNS * VEC; k++)
         result.at[k] = narrow<Y>(beyond || sources.at(k / VEC * TAPS) < 0 ? (ACC)outside : sum[k]);
     store<COLUMNS * VEC>(y + at * (COLUMNS * VEC), result);
 }

@@ -41,30 +41,23 @@ extern "C" __global__ __launch_bounds__(256) void quantize_float8(const T* x, co
     int first = warp / 2 * 16 + lane / 8 * 4;  // of 4 rows, and of 4 more 64 rows on
     after_previous_launch();
     float largest = 0;
-#pragma unroll
-    for (int i = 0; i < HISTORY; i++) largest = fmaxf(largest, history[i]);
+    UNROLLED for (int i = 0; i < HISTORY; i++) largest = fmaxf(largest, history[i]);
     int e = scale_exponent(largest);
     float inverse = two_to(-e);
     Vec<T, 8> held[2][4] = {};
-#pragma unroll
-    for (int pass = 0; pass < 2; pass++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
+    UNROLLED for (int pass = 0; pass < 2; pass++)
+        UNROLLED for (int r = 0; r < 4; r++) {
             int m = m0 + pass * 64 + first + r;
             if (m < M && k < K) held[pass][r] = load<8>(x + (i64)m * K + k);
         }
     u32 top = 0;
     float sum[8] = {};  // of a column of this thread's rows
-#pragma unroll
-    for (int pass = 0; pass < 2; pass++) {
+    UNROLLED for (int pass = 0; pass < 2; pass++) {
         u32 row[4][2];
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
+        UNROLLED for (int r = 0; r < 4; r++) {
+            UNROLLED for (int half = 0; half < 2; half++) {
                 float v[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+                UNROLLED for (int i = 0; i < 4; i++) {
                     v[i] = to_float(held[pass][r].at[half * 4 + i]);
                     sum[half * 4 + i] += v[i];
                     u32 magnitude = __float_as_uint(v[i]) & 0x7fffffff;
@@ -77,8 +70,7 @@ extern "C" __global__ __launch_bounds__(256) void quantize_float8(const T* x, co
             if (q && m < M && k < K) *(uint2*)(q + (i64)m * K + k) = make_uint2(row[r][0], row[r][1]);
         }
         int word = pass * 16 + first / 4;  // of a column
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        UNROLLED for (int half = 0; half < 2; half++) {
             u32 a = __byte_perm(row[0][half], row[1][half], 0x5140);
             u32 b = __byte_perm(row[2][half], row[3][half], 0x5140);
             u32 c = __byte_perm(row[0][half], row[1][half], 0x7362);
@@ -93,8 +85,7 @@ extern "C" __global__ __launch_bounds__(256) void quantize_float8(const T* x, co
     top = __reduce_max_sync(~0u, top);
     if (lane == 0) tops[warp] = top;
     if (part)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
+        UNROLLED for (int i = 0; i < 8; i++) {
             sum[i] += __shfl_xor_sync(~0u, sum[i], 8);
             sum[i] += __shfl_xor_sync(~0u, sum[i], 16);
             if (lane < 8) sums[warp / 2][k - k0 + i] = sum[i];
@@ -106,8 +97,7 @@ extern "C" __global__ __launch_bounds__(256) void quantize_float8(const T* x, co
         part[(i64)blockIdx.y * K + k0 + threadIdx.x] = total;
     }
     if (qt)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLLED for (int i = 0; i < 4; i++) {
             int column = i * 32 + threadIdx.x / 8, piece = threadIdx.x % 8, m = m0 + piece * 16;
             if (k0 + column < K && m < M)
                 *(uint4*)(qt + (i64)(k0 + column) * M + m) =

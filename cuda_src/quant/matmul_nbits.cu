@@ -49,8 +49,7 @@ DEVICE void unpack(u32 word, int zero, u32 (&pair)[PER_WORD / 2]) {
         pair[PER_WORD / 2 - 1] = fma2<F16>(__byte_perm(word, 0x64646464, 0x4342), 0x3c003c00, low);
     } else {
         float w[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
+        UNROLLED for (int i = 0; i < 4; i++)
             w[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 | i)) - (8388608.0f + zero);
         pair[0] = pack2<bf16>(w[0], w[1]);
         pair[PER_WORD / 2 - 1] = pack2<bf16>(w[2], w[3]);
@@ -63,18 +62,13 @@ typedef Vec<u32, PER_WORD * sizeof(T) / 4> Elements;
 DEVICE void columns(const Elements& a, u32 (&pair)[PLANES][PER_WORD / 2]) {
     u32 x[PLANES][PER_WORD / 2];
     if (PLANES == 1) {
-#pragma unroll
-        for (int i = 0; i < PER_WORD / 2; i++) x[0][i] = a.at[i];
+        UNROLLED for (int i = 0; i < PER_WORD / 2; i++) x[0][i] = a.at[i];
     } else {
-#pragma unroll
-        for (int i = 0; i < PER_WORD / 4; i++) {
+        UNROLLED for (int i = 0; i < PER_WORD / 4; i++) {
             float rest[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) rest[j] = __uint_as_float(a.at[4 * i + j]);
-#pragma unroll
-            for (int p = 0; p < PLANES; p++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
+            UNROLLED for (int j = 0; j < 4; j++) rest[j] = __uint_as_float(a.at[4 * i + j]);
+            UNROLLED for (int p = 0; p < PLANES; p++)
+                UNROLLED for (int j = 0; j < 2; j++) {
                     const u32 both = pack2<bf16>(rest[2 * j], rest[2 * j + 1]);
                     const float2 taken = unpack2<bf16>(both);
                     x[p][2 * i + j] = both;
@@ -84,8 +78,7 @@ DEVICE void columns(const Elements& a, u32 (&pair)[PLANES][PER_WORD / 2]) {
                 }
         }
     }
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) {
+    UNROLLED for (int p = 0; p < PLANES; p++) {
         if (BITS == 4) {
             pair[p][0] = __byte_perm(x[p][0], x[p][PER_WORD / 4], 0x5410);
             pair[p][1] = __byte_perm(x[p][0], x[p][PER_WORD / 4], 0x7632);
@@ -124,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     const uint4* q_row[2 * TILES];
     const T* scale_row[2 * TILES];
     const u8* zero_row[2 * TILES];
-#pragma unroll
-    for (int r = 0; r < 2 * TILES; r++) {
+    UNROLLED for (int r = 0; r < 2 * TILES; r++) {
         const i64 row = min(n0 + 8 * r + group, N - 1);
         q_row[r] = (const uint4*)(q + row * row_bytes) + 4 * warp + t;
         scale_row[r] = scale + row * blocks + columns_block;
@@ -136,19 +128,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
         const bool inside = WHOLE || 4 * step + t < runs;
         const int first = CB > 1 ? step * (4 * RUN / BLOCK) : step * (4 * RUN) / BLOCK;
         const int left = blocks - 1 - first - columns_block;
-#pragma unroll
-        for (int r = 0; r < 2 * TILES; r++) {
+        UNROLLED for (int r = 0; r < 2 * TILES; r++) {
             part.q[r] = make_uint4(0, 0, 0, 0);
             if (inside) part.q[r] = once(q_row[r]);
             q_row[r] += 4 * WARPS;
             if (PAIRED) {
                 part.scale[r] = load<SCALES>(scale_row[r] + (WHOLE || left >= 0 ? first : -columns_block));
             } else {
-#pragma unroll
-                for (int i = 0; i < SCALES; i++) part.scale[r].at[i] = scale_row[r][first + (WHOLE || CB == 1 ? i : min(i, left))];
+                UNROLLED for (int i = 0; i < SCALES; i++)
+                    part.scale[r].at[i] = scale_row[r][first + (WHOLE || CB == 1 ? i : min(i, left))];
             }
-#pragma unroll
-            for (int h = 0; h < HOLDS; h++) {
+            UNROLLED for (int h = 0; h < HOLDS; h++) {
                 part.zero[r][h] = 1 << (BITS - 1);
                 if (ZERO) {
                     const int last = blocks - 1, at = (4 * step + t) * RUN / BLOCK + h, block = WHOLE ? at : min(at, last);
@@ -160,8 +150,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     };
     const T* a_row[SETS];
     int a_left[SETS];
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
+    UNROLLED for (int s = 0; s < SETS; s++) {
         const int m = m0 + s * (8 / CB) + group / CB;
         const bool mine = (CB == 1 || t / (4 / CB) == group % CB) && m < M;
         a_row[s] = a + (i64)min(m, M - 1) * K + t * RUN;
@@ -175,8 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     };
     auto keep = [&](Kept& kept, int step) {
         if constexpr (KEPT)
-#pragma unroll
-            for (int j = 0; j < WORDS; j++) {
+            UNROLLED for (int j = 0; j < WORDS; j++) {
                 const int at = step * (4 * RUN) + j * PER_WORD;
                 if (!WHOLE) kept.a[j] = elements(0, at);
                 else if (a_left[0] > 0) kept.a[j] = load<PER_WORD * sizeof(T) / 4>((const u32*)(a_row[0] + at));
@@ -187,37 +175,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     auto multiply = [&](const Part& part, const Kept& kept, int step) {
         const int k = step * (4 * RUN);
         float sum[TILES][SETS][4] = {};
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) {
+        UNROLLED for (int j = 0; j < WORDS; j++) {
             const int h = j * HOLDS / WORDS;
             u32 w[2 * TILES][PER_WORD / 2];
-#pragma unroll
-            for (int r = 0; r < 2 * TILES; r++) {
+            UNROLLED for (int r = 0; r < 2 * TILES; r++) {
                 const u32 words[4] = {part.q[r].x, part.q[r].y, part.q[r].z, part.q[r].w};
                 unpack(words[j], part.zero[r][h], w[r]);
             }
-#pragma unroll
-            for (int s = 0; s < SETS; s++) {
+            UNROLLED for (int s = 0; s < SETS; s++) {
                 u32 x[PLANES][PER_WORD / 2];
                 columns(KEPT ? kept.a[KEPT ? j : 0] : elements(s, k + j * PER_WORD), x);
-#pragma unroll
-                for (int p = 0; p < PLANES; p++)
-#pragma unroll
-                    for (int i = 0; i < HALVES; i++)
-#pragma unroll
-                        for (int u = 0; u < TILES; u++) {
+                UNROLLED for (int p = 0; p < PLANES; p++)
+                    UNROLLED for (int i = 0; i < HALVES; i++)
+                        UNROLLED for (int u = 0; u < TILES; u++) {
                             const u32 rows[4] = {w[2 * u][2 * i], w[2 * u + 1][2 * i], w[2 * u][2 * i + 1],
                                                  w[2 * u + 1][2 * i + 1]};
                             mma(sum[u][s], rows, &x[p][2 * i], Math());
                         }
             }
             if ((j + 1) * HOLDS % WORDS) continue;
-#pragma unroll
-            for (int u = 0; u < TILES; u++)
-#pragma unroll
-                for (int s = 0; s < SETS; s++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
+            UNROLLED for (int u = 0; u < TILES; u++)
+                UNROLLED for (int s = 0; s < SETS; s++)
+                    UNROLLED for (int i = 0; i < 4; i++) {
                         const float step = to_float(part.scale[2 * u + i / 2].at[CB > 1 ? i % 2 * HOLDS + h : 0]);
                         total[u][s][i] = fmaf(sum[u][s][i], step, total[u][s][i]);
                         sum[u][s][i] = 0;
@@ -240,12 +219,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
     }
 
     // the columns of one row of a: pairs of a lane, then neighbours
-#pragma unroll
-    for (int u = 0; u < TILES; u++)
-#pragma unroll
-        for (int s = 0; s < SETS; s++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
+    UNROLLED for (int u = 0; u < TILES; u++)
+        UNROLLED for (int s = 0; s < SETS; s++)
+            UNROLLED for (int i = 0; i < 2; i++) {
                 float x = total[u][s][2 * i];
                 const int n = 16 * u + 8 * i + group;
                 if (CB == 1) {
@@ -258,13 +234,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST) matmul_nbits(
                 }
             }
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * 16 * TILES; i += 32 * WARPS) {
+    ROLLED for (int i = threadIdx.x; i < ROWS * 16 * TILES; i += 32 * WARPS) {
         const int m = i / (16 * TILES), n = i % (16 * TILES);
         if (m0 + m >= M || n0 + n >= N) continue;
         float x = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) x += sums[w][m][n];
+        UNROLLED for (int w = 0; w < WARPS; w++) x += sums[w][m][n];
         if (BIAS) x += to_float(bias[n0 + n]);
         y[(i64)(m0 + m) * N + n0 + n] = from_float<T>(x);
     }

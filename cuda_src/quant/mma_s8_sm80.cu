@@ -58,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
     const int part = threadIdx.x % (BK / 16) * 16, line = threadIdx.x / (BK / 16);
     const u8* from[COPIES];
     bool inside[COPIES];
-#pragma unroll
-    for (int i = 0; i < COPIES; i++) {
+    UNROLLED for (int i = 0; i < COPIES; i++) {
         const int row = line + i * (THREADS * 16 / BK);
         const bool left = row < BM;
         const int at = left ? m0 + row : n0 + row - BM, count = left ? M : N;
@@ -69,8 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
     auto fetch = [&](int step) {
         const u32 to = memory + step % STAGES * (BM + BN) * PITCH + line * PITCH + part;
         const int k = step * BK + part, bytes = max(0, min(16, K - k));
-#pragma unroll
-        for (int i = 0; i < COPIES; i++)
+        UNROLLED for (int i = 0; i < COPIES; i++)
             cp_async_16(to + i * (THREADS * 16 / BK) * PITCH, bytes ? from[i] + k : from[i], inside[i] ? bytes : 0);
     };
     const int steps = (K + BK - 1) / BK;
@@ -87,43 +85,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
         const u32 from = memory + step % STAGES * (BM + BN) * PITCH;
         const u32 left = from + (wm * MI * 16 + lane % 16) * PITCH + lane / 16 * 16;
         const u32 right = from + (BM + wn * NI * 8 + lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
-#pragma unroll
-        for (int k = 0; k < BK; k += 32) {
+        UNROLLED for (int k = 0; k < BK; k += 32) {
             u32 x[MI][4], w[NI / 2][4];
-#pragma unroll
-            for (int i = 0; i < MI; i++) ldmatrix_x4<false>(x[i], left + i * 16 * PITCH + k);
-#pragma unroll
-            for (int j = 0; j < NI / 2; j++) ldmatrix_x4<false>(w[j], right + j * 16 * PITCH + k);
-#pragma unroll
-            for (int i = 0; i < MI; i++)
-#pragma unroll
-                for (int j = 0; j < NI; j++) mma_s8(sum[i][j], x[i], &w[j / 2][j % 2 * 2]);
+            UNROLLED for (int i = 0; i < MI; i++) ldmatrix_x4<false>(x[i], left + i * 16 * PITCH + k);
+            UNROLLED for (int j = 0; j < NI / 2; j++) ldmatrix_x4<false>(w[j], right + j * 16 * PITCH + k);
+            UNROLLED for (int i = 0; i < MI; i++)
+                UNROLLED for (int j = 0; j < NI; j++) mma_s8(sum[i][j], x[i], &w[j / 2][j % 2 * 2]);
             if (ZB)
-#pragma unroll
-                for (int i = 0; i < MI; i++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) of_row[i][h] = sum4<SA>(x[i][h + 2], sum4<SA>(x[i][h], of_row[i][h]));
+                UNROLLED for (int i = 0; i < MI; i++)
+                    UNROLLED for (int h = 0; h < 2; h++)
+                        of_row[i][h] = sum4<SA>(x[i][h + 2], sum4<SA>(x[i][h], of_row[i][h]));
             if (ZA)
-#pragma unroll
-                for (int j = 0; j < NI; j++)
+                UNROLLED for (int j = 0; j < NI; j++)
                     of_column[j] = sum4<SB>(w[j / 2][j % 2 * 2 + 1], sum4<SB>(w[j / 2][j % 2 * 2], of_column[j]));
         }
     }
     if (ZB)
-#pragma unroll
-        for (int i = 0; i < MI; i++) of_row[i][0] = quad(of_row[i][0]), of_row[i][1] = quad(of_row[i][1]);
-#pragma unroll
-    for (int j = 0; j < NI; j++) {
+        UNROLLED for (int i = 0; i < MI; i++) of_row[i][0] = quad(of_row[i][0]), of_row[i][1] = quad(of_row[i][1]);
+    UNROLLED for (int j = 0; j < NI; j++) {
         const int total = ZA ? quad(of_column[j]) : 0;
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
+        UNROLLED for (int e = 0; e < 2; e++) {
             const int column = ZA ? __shfl_sync(~0u, total, (lane % 4 * 2 + e) * 4) : 0;
             const int n = n0 + (wn * NI + j) * 8 + lane % 4 * 2 + e;
             const int right = ZB && n < N ? integer<SB>(zb, ZB == 2 ? n : 0) : 0;
-#pragma unroll
-            for (int i = 0; i < MI; i++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
+            UNROLLED for (int i = 0; i < MI; i++)
+                UNROLLED for (int h = 0; h < 2; h++) {
                     const int m = m0 + (wm * MI + i) * 16 + h * 8 + lane / 4;
                     if (m >= M || n >= N) continue;
                     const int less = ZA ? integer<SA>(za, ZA == 2 ? m : 0) : 0;

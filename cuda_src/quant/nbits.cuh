@@ -19,14 +19,12 @@ template <bool F16> DEVICE u32 fma2(u32 x, u32 y, u32 z) {
 // more. `even`, `odd`: what pairs 0 and 2, 1 and 3 get added, -(1024 + zero) and -(64 + zero) in f16, else -(128 + zero).
 template <bool F16> DEVICE void unpack_4(u32 word, u32 even, u32 odd, u32* pair) {
     if (F16) {
-#pragma unroll
-        for (int i = 0; i < 2; i++, word >>= 8) {
+        UNROLLED for (int i = 0; i < 2; i++, word >>= 8) {
             pair[2 * i] = fma2<F16>(and_or(word, 0x000f000f, 0x64006400), 0x3c003c00, even);
             pair[2 * i + 1] = fma2<F16>(and_or(word, 0x00f000f0, 0x64006400), 0x2c002c00, odd);  // times 1/16
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++, word >>= 4)
+        UNROLLED for (int i = 0; i < 4; i++, word >>= 4)
             pair[i] = fma2<F16>(and_or(word, 0x000f000f, 0x43004300), 0x3f803f80, i % 2 ? odd : even);
     }
 }

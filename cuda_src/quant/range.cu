@@ -12,8 +12,7 @@ DEVICE float2 both(float2 a, float2 b) { return make_float2(fminf(a.x, b.x), fma
 // Of all threads, given to thread 0.
 DEVICE float2 of_block(float2 range) {
     __shared__ float2 warps[8];
-#pragma unroll
-    for (int step = 16; step; step >>= 1)
+    UNROLLED for (int step = 16; step; step >>= 1)
         range = both(range, make_float2(__shfl_xor_sync(~0u, range.x, step), __shfl_xor_sync(~0u, range.y, step)));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = range;
     __syncthreads();
@@ -28,8 +27,7 @@ extern "C" __global__ void __launch_bounds__(256) least_and_largest(const float*
     const i64 step = (i64)gridDim.x * 256, whole = n / 4;
     for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < whole; i += step) {
         const Vec<float, 4> v = load<4>(x + 4 * i);
-#pragma unroll
-        for (int j = 0; j < 4; j++) range = both(range, make_float2(v.at[j], v.at[j]));
+        UNROLLED for (int j = 0; j < 4; j++) range = both(range, make_float2(v.at[j], v.at[j]));
     }
     const i64 rest = 4 * whole + threadIdx.x;
     if (blockIdx.x == 0 && rest < n) range = both(range, make_float2(x[rest], x[rest]));

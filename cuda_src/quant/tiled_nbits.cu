@@ -55,17 +55,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
     auto weights_of = [&](int u) { return q + ((i64)tile_of(u) * (K / 64) + begin) * 512; };
     const u32 to = smem_address(mine);
     const int scale_bytes = count * 64 / SCALED * BLOCK_BYTES;
-#pragma unroll
-    for (int u = 0; u < TILES; u++)
-#pragma unroll
-        for (int i = 0; i < (SCALES * 4 + 511) / 512; i++) {
+    UNROLLED for (int u = 0; u < TILES; u++)
+        UNROLLED for (int i = 0; i < (SCALES * 4 + 511) / 512; i++) {
             const int at = (i * 32 + lane) * 16;
             if (at < scale_bytes) cp_async_16(to + Q_BYTES + u * SCALES * 4 + at, scales_of(u) + at, 16);
         }
-#pragma unroll
-    for (int u = 0; u < TILES; u++)
-#pragma unroll
-        for (int i = 0; i < CHUNKS; i++) {
+    UNROLLED for (int u = 0; u < TILES; u++)
+        UNROLLED for (int i = 0; i < CHUNKS; i++) {
             const int at = i * 512 + lane * 16;
             if (i < count) cp_async_16(to + u * TILE + at, weights_of(u) + at, 16);
             if ((i + 1) % EACH == 0 || i == CHUNKS - 1) {
@@ -87,18 +83,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
     const int first = ONE ? lane : t;
     const T* a_row[SETS];
     bool there[SETS];
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
+    UNROLLED for (int s = 0; s < SETS; s++) {
         there[s] = ONE || m0 + 8 * s + group < M;
         a_row[s] = a + (m0 + (there[s] && !ONE ? 8 * s + group : 0)) * (i64)K + begin * 64;
     }
     Vec<T, 8> x[SETS][HOLD];
     auto within = [&](int i, int from) { return i * SPAN + first < CHUNKS * 8 && from * 8 + i * SPAN + first < count * 8; };
     auto fetch = [&](int from) {  // chunks of a
-#pragma unroll
-        for (int s = 0; s < SETS; s++)
-#pragma unroll
-            for (int i = 0; i < HOLD; i++) {
+        UNROLLED for (int s = 0; s < SETS; s++)
+            UNROLLED for (int i = 0; i < HOLD; i++) {
                 x[s][i] = {};
                 if (there[s] && within(i, from)) x[s][i] = load<8>(a_row[s] + (from * 8 + i * SPAN + first) * 8);
             }
@@ -108,48 +101,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
     static_assert(ONE || HELD == CHUNKS, "a norm needs all of a warp's share");
     __shared__ float partial[NORM][ROWS][WARPS];
     Vec<T, 8> by[HOLD], more[HOLD];
-#pragma unroll
-    for (int i = 0; i < HOLD; i++) {
+    UNROLLED for (int i = 0; i < HOLD; i++) {
         by[i] = more[i] = {};
         if (!within(i, 0)) continue;
         by[i] = load<8>(gamma + begin * 64 + (i * SPAN + first) * 8);
         if (beta) more[i] = load<8>(beta + begin * 64 + (i * SPAN + first) * 8);
     }
     auto sums_of = [&](int turn, float (&v)[SETS], auto&& of) {  // of a row's numbers, over all warps
-#pragma unroll
-        for (int s = 0; s < SETS; s++) {
+        UNROLLED for (int s = 0; s < SETS; s++) {
             v[s] = 0;
-#pragma unroll
-            for (int i = 0; i < HOLD; i++)
+            UNROLLED for (int i = 0; i < HOLD; i++)
                 if (within(i, 0))
-#pragma unroll
-                    for (int j = 0; j < 8; j++) v[s] += of(s, to_float(x[s][i].at[j]));
-#pragma unroll
-            for (int step = 1; step < SPAN; step *= 2) v[s] += __shfl_xor_sync(~0u, v[s], step);
+                    UNROLLED for (int j = 0; j < 8; j++) v[s] += of(s, to_float(x[s][i].at[j]));
+            UNROLLED for (int step = 1; step < SPAN; step *= 2) v[s] += __shfl_xor_sync(~0u, v[s], step);
             if (lane % SPAN == 0) partial[turn][ONE ? 0 : 8 * s + group][warp] = v[s];
         }
         __syncthreads();
-#pragma unroll
-        for (int s = 0; s < SETS; s++) {
+        UNROLLED for (int s = 0; s < SETS; s++) {
             v[s] = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) v[s] += partial[turn][ONE ? 0 : 8 * s + group][w];
+            UNROLLED for (int w = 0; w < WARPS; w++) v[s] += partial[turn][ONE ? 0 : 8 * s + group][w];
         }
     };
     float mean[SETS] = {}, squares[SETS];
     if (NORM == 2) {
         sums_of(NORM - 1, mean, [](int, float v) { return v; });
-#pragma unroll
-        for (int s = 0; s < SETS; s++) mean[s] /= K;
+        UNROLLED for (int s = 0; s < SETS; s++) mean[s] /= K;
     }
     sums_of(0, squares, [&](int s, float v) { return (v - mean[s]) * (v - mean[s]); });
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
+    UNROLLED for (int s = 0; s < SETS; s++) {
         const float rstd = rsqrtf(squares[s] / K + epsilon);
-#pragma unroll
-        for (int i = 0; i < HOLD; i++)
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
+        UNROLLED for (int i = 0; i < HOLD; i++)
+            UNROLLED for (int j = 0; j < 8; j++) {
                 float v = (to_float(x[s][i].at[j]) - mean[s]) * rstd * to_float(by[i].at[j]);
                 if (beta) v += to_float(more[i].at[j]);
                 x[s][i].at[j] = from_float<T>(v);
@@ -158,14 +140,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
 #endif
 #if ONE  // all lanes have loaded the row: those that multiply read it in the order of an mma
     T* const row = (T*)(smem + WARPS * WARP_BYTES) + warp * CHUNKS * 64;
-#pragma unroll
-    for (int i = 0; i < HOLD; i++)
+    UNROLLED for (int i = 0; i < HOLD; i++)
         if (i * 32 + lane < CHUNKS * 8) store(row + (i * 32 + lane) * 8, x[0][i]);
     __syncwarp();
     uint4 ordered[1][2 * HELD];
     auto order = [&](int from) {
-#pragma unroll
-        for (int i = 0; i < 2 * HELD; i++)
+        UNROLLED for (int i = 0; i < 2 * HELD; i++)
             if (from * 2 + i < 2 * CHUNKS) ordered[0][i] = *(const uint4*)(row + (from * 8 + i * 4 + t) * 8);
     };
     if (HELD == CHUNKS) order(0);
@@ -174,8 +154,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
     auto& order = fetch;
 #endif
 
-#pragma unroll 1
-    for (int u = 0; u < TILES; u++) {
+    ROLLED for (int u = 0; u < TILES; u++) {
         float total[SETS][4] = {}, part[SETS][4] = {};  // part: of a block of weights
 #pragma unroll UNROLL
         for (int i = 0; i < CHUNKS; i++) {
@@ -187,8 +166,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
             }
             if (i >= count) continue;
             const uint4 words = *(const uint4*)(mine + u * TILE + i * 512 + lane * 16);
-#pragma unroll
-            for (int b = 0; b < 2; b++) {
+            UNROLLED for (int b = 0; b < 2; b++) {
                 const u32* factors = (const u32*)(mine + Q_BYTES) + u * SCALES + ((i * 64 + b * 32) / SCALED * 8 + group) * WIDE;
                 u32 even = twice(F16 ? 0xe408 : 0xc308), odd = twice(F16 ? 0xd480 : 0xc308);
                 if (ZERO) even = __byte_perm(factors[1], 0, 0x1010), odd = __byte_perm(factors[1], 0, 0x3232);
@@ -197,14 +175,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
                 unpack_4<F16>(b ? words.w : words.y, even, odd, w[1]);
                 const bool ends = (i * 64 + b * 32 + 32) % SCALED == 0;
                 const float2 step = ends ? unpack2<T>(factors[0]) : float2{};
-#pragma unroll
-                for (int s = 0; s < SETS; s++) {
+                UNROLLED for (int s = 0; s < SETS; s++) {
                     const u32* of_a = (const u32*)&ordered[s][i % HELD * 2 + b];
                     mma(part[s], w[0], of_a, T());
                     mma(part[s], w[1], of_a + 2, T());
                     if (!ends) continue;
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
+                    UNROLLED for (int j = 0; j < 4; j++) {
                         total[s][j] = fmaf(part[s][j], j < 2 ? step.x : step.y, total[s][j]);
                         part[s][j] = 0;
                     }
@@ -212,28 +188,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) tiled_nbits(
             }
         }
         __syncwarp();  // all lanes have read these weights: sums take their place
-#pragma unroll
-        for (int s = 0; s < SETS; s++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
+        UNROLLED for (int s = 0; s < SETS; s++)
+            UNROLLED for (int j = 0; j < 4; j++) {
                 const int m = 8 * s + 2 * t + j % 2;
                 if (m < ROWS) ((float*)(mine + u * TILE))[m * 16 + j / 2 * 8 + group] = total[s][j];
             }
     }
     cp_async_wait<0>();
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 32 * WARPS) {
+    ROLLED for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 32 * WARPS) {
         if (!owned(i)) continue;
         const int m = i / COLUMNS, own = i % COLUMNS, n = blockIdx.x * COLUMNS + own;
         const int tile = GATE ? own / 16 * 2 : own / 16;  // a gate's is before the one that it lets through
         float v[GATE + 1] = {};
-#pragma unroll
-        for (int w = 0; w < WARPS; w++)
-#pragma unroll
-            for (int u = 0; u <= GATE; u++) v[u] += ((const float*)(smem + w * WARP_BYTES + (tile + u) * TILE))[m * 16 + own % 16];
-#pragma unroll
-        for (int u = 0; u <= GATE; u++)
+        UNROLLED for (int w = 0; w < WARPS; w++)
+            UNROLLED for (int u = 0; u <= GATE; u++)
+                v[u] += ((const float*)(smem + w * WARP_BYTES + (tile + u) * TILE))[m * 16 + own % 16];
+        UNROLLED for (int u = 0; u <= GATE; u++)
             if (EPI_BIAS) v[u] += to_float(bias[n + u * columns]);
         const i64 at = place_of(i);
         if (GATE) v[0] = gated(v[0], v[GATE], act_alpha);

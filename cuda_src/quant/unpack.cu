@@ -22,16 +22,14 @@ extern "C" __global__ void __launch_bounds__(256) unpack_tiles(const uint4* q, c
     if (tile * 16 >= N) return;
     const uint4 packed = q[(i64)warp * 32 + lane];
     const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int run = 0; run < 2; run++) {
+    UNROLLED for (int run = 0; run < 2; run++) {
         const int k = chunk * 64 + run * 32;
         const u16* numbers = (const u16*)scale + ((tile * (i64)blocks + k / BLOCK) * 8 + g) * (ZERO ? 4 : 2);
         const u32 even = ZERO ? twice(numbers[2]) : F16 ? 0xe408e408 : 0xc308c308;
         const u32 odd = ZERO ? twice(numbers[3]) : F16 ? 0xd480d480 : 0xc308c308;
         u32 pairs[2][4];
         for (int h = 0; h < 2; h++) unpack_4<F16>(words[2 * run + h], even, odd, pairs[h]);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
+        UNROLLED for (int r = 0; r < 2; r++) {
             int n = tile * 16 + 8 * r + g;
             if (n >= N) continue;
             if (GATE) {
@@ -69,16 +67,14 @@ extern "C" __global__ void __launch_bounds__(256) unpack(const u8* q, const T* s
         if (BITS == 4) bits = *(const u32*)(q + n * row_bytes + k / 2);
         if (BITS == 2) bits = *(const u16*)(q + n * row_bytes + k / 4);
         const float step = to_float(scale[n * blocks + block]), less = zero_of(zero, n, block, zeros, blocks);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
+        UNROLLED for (int i = 0; i < 8; i++) {
             const u32 word = (u32)(i * BITS < 32 ? bits : bits >> 32) >> (i * BITS % 32);
             out.at[i] = from_float<T>(((float)(word & ((1 << BITS) - 1)) - less) * step);
         }
         store(w + first, out);
         return;
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
+    UNROLLED for (int i = 0; i < 8; i++) {
         if (n * K + k < size) {
             const int block = GROUPS ? groups[k] : k / BLOCK;
             const int value = q[n * row_bytes + (i64)k * BITS / 8] >> (k * BITS % 8) & ((1 << BITS) - 1);

@@ -18,8 +18,7 @@
 #endif
 
 DEVICE uint4 philox(uint4 c, u32 k0, u32 k1) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
+    UNROLLED for (int round = 0; round < 10; round++) {
         const u64 a = (u64)0xD2511F53u * c.x, b = (u64)0xCD9E8D57u * c.z;
         c = make_uint4((u32)(b >> 32) ^ c.y ^ k0, (u32)b, (u32)(a >> 32) ^ c.w ^ k1, (u32)a);
         k0 += 0x9E3779B9u;
@@ -40,8 +39,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint4 r = philox(make_uint4((u32)block, (u32)(block >> 32), (u32)draw, (u32)stream),
                            (u32)seed, (u32)(seed >> 32));
     const u32 bits[4] = {r.x, r.y, r.z, r.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
+    UNROLLED for (int j = 0; j < 4; j++) {
         const i64 i = block * 4 + j;
         if (i >= n) return;
         const float u = unit(bits[j]);

@@ -46,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     __syncthreads();
     ACC hold[ITEMS], cell[ITEMS], bias[ITEMS];
     int length[ITEMS];
-#pragma unroll
-    for (int n = 0; n < ITEMS; n++) {
+    UNROLLED for (int n = 0; n < ITEMS; n++) {
         const int item = threadIdx.x + n * BLOCK, b = row0 + item / UNITS, u = first + item % UNITS;
         const bool real = item < BATCH * UNITS && b < batch && u < HIDDEN;
         length[n] = real ? lengths[b] : -1;
@@ -62,11 +61,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         const ACC* const now = state + s % 2 * BATCH * PADDED;
         ACC* const next = state + (s + 1) % 2 * BATCH * PADDED;
         ACC x[ITEMS][4];
-#pragma unroll
-        for (int n = 0; n < ITEMS; n++) {
+        UNROLLED for (int n = 0; n < ITEMS; n++) {
             const int item = threadIdx.x + n * BLOCK, b = row0 + item / UNITS, u = first + item % UNITS;
-#pragma unroll
-            for (int g = 0; g < GATES; g++)
+            UNROLLED for (int g = 0; g < GATES; g++)
                 x[n][g] = length[n] >= 0
                               ? (ACC)widen(z[((i64)t * batch + b) * GATES * HIDDEN + g * HIDDEN + u])
                               : ACC(0);
@@ -74,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         constexpr int ALL = KIND == GRU ? 2 * UNITS : ROWS;
         product<0, ALL, PADDED, PADDED, ROWS>(now, sums, weight);
         if (KIND == GRU) {
-#pragma unroll
-            for (int n = 0; n < ITEMS; n++) {
+            UNROLLED for (int n = 0; n < ITEMS; n++) {
                 const int item = threadIdx.x + n * BLOCK, b = item / UNITS, j = item % UNITS;
                 if (length[n] < 0) continue;
                 x[n][0] = sigmoid_of(x[n][0] + total_of<ALL, ROWS>(sums, b, j));
@@ -85,8 +81,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
             cluster_or_block_sync();
             product<(KIND == GRU ? 2 * UNITS : 0), UNITS, PADDED, PADDED, ROWS>(kept, sums, weight);
         }
-#pragma unroll
-        for (int n = 0; n < ITEMS; n++) {
+        UNROLLED for (int n = 0; n < ITEMS; n++) {
             const int item = threadIdx.x + n * BLOCK, b = item / UNITS, j = item % UNITS, u = first + j;
             if (length[n] < 0) continue;
             const auto sum = [&](int gate) { return total_of<ALL, ROWS>(sums, b, gate * UNITS + j); };
@@ -120,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         }
         cluster_or_block_sync();
     }
-#pragma unroll
-    for (int n = 0; n < ITEMS; n++) {
+    UNROLLED for (int n = 0; n < ITEMS; n++) {
         const int item = threadIdx.x + n * BLOCK, b = row0 + item / UNITS, u = first + item % UNITS;
         if (length[n] < 0) continue;
         h[(i64)b * HIDDEN + u] = narrow<T>(hold[n]);

@@ -28,8 +28,7 @@ DEVICE void cluster_or_block_sync() {
 DEVICE void to_all(ACC* to, ACC value) {
 #if CLUSTER > 1
     const u32 own = (u32)__cvta_generic_to_shared(to);
-#pragma unroll
-    for (u32 rank = 0; rank < CLUSTER; rank++) {
+    UNROLLED for (u32 rank = 0; rank < CLUSTER; rank++) {
         u32 remote;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
         if constexpr (sizeof(ACC) == 8)
@@ -54,21 +53,16 @@ DEVICE void product(const ACC* from, ACC* sums, Weight weight) {
         const int begin = part * PIECE, end = begin + PIECE < DEPTH ? begin + PIECE : DEPTH;
         for (int r = lane; r < COUNT; r += LANES) {
             ACC total[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) total[b] = 0;
+            UNROLLED for (int b = 0; b < BATCH; b++) total[b] = 0;
             for (int k = begin; k < end; k += 4) {
                 ACC w[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) w[i] = weight(k + i, FIRST + r);
-#pragma unroll
-                for (int b = 0; b < BATCH; b++) {
+                UNROLLED for (int i = 0; i < 4; i++) w[i] = weight(k + i, FIRST + r);
+                UNROLLED for (int b = 0; b < BATCH; b++) {
                     const Vec<ACC, 4> h = load<4>(from + b * STRIDE + k);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) total[b] += h.at[i] * w[i];
+                    UNROLLED for (int i = 0; i < 4; i++) total[b] += h.at[i] * w[i];
                 }
             }
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) sums[(part * BATCH + b) * WIDTH + FIRST + r] = total[b];
+            UNROLLED for (int b = 0; b < BATCH; b++) sums[(part * BATCH + b) * WIDTH + FIRST + r] = total[b];
         }
     }
     __syncthreads();
@@ -78,7 +72,6 @@ template <int COUNT, int WIDTH> DEVICE ACC total_of(const ACC* sums, int b, int 
     constexpr int LANES = COUNT >= BLOCK ? BLOCK : (COUNT + 31) / 32 * 32;
     constexpr int PARTS = BLOCK / LANES < PARTS_MOST ? BLOCK / LANES : PARTS_MOST;
     ACC total = 0;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) total += sums[(part * BATCH + b) * WIDTH + row];
+    UNROLLED for (int part = 0; part < PARTS; part++) total += sums[(part * BATCH + b) * WIDTH + row];
     return total;
 }

@@ -40,8 +40,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
     ACC dh[ITEMS], dc[ITEMS];
     int length[ITEMS];
-#pragma unroll
-    for (int n = 0; n < ITEMS; n++) {
+    UNROLLED for (int n = 0; n < ITEMS; n++) {
         const int item = threadIdx.x + n * BLOCK, b = row0 + item / UNITS, u = first + item % UNITS;
         const bool real = item < BATCH * UNITS && b < batch && u < HIDDEN;
         length[n] = real ? lengths[b] : -1;
@@ -64,8 +63,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     for (int s = steps - 1; s >= 0; s--) {
         const int t = REVERSE ? steps - 1 - s : s;
         ACC stays[ITEMS], reset[ITEMS], old[ITEMS], slope_r[ITEMS];
-#pragma unroll
-        for (int n = 0; n < ITEMS; n++) {
+        UNROLLED for (int n = 0; n < ITEMS; n++) {
             const int item = threadIdx.x + n * BLOCK, b = item / UNITS, u = first + item % UNITS;
             if (length[n] < 0) continue;
             const bool alive = t < length[n];
@@ -111,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                 const ACC a = (ACC)widen(z[cell * HIDDEN + u]), v = tanh(a);
                 out[0] = g * (KIND == RNN_TANH ? ACC(1) - v * v : a > 0 ? ACC(1) : ACC(0));
             }
-#pragma unroll
-            for (int k = 0; k < GATES; k++) {
+            UNROLLED for (int k = 0; k < GATES; k++) {
                 if (KIND == GRU && k == 1) continue;
                 const ACC value = alive ? out[k] : ACC(0);
                 dz[cell * GATES * HIDDEN + k * HIDDEN + u] = narrow<T>(value);
@@ -132,8 +129,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         if (KIND == GRU) {  // u = dn R_n, of which r's gradient is made
             const auto weight = [&](int k, int j) { return weight_at(GATES_FIRST + k, j); };
             product<0, UNITS, PADDED, DEPTH, UNITS>(slopes + GATES_FIRST, sums, weight);
-#pragma unroll
-            for (int n = 0; n < ITEMS; n++) {
+            UNROLLED for (int n = 0; n < ITEMS; n++) {
                 const int item = threadIdx.x + n * BLOCK, b = item / UNITS, j = item % UNITS;
                 if (length[n] < 0) continue;
                 const ACC through = total_of<UNITS, UNITS>(sums, b, j);
@@ -146,15 +142,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         }
         constexpr int REST = KIND == GRU ? 2 * PADDED : DEPTH;
         product<0, UNITS, REST, DEPTH, UNITS>(slopes, sums, weight_at);
-#pragma unroll
-        for (int n = 0; n < ITEMS; n++) {
+        UNROLLED for (int n = 0; n < ITEMS; n++) {
             const int item = threadIdx.x + n * BLOCK, b = item / UNITS, j = item % UNITS;
             if (length[n] >= 0 && t < length[n]) dh[n] = stays[n] + total_of<UNITS, UNITS>(sums, b, j);
         }
         cluster_or_block_sync();  // the slopes are read: the next step may write over them
     }
-#pragma unroll
-    for (int n = 0; n < ITEMS; n++) {
+    UNROLLED for (int n = 0; n < ITEMS; n++) {
         const int item = threadIdx.x + n * BLOCK, b = row0 + item / UNITS, u = first + item % UNITS;
         if (length[n] < 0) continue;
         dh0[(i64)b * HIDDEN + u] = narrow<T>(dh[n]);

@@ -40,8 +40,7 @@ struct Pack { In at[VEC]; };
 DEVICE Pack fetch(Source p) {
     const Vec<T, VEC> a = load<VEC>(p.x), b = load<VEC>(p.x2);
     Pack v;
-#pragma unroll
-    for (int j = 0; j < VEC; j++) v.at[j] = (ACC)widen(a.at[j]) * (ACC)widen(b.at[j]);
+    UNROLLED for (int j = 0; j < VEC; j++) v.at[j] = (ACC)widen(a.at[j]) * (ACC)widen(b.at[j]);
     return v;
 }
 #else
@@ -56,8 +55,7 @@ DEVICE State add_all(State s, const Pack& v, i64 at) {
 #if defined BATCHED && !FROM_STATE
     return R::take_all(s, v.at);
 #else
-#pragma unroll
-    for (int j = 0; j < VEC; j++) s = add(s, v.at[j], at + j);
+    UNROLLED for (int j = 0; j < VEC; j++) s = add(s, v.at[j], at + j);
     return s;
 #endif
 }
@@ -87,11 +85,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     constexpr int STEP = TEAM * VEC, UNROLL = 4;
     for (int i = lane * VEC; i < n; i += UNROLL * STEP) {
         Pack v[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        UNROLLED for (int u = 0; u < UNROLL; u++)
             if (i + u * STEP < n) v[u] = fetch(p + i + u * STEP);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        UNROLLED for (int u = 0; u < UNROLL; u++)
             if (i + u * STEP < n) s = add_all(s, v[u], first + i + u * STEP);
     }
     __shared__ State scratch[TEAM > 32 ? TEAM / 32 : 1];
@@ -109,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
     const i64 column = blockIdx.x % tiles * (BX * VEC) + tx * VEC;
     const i64 first = rest % splits * chunk, last = min(first + chunk, length);
     State s[VEC];
-#pragma unroll
-    for (int j = 0; j < VEC; j++) s[j] = R::identity();
+    UNROLLED for (int j = 0; j < VEC; j++) s[j] = R::identity();
     if (column < inner) {
         const Source p = FIRST + (rest / splits * length * inner + column);
 #if defined BATCHED && !FROM_STATE
@@ -121,52 +116,42 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
         i64 r = first + ty;
         for (; r + (UNROLL - 1) * BY < last; r += UNROLL * BY) {
             Pack v[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + (r + u * BY) * inner);
+            UNROLLED for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + (r + u * BY) * inner);
 #if defined BATCHED && !FROM_STATE
             R::take_rows(s, v);
 #else
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-                for (int j = 0; j < VEC; j++) s[j] = add(s[j], v[u].at[j], r + u * BY);
+            UNROLLED for (int u = 0; u < UNROLL; u++)
+                UNROLLED for (int j = 0; j < VEC; j++) s[j] = add(s[j], v[u].at[j], r + u * BY);
 #endif
         }
 #if defined BATCHED && !FROM_STATE
         if (r < last) {  // fewer rows than that, at once as well
             const int left = (int)((last - r + BY - 1) / BY);
             Pack v[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
+            UNROLLED for (int u = 0; u < UNROLL; u++)
                 if (u < left) v[u] = fetch(p + (r + u * BY) * inner);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
+            UNROLLED for (int j = 0; j < VEC; j++) {
                 In column[UNROLL];
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++) column[u] = v[u].at[j];
+                UNROLLED for (int u = 0; u < UNROLL; u++) column[u] = v[u].at[j];
                 s[j] = R::take_some(s[j], column, left);
             }
         }
 #else
         for (; r < last; r += BY) {
             const Pack v = fetch(p + r * inner);
-#pragma unroll
-            for (int j = 0; j < VEC; j++) s[j] = add(s[j], v.at[j], r);
+            UNROLLED for (int j = 0; j < VEC; j++) s[j] = add(s[j], v.at[j], r);
         }
 #endif
     }
     __shared__ State part[BY][VEC * BX];  // a column's neighbours side by side: no two in one bank
-#pragma unroll
-    for (int j = 0; j < VEC; j++) part[ty][j * BX + tx] = s[j];
+    UNROLLED for (int j = 0; j < VEC; j++) part[ty][j * BX + tx] = s[j];
     for (int step = BY / 2; step; step /= 2) {
         __syncthreads();
         if (ty < step)
-#pragma unroll
-            for (int j = 0; j < VEC; j++)
+            UNROLLED for (int j = 0; j < VEC; j++)
                 part[ty][j * BX + tx] = R::merge(part[ty][j * BX + tx], part[ty + step][j * BX + tx]);
     }
     if (ty == 0 && column < inner)
-#pragma unroll
-        for (int j = 0; j < VEC; j++) emit(part[0][j * BX + tx], rest * inner + column + j, count, y, y2);
+        UNROLLED for (int j = 0; j < VEC; j++) emit(part[0][j * BX + tx], rest * inner + column + j, count, y, y2);
 }
 #endif

@@ -134,24 +134,20 @@ template <class S> struct Moments {  // Welford inside a thread, Chan's merge be
     // N elements at once: one division, and no chain through the mean
     template <int N, class E> static DEVICE State take_all(State s, const E (&x)[N]) {
         S sum = 0, m2 = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++) sum += (S)widen(x[i]);
+        UNROLLED for (int i = 0; i < N; i++) sum += (S)widen(x[i]);
         const S mean = sum / N;
-#pragma unroll
-        for (int i = 0; i < N; i++) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
+        UNROLLED for (int i = 0; i < N; i++) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
         return merge(s, {N, mean, m2});
     }
     // V columns of N rows at once; all columns have had as many rows, so that one division serves them
     template <int V, int N, class P> static DEVICE void take_rows(State (&s)[V], const P (&rows)[N]) {
         const S n = s[0].n + N, f = N / n, weight = s[0].n * f;
-#pragma unroll
-        for (int j = 0; j < V; j++) {
+        UNROLLED for (int j = 0; j < V; j++) {
             S sum = 0, m2 = 0;
-#pragma unroll
-            for (int i = 0; i < N; i++) sum += (S)widen(rows[i].at[j]);
+            UNROLLED for (int i = 0; i < N; i++) sum += (S)widen(rows[i].at[j]);
             const S mean = sum / N;
-#pragma unroll
-            for (int i = 0; i < N; i++) m2 += ((S)widen(rows[i].at[j]) - mean) * ((S)widen(rows[i].at[j]) - mean);
+            UNROLLED for (int i = 0; i < N; i++)
+                m2 += ((S)widen(rows[i].at[j]) - mean) * ((S)widen(rows[i].at[j]) - mean);
             const S d = mean - s[j].mean;
             s[j] = {n, s[j].mean + d * f, s[j].m2 + m2 + d * weight * d};
         }
@@ -159,12 +155,10 @@ template <class S> struct Moments {  // Welford inside a thread, Chan's merge be
     // the first `n` of N elements, at least one
     template <int N, class E> static DEVICE State take_some(State s, const E (&x)[N], int n) {
         S sum = 0, m2 = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++)
+        UNROLLED for (int i = 0; i < N; i++)
             if (i < n) sum += (S)widen(x[i]);
         const S mean = sum / n;
-#pragma unroll
-        for (int i = 0; i < N; i++)
+        UNROLLED for (int i = 0; i < N; i++)
             if (i < n) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
         return merge(s, {(S)n, mean, m2});
     }

@@ -26,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll 4
     for (int i = threadIdx.x * VEC; i < whole; i += 256 * VEC) {
         const Vec<T, VEC> v = load<VEC>(x + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) s += (ACC)widen(v.at[j]) * (ACC)widen(v.at[j]);
+        UNROLLED for (int j = 0; j < VEC; j++) s += (ACC)widen(v.at[j]) * (ACC)widen(v.at[j]);
     }
     if (whole + (int)threadIdx.x < n) {
         const ACC v = widen(x[whole + threadIdx.x]);

@@ -6,21 +6,18 @@
 template <class S> DEVICE S shuffle_xor(S s, int step) {
     union { S s; u32 word[sizeof(S) / 4]; } a;
     a.s = s;
-#pragma unroll
-    for (int i = 0; i < (int)(sizeof(S) / 4); i++) a.word[i] = __shfl_xor_sync(~0u, a.word[i], step);
+    UNROLLED for (int i = 0; i < (int)(sizeof(S) / 4); i++) a.word[i] = __shfl_xor_sync(~0u, a.word[i], step);
     return a.s;
 }
 // N is a power of two; above 32 it is the whole block, and `scratch` holds N / 32 values.
 template <int N, class S, class Merge> DEVICE S team_merge(S s, Merge merge, S* scratch) {
-#pragma unroll
-    for (int step = 1; step < (N < 32 ? N : 32); step *= 2) s = merge(s, shuffle_xor(s, step));
+    UNROLLED for (int step = 1; step < (N < 32 ? N : 32); step *= 2) s = merge(s, shuffle_xor(s, step));
     if (N <= 32) return s;
     __syncthreads();  // scratch may still be read from the last merge
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = s;
     __syncthreads();
     s = scratch[threadIdx.x % (N / 32)];
-#pragma unroll
-    for (int step = 1; step < N / 32; step *= 2) s = merge(s, shuffle_xor(s, step));
+    UNROLLED for (int step = 1; step < N / 32; step *= 2) s = merge(s, shuffle_xor(s, step));
     return s;
 }
 template <int N, class S> DEVICE S team_sum(S s, S* scratch) {
@@ -36,12 +33,10 @@ struct Part { int first, end; };
 template <int N, class S, int COUNT> DEVICE Part spread_sum(S (&s)[COUNT]) {
     Part mine = {0, COUNT};
     int count = COUNT;
-#pragma unroll
-    for (int step = (N < 32 ? N : 32) / 2; step; step /= 2) {
+    UNROLLED for (int step = (N < 32 ? N : 32) / 2; step; step /= 2) {
         const int half = (count + 1) / 2;
         const bool upper = threadIdx.x & step;
-#pragma unroll
-        for (int c = 0; c < half; c++) {
+        UNROLLED for (int c = 0; c < half; c++) {
             const S low = s[c], high = c + half < count ? s[c + half] : S(0);
             s[c] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, step);
         }

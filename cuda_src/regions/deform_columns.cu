@@ -35,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
         const i64 c = n * channels + (i64)group * each + k;
         const T* image = x + c * h * w;
         ACC sum = 0;
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
+        UNROLLED for (int t = 0; t < 4; t++) {
             const int a = top + t / 2, b = left + t % 2;
             if (inside && a >= 0 && a < h && b >= 0 && b < w) sum += weight[t] * (ACC)widen(image[(i64)a * w + b]);
         }

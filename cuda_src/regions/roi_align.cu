@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     const i64 image = (i64)index[r];
     const ACC shift = HALF_PIXEL ? (ACC)0.5 : (ACC)0, scale = (ACC)spatial_scale;
     ACC edge[4], result = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
+    UNROLLED for (int k = 0; k < 4; k++) {
         edge[k] = (ACC)widen(rois[r * 4 + k]) * scale - shift;
         result += 0 * edge[k];
     }

@@ -11,14 +11,12 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, ITEMS = 16, TILE = THREADS * 
 // Bit l of mask[i] is the flag i * 32 + l of the warp's; their number.
 DEVICE u32 votes(const u8* keep, i64 length, i64 begin, u32 (&mask)[ITEMS]) {
     bool flag[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const i64 at = begin + i * 32 + threadIdx.x % 32;
         flag[i] = at < length && keep[at];
     }
     u32 count = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         mask[i] = __ballot_sync(~0u, flag[i]);
         count += __popc(mask[i]);
     }
@@ -48,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(1024) kept_offsets(const u32* count
         const i64 at = begin + threadIdx.x;
         const u32 own = at < tiles ? counts[at] : 0;
         u32 s = own;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
+        UNROLLED for (int step = 1; step < 32; step *= 2) {
             const u32 other = __shfl_up_sync(~0u, s, step);
             if (lane >= step) s += other;
         }
@@ -78,8 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     i64 to = first[blockIdx.x];
     for (int w = 0; w < warp; w++) to += sums[w];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         if (mask[i] >> lane & 1) position[to + __popc(mask[i] & ((1u << lane) - 1))] = begin + i * 32 + lane;
         to += __popc(mask[i]);
     }

@@ -21,11 +21,9 @@ DEVICE void take(const T* x, i64 begin, i64 end, i64 length, ACC (&own)[4]) {
     if (VEC == 4) {
         Vec<T, 4> v;
         if (begin < end) v = load<4>(x + (REVERSE ? length - 4 - begin : begin));
-#pragma unroll
-        for (int j = 0; j < 4; j++) own[j] = begin < end ? (ACC)widen(v.at[REVERSE ? 3 - j : j]) : UNIT;
+        UNROLLED for (int j = 0; j < 4; j++) own[j] = begin < end ? (ACC)widen(v.at[REVERSE ? 3 - j : j]) : UNIT;
     } else {
-#pragma unroll
-        for (int j = 0; j < 4; j++)
+        UNROLLED for (int j = 0; j < 4; j++)
             own[j] = begin + j < end ? (ACC)widen(x[REVERSE ? length - 1 - begin - j : begin + j]) : UNIT;
     }
 }
@@ -33,8 +31,7 @@ DEVICE void take(const T* x, i64 begin, i64 end, i64 length, ACC (&own)[4]) {
 // The carry joined with what the threads before this one have; the carry is then joined with all.
 DEVICE ACC before(ACC own, ACC& carry, ACC* sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    UNROLLED for (int step = 1; step < 32; step *= 2) {
         const ACC other = __shfl_up_sync(~0u, own, step);
         if (lane >= step) own = join(other, own);
     }
@@ -83,8 +80,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         take(x, begin, end, length, own);
         ACC left = before(join(join(join(own[0], own[1]), own[2]), own[3]), carry, sums);
         Vec<T, 4> v;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             const ACC next = join(left, own[j]);
             v.at[REVERSE ? 3 - j : j] = narrow<T>(EXCLUSIVE ? left : next);
             left = next;
@@ -92,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         if (VEC == 4) {
             if (begin < end) store<4>(y + (REVERSE ? length - 4 - begin : begin), v);
         } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
+            UNROLLED for (int j = 0; j < 4; j++)
                 if (begin + j < end)
                     y[REVERSE ? length - 1 - begin - j : begin + j] = v.at[REVERSE ? 3 - j : j];
         }

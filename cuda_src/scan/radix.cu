@@ -21,8 +21,7 @@ DEVICE int digit(KEY key, int shift) { return (int)(key >> shift) & (BINS - 1); 
 // The lanes whose digit is d as well.
 DEVICE u32 equal_digits(int d) {
     u32 peers = ~0u;
-#pragma unroll
-    for (int bit = 0; bit < 8; bit++) {
+    UNROLLED for (int bit = 0; bit < 8; bit++) {
         const bool set = d >> bit & 1;
         const u32 votes = __ballot_sync(~0u, set);
         peers &= set ? votes : ~votes;
@@ -34,8 +33,7 @@ DEVICE u32 equal_digits(int d) {
 DEVICE u32 before(u32 own, u32& total, u32* sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u32 s = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    UNROLLED for (int step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(~0u, s, step);
         if (lane >= step) s += other;
     }
@@ -44,8 +42,7 @@ DEVICE u32 before(u32 own, u32& total, u32* sums) {
     __syncthreads();
     u32 left = 0;
     total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
+    UNROLLED for (int w = 0; w < WARPS; w++) {
         if (w < warp) left += sums[w];
         total += sums[w];
     }
@@ -59,13 +56,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     key += row * length;
     KEY unlike = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const i64 at = tile * TILE + i * THREADS + threadIdx.x;
         if (at < length) unlike |= key[at] ^ key[0];
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
+    UNROLLED for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = unlike;
     __syncthreads();
     if (threadIdx.x) return;
@@ -78,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) radix_sides(const KEY* bit
     __shared__ KEY parts[WARPS];
     KEY unlike = 0;
     for (i64 t = threadIdx.x; t < tiles; t += THREADS) unlike |= bits[blockIdx.x * tiles + t];
-#pragma unroll
-    for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
+    UNROLLED for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = unlike;
     __syncthreads();
     if (threadIdx.x) return;
@@ -118,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bins[threadIdx.x] = 0;
     __syncthreads();
     key += row * length;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const i64 at = tile * TILE + i * THREADS + threadIdx.x;
         if (at < length) atomicAdd(&bins[digit(key[at], shift)], 1u);
     }
@@ -171,16 +164,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     KEY own[ITEMS];
     u32 index[ITEMS], rank[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {  // a warp's elements are consecutive
+    UNROLLED for (int i = 0; i < ITEMS; i++) {  // a warp's elements are consecutive
         const int j = (warp * ITEMS + i) * 32 + lane;
         own[i] = j < live ? key[j] : ~(KEY)0;  // behind all others of the tile
         index[i] = FIRST ? begin + j : j < live ? at[j] : 0;
     }
     for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) bins[i / BINS][i % BINS] = 0;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const int d = digit(own[i], shift);
         const u32 peers = equal_digits(d), earlier = __popc(peers & ((1u << lane) - 1));
         const u32 had = bins[warp][d];
@@ -201,14 +192,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int w = 0; w < WARPS; w++) bins[w][threadIdx.x] += first;
     from[threadIdx.x] = start + counts[(row * BINS + threadIdx.x) * tiles + tile] - first;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const u32 to = bins[warp][digit(own[i], shift)] + rank[i];
         keys[to] = own[i], order[to] = index[i];
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
+    UNROLLED for (int i = 0; i < ITEMS; i++) {
         const int j = i * THREADS + threadIdx.x;
         if (j >= live) continue;
         const u32 to = from[digit(keys[j], shift)] + j;

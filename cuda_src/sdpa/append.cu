@@ -57,19 +57,16 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             const CACHE* from = (value ? past_value : past_key) + (i64)line * past * D;
             CACHE* to = (value ? present_value : present_key) + (i64)line * length * D;
             Vec<CACHE, PIECE> x[EACH];
-#pragma unroll
-            for (int j = 0; j < EACH; j++)
+            UNROLLED for (int j = 0; j < EACH; j++)
                 if (start + j * 256 < pieces) x[j] = load<PIECE>(from + (start + j * 256) * PIECE);
-#pragma unroll
-            for (int j = 0; j < EACH; j++)
+            UNROLLED for (int j = 0; j < EACH; j++)
                 if (start + j * 256 < pieces) store<PIECE>(to + (start + j * 256) * PIECE, x[j]);
         }
         return;
     }
     // one place for past and present: what is old is there
     const i64 each = (i64)batch * kv_heads * length * PIECES;
-#pragma unroll
-    for (int which = 0; which < 2; which++) {
+    UNROLLED for (int which = 0; which < 2; which++) {
         const CACHE* old = which ? past_value : past_key;
         CACHE* to = which ? present_value : present_key;
         if (old == to) continue;

@@ -29,8 +29,7 @@ constexpr const float *key_step = nullptr, *value_step = nullptr;
 template <int V> DEVICE Vec<CACHE, V> cached(const Vec<T, V>& x, const float* step) {
 #if IN_STEPS
     Vec<CACHE, V> y;
-#pragma unroll
-    for (int j = 0; j < V; j++) round_steps(y.at[j], widen(x.at[j]) / (step[j] == 0 ? 1 : step[j]));
+    UNROLLED for (int j = 0; j < V; j++) round_steps(y.at[j], widen(x.at[j]) / (step[j] == 0 ? 1 : step[j]));
     return y;
 #else
     return x;

@@ -57,30 +57,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     constexpr int MOST = CHUNKS > 1 ? 2 : 1;  // chunks at once
     const u8 *q_rows[2], *k_rows[2 * MOST], *v_rows[4 * MOST];
     const T* mask_at[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int i = 0; i < 2; i++) {
         q_rows[i] = along(q_at, min(row + i * 8, o.queries - 1), q_row);
         mask_at[i] = MASK ? mask_row(o, o.mask, b, h, MASK == 2 ? 0 : row + i * 8) : o.q;
     }
     auto find_rows = [&](int from) {
-#pragma unroll
-        for (int i = 0; i < 2 * MOST; i++)
+        UNROLLED for (int i = 0; i < 2 * MOST; i++)
             k_rows[i] = along(k_at, min(from + i / 2 * STRIDE + i % 2 * 8 + line, last), k_row);
-#pragma unroll
-        for (int i = 0; i < 4 * MOST; i++)
+        UNROLLED for (int i = 0; i < 4 * MOST; i++)
             v_rows[i] = along(v_at, min(from + i / 4 * STRIDE + i % 4 / 2 * 8 + i % 2 + quad * 2, last), v_row);
     };
     find_rows(key);
     // Addresses are worked out before the wait: ptxas, which would begin with that, moves nothing across an exit.
     u64 any = (u64)q_rows[0] | (u64)q_rows[1] | (u64)mask_at[0] | (u64)mask_at[1];
-#pragma unroll
-    for (int i = 0; i < 4 * MOST; i++) any |= (u64)k_rows[i / 2] | (u64)v_rows[i];
+    UNROLLED for (int i = 0; i < 4 * MOST; i++) any |= (u64)k_rows[i / 2] | (u64)v_rows[i];
     if (any == 0) return;
     after_previous_launch();
 
     uint4 qs[2][2];  // 8 neighbours of the lower half of a row, and 8 of the upper
-#pragma unroll
-    for (int i = 0; i < 4; i++) qs[i / 2][i % 2] = load_16(q_rows[i / 2] + i % 2 * 64);
+    UNROLLED for (int i = 0; i < 4; i++) qs[i / 2][i % 2] = load_16(q_rows[i / 2] + i % 2 * 64);
     u32 queries[4][4];
     // The 0 at which the first products begin comes from shared memory, behind a barrier and so behind all
     // loads: ptxas would put those of v off until the first products have left their registers.
@@ -90,49 +85,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     top[0] = top[1] = NEGATIVE_INFINITY;
     const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL
     constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
-#pragma unroll
-    for (int i0 = 0; i0 < CHUNKS; i0 += 2) {
+    UNROLLED for (int i0 = 0; i0 < CHUNKS; i0 += 2) {
         if (i0) find_rows(key + i0 * STRIDE);
         uint4 ks[MOST][2][2], vs[MOST][4];
         float masks[MASK ? MOST : 1][MASK == 1 ? 2 : 1][2][2] = {};
-#pragma unroll
-        for (int i = 0; i < 4 * MOST; i++) ks[i / 4][i / 2 % 2][i % 2] = load_16(k_rows[i / 2] + i % 2 * 64);
-#pragma unroll
-        for (int i = 0; i < 4 * MOST; i++) vs[i / 4][i % 4] = load_16(v_rows[i]);
+        UNROLLED for (int i = 0; i < 4 * MOST; i++) ks[i / 4][i / 2 % 2][i % 2] = load_16(k_rows[i / 2] + i % 2 * 64);
+        UNROLLED for (int i = 0; i < 4 * MOST; i++) vs[i / 4][i % 4] = load_16(v_rows[i]);
         if (MASK)
-#pragma unroll
-            for (int i = 0; i < 2 * MOST; i++)
-#pragma unroll
-                for (int j = 0; j < (MASK == 1 ? 2 : 1); j++) {
+            UNROLLED for (int i = 0; i < 2 * MOST; i++)
+                UNROLLED for (int j = 0; j < (MASK == 1 ? 2 : 1); j++) {
                     const int at = key + (i0 + i / 2) * STRIDE + i % 2 * 8 + quad * 2;
                     float(&m)[2] = masks[MASK ? i / 2 : 0][MASK == 1 ? j : 0][i % 2];
 #if MASK_PIECES
                     const float2 both = unpack2<T>(*(const u32*)(mask_at[j] + min(at, last - 1)));
                     m[0] = both.x, m[1] = both.y;
 #else
-#pragma unroll
-                    for (int e = 0; e < 2; e++) m[e] = to_float(*(const T*)along(mask_at[j], min(at + e, last), o.mask.column));
+                    UNROLLED for (int e = 0; e < 2; e++)
+                        m[e] = to_float(*(const T*)along(mask_at[j], min(at + e, last), o.mask.column));
 #endif
                     if (!KEEP) m[0] = meant(m[0], o.floor), m[1] = meant(m[1], o.floor);
                 }
         if (i0 == 0) {
             __syncthreads();
             zero = *(volatile float*)&start;
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
+            UNROLLED for (int i = 0; i < 16; i++) {
                 queries[i / 4][i % 4] = ((const u32*)&qs[i % 2][i / 8])[i / 4 % 2 * 2 + i % 4 / 2];
                 asm volatile("" : "+r"(queries[i / 4][i % 4]));  // once, in registers side by side
             }
         }
         float p[2 * MOST][4];
-#pragma unroll
-        for (int i = 0; i < 2 * MOST; i++) {
+        UNROLLED for (int i = 0; i < 2 * MOST; i++) {
             float(&s)[4] = p[i];
             s[0] = s[1] = s[2] = s[3] = i0 ? 0.0f : zero;
-#pragma unroll
-            for (int d = 0; d < 4; d++) mma(s, queries[d], (const u32*)&ks[i / 2][i % 2][d / 2] + d % 2 * 2, T());
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLLED for (int d = 0; d < 4; d++)
+                mma(s, queries[d], (const u32*)&ks[i / 2][i % 2][d / 2] + d % 2 * 2, T());
+            UNROLLED for (int e = 0; e < 4; e++) {
                 const float m = masks[MASK ? i / 2 : 0][MASK == 1 ? e / 2 : 0][i % 2][e % 2];
                 if (!NATURAL) s[e] *= scale;
                 else if (KEEP || SOFTCAP || !MASK) s[e] = logit(o, s[e], m, 0.0f);
@@ -141,69 +128,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         const int end = CAUSAL ? min(o.keys, first + 1) : o.keys;  // the keys that all rows see
         if (key + (i0 + MOST - 1) * STRIDE + 16 > end)
-#pragma unroll
-            for (int i = 0; i < 8 * MOST; i++) {
+            UNROLLED for (int i = 0; i < 8 * MOST; i++) {
                 const int at = key + (i0 + i / 8) * STRIDE + i / 4 % 2 * 8 + quad * 2 + i % 2;
                 if (!meet(o, row + i % 4 / 2 * 8, at)) p[i / 4][i % 4] = NEGATIVE_INFINITY;
             }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             float now = top[i], part = 0;
-#pragma unroll
-            for (int n = 0; n < 2 * MOST; n++) now = fmaxf(now, fmaxf(p[n][2 * i], p[n][2 * i + 1]));
+            UNROLLED for (int n = 0; n < 2 * MOST; n++) now = fmaxf(now, fmaxf(p[n][2 * i], p[n][2 * i + 1]));
             now = quad_max(now);
             const float zero = safe(now), fade = power2((top[i] - zero) * UNIT);
             top[i] = now;
-#pragma unroll
-            for (int n = 0; n < 2 * MOST; n++)
-#pragma unroll
-                for (int e = 2 * i; e < 2 * i + 2; e++) part += p[n][e] = power2((p[n][e] - zero) * UNIT);
+            UNROLLED for (int n = 0; n < 2 * MOST; n++)
+                UNROLLED for (int e = 2 * i; e < 2 * i + 2; e++) part += p[n][e] = power2((p[n][e] - zero) * UNIT);
             sum[i] = i0 ? sum[i] * fade + part : part;
             if (i0)
-#pragma unroll
-                for (int n = 0; n < 8; n++) acc[n][2 * i] *= fade, acc[n][2 * i + 1] *= fade;
+                UNROLLED for (int n = 0; n < 8; n++) acc[n][2 * i] *= fade, acc[n][2 * i + 1] *= fade;
         }
         if (key + (i0 + MOST - 1) * STRIDE + 16 > o.keys)  // a weight of 0 is to meet no NaN
-#pragma unroll
-            for (int i = 0; i < 4 * MOST; i++)
+            UNROLLED for (int i = 0; i < 4 * MOST; i++)
                 if (key + (i0 + i / 4) * STRIDE + i % 4 / 2 * 8 + i % 2 + quad * 2 > last) vs[i / 4][i % 4] = uint4{};
-#pragma unroll
-        for (int i = 0; i < MOST; i++) {
+        UNROLLED for (int i = 0; i < MOST; i++) {
             u32 a[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) a[e] = pack2<T>(p[2 * i + e / 2][e % 2 * 2], p[2 * i + e / 2][e % 2 * 2 + 1]);
-#pragma unroll
-            for (int n = 0; n < 8; n++) {  // column 8 l + n of v is column l of tile n
+            UNROLLED for (int e = 0; e < 4; e++)
+                a[e] = pack2<T>(p[2 * i + e / 2][e % 2 * 2], p[2 * i + e / 2][e % 2 * 2 + 1]);
+            UNROLLED for (int n = 0; n < 8; n++) {  // column 8 l + n of v is column l of tile n
                 const u32 at[2] = {pair(vs[i][0], vs[i][1], n), pair(vs[i][2], vs[i][3], n)};
                 mma(acc[n], a, at, T());
             }
         }
     }
 
-#pragma unroll
-    for (int n = 0; n < 8; n++) shares[team][sharer][n][lane] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int n = 0; n < 8; n++)
+        shares[team][sharer][n][lane] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+    UNROLLED for (int i = 0; i < 2; i++) {
         sum[i] = quad_sum(sum[i]);
         if (quad == 0) tops[team][sharer][line + 8 * i] = make_float2(top[i], sum[i]);
     }
     __syncthreads();
     // a thread merges 8 neighbours of a row: of every tile, the same number of the same lane
-#pragma unroll
-    for (int i = 0; i < 128 / TEAM + (TEAM > 128); i++) {
+    UNROLLED for (int i = 0; i < 128 / TEAM + (TEAM > 128); i++) {
         const int at = threadIdx.x % TEAM + i * TEAM, r = at / 16 + at / 2 % 2 * 8, c = (at / 4 % 4 * 2 + at % 2) * 8;
         if (TEAM > 128 && at >= 128) break;
         float best = NEGATIVE_INFINITY, total = 0, value[8] = {};
-#pragma unroll
-        for (int j = 0; j < SHARERS; j++) best = fmaxf(best, tops[team][j][r].x);
-#pragma unroll
-        for (int j = 0; j < SHARERS; j++) {
+        UNROLLED for (int j = 0; j < SHARERS; j++) best = fmaxf(best, tops[team][j][r].x);
+        UNROLLED for (int j = 0; j < SHARERS; j++) {
             const float2 of = tops[team][j][r];
             const float part = power2((of.x - safe(best)) * UNIT);
             const float* from = (const float*)shares[team][j] + at;
             total += part * of.y;
-#pragma unroll
-            for (int n = 0; n < 8; n++) value[n] += part * from[n * 128];
+            UNROLLED for (int n = 0; n < 8; n++) value[n] += part * from[n * 128];
         }
         const int out = first + r;
         if (out >= o.queries) continue;

@@ -33,8 +33,7 @@ DEVICE int warp_row() { return SPLIT ? 0 : threadIdx.x / 32 * 16 * MT; }
 template <int COUNT, int WIDTH, int PADDED>
 DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
     constexpr int CHUNKS = PADDED / 8;
-#pragma unroll
-    for (int k = 0; k < (COUNT * CHUNKS + TEAM - 1) / TEAM; k++) {
+    UNROLLED for (int k = 0; k < (COUNT * CHUNKS + TEAM - 1) / TEAM; k++) {
         const int i = threadIdx.x % TEAM + k * TEAM, r = i / CHUNKS, c = i % CHUNKS * 8;
         if (COUNT * CHUNKS % TEAM && i >= COUNT * CHUNKS) break;
         const bool there = first + r < last && c < WIDTH;
@@ -83,19 +82,14 @@ template <int WIDTH> DEVICE void dots(float (&s)[MT][TILE / 8][4], const T* a, c
     const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
     a += (warp_row() + m % 2 * 8 + r) * PITCH + m / 2 * 8;
     b += (m / 2 * 8 + r) * PITCH + m % 2 * 8;
-#pragma unroll
-    for (int i = 0; i < MT * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
-#pragma unroll
-    for (int k = 0; k < WIDTH; k += 16) {
+    UNROLLED for (int i = 0; i < MT * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
+    UNROLLED for (int k = 0; k < WIDTH; k += 16) {
         u32 x[MT][4];
-#pragma unroll
-        for (int i = 0; i < MT; i++) ldmatrix_x4<false>(x[i], smem_address(a + i * 16 * PITCH + k));
-#pragma unroll
-        for (int n = 0; n < TILE / 16; n++) {
+        UNROLLED for (int i = 0; i < MT; i++) ldmatrix_x4<false>(x[i], smem_address(a + i * 16 * PITCH + k));
+        UNROLLED for (int n = 0; n < TILE / 16; n++) {
             u32 y[4];
             ldmatrix_x4<false>(y, smem_address(b + n * 16 * PITCH + k));
-#pragma unroll
-            for (int i = 0; i < MT; i++) {
+            UNROLLED for (int i = 0; i < MT; i++) {
                 mma(s[i][2 * n], x[i], y, T());
                 mma(s[i][2 * n + 1], x[i], y + 2, T());
             }
@@ -108,20 +102,15 @@ DEVICE void accumulate(float (&acc)[MT][WIDTH / 8][4], const float (&p)[MT][TILE
     constexpr int PITCH = WIDTH + 8;
     const int lane = threadIdx.x % 32, m = lane / 8, r = lane % 8;
     b += (m % 2 * 8 + r) * PITCH + m / 2 * 8;
-#pragma unroll
-    for (int k = 0; k < TILE / 16; k++) {
+    UNROLLED for (int k = 0; k < TILE / 16; k++) {
         u32 x[MT][4];
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
+        UNROLLED for (int i = 0; i < MT; i++)
+            UNROLLED for (int e = 0; e < 4; e++)
                 x[i][e] = pack2<T>(p[i][2 * k + e / 2][e % 2 * 2], p[i][2 * k + e / 2][e % 2 * 2 + 1]);
-#pragma unroll
-        for (int n = 0; n < WIDTH / 16; n++) {
+        UNROLLED for (int n = 0; n < WIDTH / 16; n++) {
             u32 y[4];
             ldmatrix_x4<true>(y, smem_address(b + k * 16 * PITCH + n * 16));
-#pragma unroll
-            for (int i = 0; i < MT; i++) {
+            UNROLLED for (int i = 0; i < MT; i++) {
                 mma(acc[i][2 * n], x[i], y, T());
                 mma(acc[i][2 * n + 1], x[i], y + 2, T());
             }
@@ -132,12 +121,10 @@ DEVICE void accumulate(float (&acc)[MT][WIDTH / 8][4], const float (&p)[MT][TILE
 template <int WIDTH, int PADDED>
 DEVICE void write(T* to, i64 pitch, const float (&acc)[MT][PADDED / 8][4], int row, int last, const float (&factor)[MT][2]) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < 2 * MT; m++) {
+    UNROLLED for (int m = 0; m < 2 * MT; m++) {
         const int r = row + m * 8;
         if (r >= last) continue;
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n++)
+        UNROLLED for (int n = 0; n < WIDTH / 8; n++)
             *(u32*)(to + r * pitch + n * 8 + lane % 4 * 2) =
                 pack2<T>(acc[m / 2][n][m % 2 * 2] * factor[m / 2][m % 2], acc[m / 2][n][m % 2 * 2 + 1] * factor[m / 2][m % 2]);
     }
@@ -175,12 +162,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         cp_async_commit();
     };
     fetch<ROWS, D, DP>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) fetch_tile(begin + s * STEP, s);
+    UNROLLED for (int s = 0; s < STAGES - 1; s++) fetch_tile(begin + s * STEP, s);
     const int row = first + warp_row() + lane / 4;
     float acc[MT][VP / 8][4] = {}, top[MT][2], sum[MT][2] = {};
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = NEGATIVE_INFINITY;
+    UNROLLED for (int i = 0; i < 2 * MT; i++) top[i / 2][i % 2] = NEGATIVE_INFINITY;
     const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL: exp needs no product
     constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
     for (int t = begin, s = 0; t < end; t += STEP) {
@@ -190,12 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         float p[MT][TILE / 8][4];
         dots<DP>(p, qs, ks + s * TILE * PD);
         const bool whole = t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+        UNROLLED for (int m = 0; m < MT; m++) {
+            UNROLLED for (int n = 0; n < TILE / 8; n++)
+                UNROLLED for (int i = 0; i < 2; i++) {
                     const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
                     const T* tile = ms + s * MASK_TILE;
                     const float2 by = mask_pair<MASK, TILE>(tile, r - first, c);
@@ -208,28 +190,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
                         if (t + c + 1 >= o.keys || (CAUSAL && t + c + 1 > r)) z = NEGATIVE_INFINITY;
                     }
                 }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
+            UNROLLED for (int i = 0; i < 2; i++) {
                 float now = top[m][i], part = 0;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
+                UNROLLED for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(p[m][n][2 * i], p[m][n][2 * i + 1]));
                 now = quad_max(now);
                 const float zero = safe(now), fade = power2((top[m][i] - zero) * UNIT);
                 top[m][i] = now;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; e++) part += p[m][n][e] = power2((p[m][n][e] - zero) * UNIT);
+                UNROLLED for (int n = 0; n < TILE / 8; n++)
+                    UNROLLED for (int e = 2 * i; e < 2 * i + 2; e++)
+                        part += p[m][n][e] = power2((p[m][n][e] - zero) * UNIT);
                 sum[m][i] = sum[m][i] * fade + part;
-#pragma unroll
-                for (int n = 0; n < VP / 8; n++) acc[m][n][2 * i] *= fade, acc[m][n][2 * i + 1] *= fade;
+                UNROLLED for (int n = 0; n < VP / 8; n++) acc[m][n][2 * i] *= fade, acc[m][n][2 * i + 1] *= fade;
             }
         }
         accumulate<VP>(acc, p, vs + s * TILE * PV);
         s = s + 1 == STAGES ? 0 : s + 1;
     }
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) sum[i / 2][i % 2] = quad_sum(sum[i / 2][i % 2]);
+    UNROLLED for (int i = 0; i < 2 * MT; i++) sum[i / 2][i % 2] = quad_sum(sum[i / 2][i % 2]);
     y += b * yb + h * yh + BEGIN * yr;
     const i64 at = first_row(o, b, h, o.heads, o.queries);
     auto finish = [&](float total) { return GUARD && total == 0 ? 0.0f : 1 / total; };
@@ -242,11 +219,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
     // [WARPS][ROWS] of (columns, top, sum): each warp's share of the keys
     constexpr int PITCH = VP + 4;
     float* parts = (float*)shared;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
+    UNROLLED for (int i = 0; i < 2 * MT; i++) {
         float* to = parts + (warp * ROWS + i * 8 + lane / 4) * PITCH;
-#pragma unroll
-        for (int n = 0; n < VP / 8; n++)
+        UNROLLED for (int n = 0; n < VP / 8; n++)
             *(float2*)(to + n * 8 + lane % 4 * 2) = make_float2(acc[i / 2][n][i % 2 * 2], acc[i / 2][n][i % 2 * 2 + 1]);
         if (lane % 4 == 0) to[VP] = top[i / 2][i % 2], to[VP + 1] = sum[i / 2][i % 2];
     }
@@ -255,15 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
         const int r = i / (DV / 8), c = i % (DV / 8) * 8;
         const float* from = parts + r * PITCH;
         float best = NEGATIVE_INFINITY, total = 0, value[8] = {};
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) best = fmaxf(best, from[w * ROWS * PITCH + VP]);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
+        UNROLLED for (int w = 0; w < WARPS; w++) best = fmaxf(best, from[w * ROWS * PITCH + VP]);
+        UNROLLED for (int w = 0; w < WARPS; w++) {
             const float* one = from + w * ROWS * PITCH;
             const float share = power2((one[VP] - safe(best)) * UNIT);
             total += share * one[VP + 1];
-#pragma unroll
-            for (int j = 0; j < 8; j++) value[j] += share * one[c + j];
+            UNROLLED for (int j = 0; j < 8; j++) value[j] += share * one[c + j];
         }
         if (c == 0) save(first + r, best, total);
         const float factor = finish(total);
@@ -276,26 +248,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_forward(OPERA
 #else
     // through the warp's own rows of shared memory: whole 16-byte pieces to y
     T* mine = shared + warp * 16 * MT * PV;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
+    UNROLLED for (int i = 0; i < 2 * MT; i++) {
         const float total = sum[i / 2][i % 2], factor = finish(total);
         if (lane % 4 == 0) save(row + 8 * i, top[i / 2][i % 2], total);
-#pragma unroll
-        for (int n = 0; n < VP / 8; n++)
+        UNROLLED for (int n = 0; n < VP / 8; n++)
             *(u32*)(mine + (i * 8 + lane / 4) * PV + n * 8 + lane % 4 * 2) =
                 pack2<T>(acc[i / 2][n][i % 2 * 2] * factor, acc[i / 2][n][i % 2 * 2 + 1] * factor);
     }
     __syncwarp();
     constexpr int CHUNKS = DV / 8;
-#pragma unroll
-    for (int k = 0; k < (16 * MT * CHUNKS + 31) / 32; k++) {
+    UNROLLED for (int k = 0; k < (16 * MT * CHUNKS + 31) / 32; k++) {
         const int i = lane + k * 32, r = i / CHUNKS, c = i % CHUNKS * 8, out = first + warp_row() + r;
         if (i < 16 * MT * CHUNKS && out < o.queries) *(uint4*)(y + out * yr + c) = *(const uint4*)(mine + r * PV + c);
     }
     if (GUARD == 2) {
         __syncwarp();  // over what the rows' other lanes wrote
-#pragma unroll
-        for (int i = 0; i < 2 * MT; i++)
+        UNROLLED for (int i = 0; i < 2 * MT; i++)
             for (int c = lane % 4; is_dead(sum[i / 2][i % 2]) && row + 8 * i < o.queries && c < DV; c += 4)
                 y[(row + 8 * i) * yr + c] = from_float<T>(nothing(v + c, o.vs.row, o.keys));
     }
@@ -338,8 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float acc[MT][DP / 8][4] = {}, c_[MT][2], factor[MT][2];
     float2 l[MT][2];
     const float scale = o.scale * LOG2E;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) {
+    UNROLLED for (int i = 0; i < 2 * MT; i++) {
         const bool there = row + 8 * i < o.queries;
         l[i / 2][i % 2] = load_lse(lse, out + row + 8 * i, there);
         c_[i / 2][i % 2] = there ? delta[out + row + 8 * i] : 0.0f;
@@ -358,25 +325,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         dots<DP>(p, qs, ks + s * TILE * PD);
         dots<VP>(dp, dys, vs + s * TILE * PV);
         const bool plain = !NATURAL && !GUARD && t + TILE <= o.keys && !(CAUSAL && t + TILE > first);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
+        UNROLLED for (int m = 0; m < MT; m++)
             if (plain) {
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
+                UNROLLED for (int n = 0; n < TILE / 8; n++)
+                    UNROLLED for (int e = 0; e < 4; e++)
                         p[m][n][e] = power2(p[m][n][e] * scale - (l[m][e / 2].x + l[m][e / 2].y) * LOG2E) * (dp[m][n][e] - c_[m][e / 2]);
             } else {
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
+                UNROLLED for (int n = 0; n < TILE / 8; n++)
+                    UNROLLED for (int i = 0; i < 2; i++) {
                         const int r = row + m * 16 + i * 8, c = n * 8 + lane % 4 * 2;
                         const T* tile = ms + s * MASK_TILE;
                         const float2 by = mask_pair<MASK, TILE>(tile, r - first, c);
                         const float2 by2 = mask_pair<MASK2, TILE>(tile + mask_tile<MASK>(ROWS, TILE), r - first, c);
-#pragma unroll
-                        for (int j = 0; j < 2; j++) {
+                        UNROLLED for (int j = 0; j < 2; j++) {
                             float x = dp[m][n][2 * i + j];
                             differentiate(o, p[m][n][2 * i + j], x, l[m][i], c_[m][i], j ? by.y : by.x, j ? by2.y : by2.x,
                                           meet(o, r, t + c + j));
@@ -425,18 +386,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         dots<DP>(p, ks, qs + s * TILE * PD);
         dots<VP>(dp, vs, dys + s * TILE * PV);
         const bool plain = !NATURAL && !GUARD && first + ROWS <= o.keys && !(CAUSAL && t < first + ROWS);
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
+        UNROLLED for (int n = 0; n < TILE / 8; n++)
+            UNROLLED for (int j = 0; j < 2; j++) {
                 const int query = t + n * 8 + lane % 4 * 2 + j;
                 const bool there = query < o.queries;
                 const float2 l = load_lse(lse, at + query, there);
                 const float c = there ? delta[at + query] : 0.0f;
                 const T* mask = ms + s * MASK_TILE + (MASK == 2 ? 0 : query - t) * (ROWS + 8) - first;
                 const T* mask2 = ms + s * MASK_TILE + mask_tile<MASK>(TILE, ROWS) + (MASK2 == 2 ? 0 : query - t) * (ROWS + 8) - first;
-#pragma unroll
-                for (int i = 0; i < 2 * MT; i++) {
+                UNROLLED for (int i = 0; i < 2 * MT; i++) {
                     float &x = p[i / 2][n][i % 2 * 2 + j], &d = dp[i / 2][n][i % 2 * 2 + j];
                     if (plain) {
                         x = power2(x * scale - (l.x + l.y) * LOG2E);
@@ -452,8 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const i64 out = first_row(o, b, kv, o.heads / o.group, o.keys);
     float one[MT][2], factor[MT][2];
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) one[i / 2][i % 2] = 1, factor[i / 2][i % 2] = o.scale;
+    UNROLLED for (int i = 0; i < 2 * MT; i++) one[i / 2][i % 2] = 1, factor[i / 2][i % 2] = o.scale;
     write<D, DP>(PART(dk, kv, out, D), acc_k, row, o.keys, factor);
     write<DV, VP>(PART(dv, kv, out, DV), acc_v, row, o.keys, one);
 }

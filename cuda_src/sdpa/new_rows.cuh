@@ -10,18 +10,15 @@
 // 1 / the root of a row's mean square: each thread of the row sums all of it, in one order.
 DEVICE ACC reciprocal_deviation(const T* row, float epsilon) {
     ACC sum = 0;
-#pragma unroll 1
-    for (int e = 0; e < D; e += PIECE) {
+    ROLLED for (int e = 0; e < D; e += PIECE) {
         const Vec<T, PIECE> x = load<PIECE>(row + e);
-#pragma unroll
-        for (int j = 0; j < PIECE; j++) sum += widen(x.at[j]) * widen(x.at[j]);
+        UNROLLED for (int j = 0; j < PIECE; j++) sum += widen(x.at[j]) * widen(x.at[j]);
     }
     return 1 / sqrt(sum / D + epsilon);
 }
 DEVICE void normalize(Vec<T, PIECE>& x, ACC rstd, const T* scale) {
     const Vec<T, PIECE> s = load<PIECE>(scale);
-#pragma unroll
-    for (int j = 0; j < PIECE; j++) x.at[j] = narrow<T>(widen(x.at[j]) * rstd * widen(s.at[j]));
+    UNROLLED for (int j = 0; j < PIECE; j++) x.at[j] = narrow<T>(widen(x.at[j]) * rstd * widen(s.at[j]));
 }
 
 // A row's place, which counts from the end where it is negative; `length` where there is none.
@@ -47,8 +44,7 @@ DEVICE Vec<T, PIECE> piece_of(const T* from, int e, const T* scale, Angles by, f
     }
     if (!HALF || e >= 2 * HALF) return x;
     if (INTERLEAVED) {
-#pragma unroll
-        for (int j = 0; j + 1 < PIECE; j += 2) {
+        UNROLLED for (int j = 0; j + 1 < PIECE; j += 2) {
             const ACC c = widen(by.cosines[(e + j) / 2]), s = widen(by.sines[(e + j) / 2]);
             const ACC one = widen(x.at[j]), two = widen(x.at[j + 1]);
             x.at[j] = narrow<T>(one * c - two * s), x.at[j + 1] = narrow<T>(two * c + one * s);
@@ -60,8 +56,7 @@ DEVICE Vec<T, PIECE> piece_of(const T* from, int e, const T* scale, Angles by, f
     const Vec<T, PIECE> cosines = load<PIECE>(by.cosines + column), sines = load<PIECE>(by.sines + column);
     Vec<T, PIECE> other = load<PIECE>(from + across);
     if (NORMED) normalize(other, rstd, scale + across);
-#pragma unroll
-    for (int j = 0; j < PIECE; j++) {
+    UNROLLED for (int j = 0; j < PIECE; j++) {
         const ACC turn = widen(other.at[j]) * widen(sines.at[j]);
         x.at[j] = narrow<T>(widen(x.at[j]) * widen(cosines.at[j]) + (second ? turn : -turn));
     }

@@ -96,8 +96,7 @@ DEVICE u32 pair_of(const Vec<signed char, 8>& from, int j) {
     const u32 word = ((const u32*)&from)[j / 2] ^ 0x80808080u;  // x + 128
     if (IS_F16<T>) return fma2<true>(__byte_perm(word, 0x64646464, j % 2 ? 0x4342 : 0x4140), 0x3c003c00, 0xe480e480);
     float x[2];
-#pragma unroll
-    for (int e = 0; e < 2; e++)  // 2^23 + x + 128: a conversion takes as long as eight sums
+    UNROLLED for (int e = 0; e < 2; e++)  // 2^23 + x + 128: a conversion takes as long as eight sums
         x[e] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + j % 2 * 2 + e)) - 8388736.0f;
     return pack2<T>(x[0], x[1]);
 }
@@ -153,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     const int last = min(end, begin + ahead * PARTS * BATCH);
     constexpr int LINES = (D * (int)sizeof(CACHE) + 127) / 128;  // of a row
     for (int key = begin + own * BATCH; key < last; key += PARTS * BATCH)
-#pragma unroll
-        for (int i = lane; i < BATCH * LINES; i += 32)
+        UNROLLED for (int i = lane; i < BATCH * LINES; i += 32)
             if (const int row = key + i / LINES, at = i % LINES * 128 / sizeof(CACHE); row < end) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(k + row * o.ks.row + at));
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(v + row * o.vs.row + at));
@@ -182,8 +180,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     const bool asks = group < HEADS;  // the head whose logits this lane has
     const T* const of_q = o.q + b * o.qs.batch + (h0 + (asks ? group : 0)) * o.qs.head;
     uint4 q[OF_KEY];
-#pragma unroll
-    for (int p = 0; p < OF_KEY && !APPEND; p++)
+    UNROLLED for (int p = 0; p < OF_KEY && !APPEND; p++)
         q[p] = asks && t + 4 * p < PIECES ? *(const uint4*)(of_q + (t + 4 * p) * 8) : uint4{};
     const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL: exp needs no product
     constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
@@ -194,31 +191,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     auto value_key = [&](int j) { return j / 2 * 8 + 2 * t + j % 2; };  // of a batch, whose value a lane has
     int first = begin + own * BATCH, coming = first, stage = 0;  // the batch that is multiplied, and fetched, next
     const CACHE *key_at[2], *value_at[4];
-#pragma unroll
-    for (int j = 0; j < 2; j++) key_at[j] = k + (first + j * 8 + group) * o.ks.row + t * 8;
-#pragma unroll
-    for (int j = 0; j < 4; j++) value_at[j] = v + (first + value_key(j)) * o.vs.row + group * 8;
+    UNROLLED for (int j = 0; j < 2; j++) key_at[j] = k + (first + j * 8 + group) * o.ks.row + t * 8;
+    UNROLLED for (int j = 0; j < 4; j++) value_at[j] = v + (first + value_key(j)) * o.vs.row + group * 8;
     auto fetch = [&](int stage) {
         auto there = [&](int key) { return key < end && !(APPEND && key == at_row); };
         Piece* const to = mine + stage * HELD * 32;
-#pragma unroll
-        for (int x = 0; x < 2 * OF_KEY; x++) {
+        UNROLLED for (int x = 0; x < 2 * OF_KEY; x++) {
             const int j = x / OF_KEY, p = x % OF_KEY * 4;
             const bool some = there(coming + j * 8 + group) && (D % 32 == 0 || t + p < PIECES);
             fetch_piece(to + x * 32, key_at[j] + p * 8, some);
         }
-#pragma unroll
-        for (int x = 0; x < 4 * OF_VALUE; x++) {
+        UNROLLED for (int x = 0; x < 4 * OF_VALUE; x++) {
             const int j = x / OF_VALUE, p = x % OF_VALUE * 8;
             const bool some = there(coming + value_key(j)) && (D % 64 == 0 || group + p < PIECES);
             fetch_piece(to + (2 * OF_KEY + x) * 32, value_at[j] + p * 8, some);
         }
         cp_async_commit();
         coming += PARTS * BATCH;
-#pragma unroll
-        for (int j = 0; j < 2; j++) key_at[j] += PARTS * BATCH * o.ks.row;
-#pragma unroll
-        for (int j = 0; j < 4; j++) value_at[j] += PARTS * BATCH * o.vs.row;
+        UNROLLED for (int j = 0; j < 2; j++) key_at[j] += PARTS * BATCH * o.ks.row;
+        UNROLLED for (int j = 0; j < 4; j++) value_at[j] += PARTS * BATCH * o.vs.row;
     };
     if (end > begin) fetch(0);
 #if APPEND
@@ -228,16 +219,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     const bool writes = sharer == 0 && warp == 0 && at_row < o.keys;
     // it takes long: only the warps that write the row or multiply it make it
     if (writes || (at_row >= begin && (at_row - begin) / BATCH % PARTS == own)) {
-#pragma unroll
-        for (int p = 0; p < OF_KEY; p++) {
+        UNROLLED for (int p = 0; p < OF_KEY; p++) {
             const int piece = t + 4 * p, e = piece * 8;
             if (piece >= PIECES) continue;
             const Vec<CACHE, 8> x = cached(piece_of(new_key + b * nkb + kv * nkh, e, k_scale, by, epsilon), key_step + kv * D + e);
             new_k[p] = *(const Piece*)&x;
             if (writes && group == 0) store(present_key + own_key + at_row * o.ks.row + e, x);
         }
-#pragma unroll
-        for (int s = 0; s < OF_VALUE; s++) {
+        UNROLLED for (int s = 0; s < OF_VALUE; s++) {
             const int piece = group + 8 * s, e = piece * 8;
             if (piece >= PIECES) continue;
             const Vec<CACHE, 8> x = cached(load<8>(new_value + b * nvb + kv * nvh + e), value_step + kv * D + e);
@@ -245,8 +234,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
             if (writes && t == 0) store(present_value + own_value + at_row * o.vs.row + e, x);
         }
     }
-#pragma unroll
-    for (int p = 0; p < OF_KEY; p++) {
+    UNROLLED for (int p = 0; p < OF_KEY; p++) {
         q[p] = {};
         if (!asks || t + 4 * p >= PIECES) continue;
         const int e = (t + 4 * p) * 8;
@@ -255,8 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     }
     const bool keys_apart = present_key != keys, values_apart = present_value != values;
     const int copied = keys_apart || values_apart ? o.keys * PIECES : 0;
-#pragma unroll 1
-    for (int i = sharer * 32 * WARPS + threadIdx.x; i < copied; i += o.group / HEADS * PARTS * 32) {
+    ROLLED for (int i = sharer * 32 * WARPS + threadIdx.x; i < copied; i += o.group / HEADS * PARTS * 32) {
         const int row = i / PIECES, e = i % PIECES * 8;
         if (row == at_row) continue;
         const bool kept = KEEP_PAST || row < at_row;
@@ -272,15 +259,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
         const float* step = key_step + kv * D + (t + 4 * p) % PIECES * 8 + 2 * j;
         return make_float2(x.x * step[0], x.y * step[1]);
     };
-#pragma unroll
-    for (int x = 0; x < 4 * OF_KEY; x++) {
+    UNROLLED for (int x = 0; x < 4 * OF_KEY; x++) {
         const float2 two = by_steps(x / 4, x % 4);
         most_of_q = fmaxf(most_of_q, fmaxf(fabsf(two.x), fabsf(two.y)));
     }
     most_of_q = quad_max(most_of_q);
     if (most_of_q > 0 && most_of_q < -NEGATIVE_INFINITY) unit = most_of_q;
-#pragma unroll
-    for (int x = 0; x < 4 * OF_KEY; x++) {
+    UNROLLED for (int x = 0; x < 4 * OF_KEY; x++) {
         const float2 two = by_steps(x / 4, x % 4);
         ((u32*)&q[x / 4])[x % 4] = pack2<T>(two.x / unit, two.y / unit);
     }
@@ -293,26 +278,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
         Piece* const at = mine + stage * HELD * 32;
 #if APPEND
         if (at_row >= first && at_row < first + BATCH) {
-#pragma unroll
-            for (int x = 0; x < 2 * OF_KEY; x++)
+            UNROLLED for (int x = 0; x < 2 * OF_KEY; x++)
                 if (first + x / OF_KEY * 8 + group == at_row) at[x * 32] = new_k[x % OF_KEY];
-#pragma unroll
-            for (int x = 0; x < 4 * OF_VALUE; x++)
+            UNROLLED for (int x = 0; x < 4 * OF_VALUE; x++)
                 if (first + value_key(x / OF_VALUE) == at_row) at[(2 * OF_KEY + x) * 32] = new_v[x % OF_VALUE];
         }
 #endif
         float z[4];  // of the head, the keys whose values the lane has
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
+        UNROLLED for (int half = 0; half < 2; half++) {
             float dot[4] = {};
-#pragma unroll
-            for (int p = 0; p < OF_KEY; p++) {
+            UNROLLED for (int p = 0; p < OF_KEY; p++) {
                 const uint4 words = words_of(at[(half * OF_KEY + p) * 32]);
                 mma(dot, {q[p].x, 0, q[p].y, 0}, &words.x, T());
                 mma(dot, {q[p].z, 0, q[p].w, 0}, &words.z, T());
             }
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
+            UNROLLED for (int e = 0; e < 2; e++) {
                 const int j = half * 2 + e, key = first + value_key(j);
                 float m = 0, m2 = 0;
                 if (MASK && asks && key < end) m = to_float(mask[group * o.mask.head + key * o.mask.column]);
@@ -326,21 +306,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
         top = now;
         sum *= fade;
         const float fades[2] = {__shfl_sync(~0u, fade, 8 * t), __shfl_sync(~0u, fade, 8 * t + 4)};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        UNROLLED for (int j = 0; j < 4; j++) {
             z[j] = power2((z[j] - zero) * UNIT);
             sum += z[j];
         }
         const u32 weights[2] = {pack2<T>(z[0], z[1]), pack2<T>(z[2], z[3])};
-#pragma unroll
-        for (int s = 0; s < OF_VALUE; s++) {
+        UNROLLED for (int s = 0; s < OF_VALUE; s++) {
             uint4 rows[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) rows[j] = words_of(at[(2 * OF_KEY + j * OF_VALUE + s) * 32]);
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-#pragma unroll
-                for (int r = 0; r < 4; r++) acc[s][w][r] *= fades[r % 2];
+            UNROLLED for (int j = 0; j < 4; j++) rows[j] = words_of(at[(2 * OF_KEY + j * OF_VALUE + s) * 32]);
+            UNROLLED for (int w = 0; w < 4; w++) {
+                UNROLLED for (int r = 0; r < 4; r++) acc[s][w][r] *= fades[r % 2];
                 auto word = [&](int j) { return ((const u32*)&rows[j])[w]; };
                 mma(acc[s][w],
                     {__byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
@@ -358,14 +333,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
     auto put = [&](int, float* to, float4 x) { *(float4*)to = x; };
 #endif
     auto part_of = [&](int head) { return parts + (head / CLUSTER * PARTS + own) * PITCH; };
-#pragma unroll
-    for (int s = 0; s < OF_VALUE; s++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
+    UNROLLED for (int s = 0; s < OF_VALUE; s++)
+        UNROLLED for (int e = 0; e < 2; e++) {
             const int head = 2 * t + e, piece = group + 8 * s;
             if (head >= HEADS || piece >= PIECES) continue;
-#pragma unroll
-            for (int w = 0; w < 4; w += 2) {
+            UNROLLED for (int w = 0; w < 4; w += 2) {
                 float4 x = make_float4(acc[s][w][e], acc[s][w][2 + e], acc[s][w + 1][e], acc[s][w + 1][2 + e]);
 #if IN_STEPS
                 const float* step = value_step + kv * D + piece * 8 + 2 * w;
@@ -374,8 +346,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
                 put(head % CLUSTER, part_of(head) + piece * 8 + 2 * w, x);
             }
         }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    UNROLLED for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (asks && t == 0) put(group % CLUSTER, part_of(group) + D, make_float4(top, sum, 0, 0));
 #if CLUSTER > 1
     if (own_heads) await_bytes(arrived);
@@ -390,19 +361,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
         // each lane has a part or a few, and hands its weight on
         float most = NEGATIVE_INFINITY, total = 0;
         float weights[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
+        UNROLLED for (int i = 0; i < OWN; i++) {
             const int at = i * 32 + lane;
             weights[i] = at < PARTS ? from[at * PITCH + D] : NEGATIVE_INFINITY;
             most = fmaxf(most, weights[i]);
         }
-#pragma unroll
-        for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        UNROLLED for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         const int h = h0 + g;
         const float drain = sink ? to_float(sink[h]) * (LOG2E / UNIT) : NEGATIVE_INFINITY;
         most = fmaxf(most, drain);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
+        UNROLLED for (int i = 0; i < OWN; i++) {
             const int at = i * 32 + lane;
             weights[i] = power2((weights[i] - safe(most)) * UNIT);
             total += at < PARTS ? weights[i] * from[at * PITCH + D + 1] : 0.0f;
@@ -410,8 +378,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) sdpa_one_query(OPERA
         total = warp_sum(total);
         if (sink) total += power2((drain - safe(most)) * UNIT);
         float value = 0;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) value += __shfl_sync(~0u, weights[i / 32], i % 32) * from[i * PITCH + min(d, D - 1)];
+        UNROLLED for (int i = 0; i < PARTS; i++)
+            value += __shfl_sync(~0u, weights[i / 32], i % 32) * from[i * PITCH + min(d, D - 1)];
         if (d >= D) continue;
         value *= GUARD && total == 0 ? 0.0f : 1 / total;
         if (is_dead(total)) value = nothing(o.v + b * o.vs.batch + kv * o.vs.head + d, o.vs.row, o.keys);

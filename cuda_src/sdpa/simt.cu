@@ -22,13 +22,11 @@ DEVICE void fill(ACC* to, const T* from, i64 stride, int first, int last) {
 }
 // s[i][j] = a[ty * 4 + i] . b[tx + 16 j]
 template <int WIDTH, int PITCH> DEVICE void dots(ACC (&s)[4][2], const ACC* a, const ACC* b, int ty, int tx) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[i][0] = s[i][1] = 0;
+    UNROLLED for (int i = 0; i < 4; i++) s[i][0] = s[i][1] = 0;
 #pragma unroll 4
     for (int d = 0; d < WIDTH; d++) {
         const ACC b0 = b[tx * PITCH + d], b1 = b[(tx + 16) * PITCH + d];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLLED for (int i = 0; i < 4; i++) {
             const ACC at = a[(ty * 4 + i) * PITCH + d];
             s[i][0] += at * b0, s[i][1] += at * b1;
         }
@@ -40,22 +38,17 @@ DEVICE void accumulate(ACC (&acc)[4][OUT], const ACC* p, const ACC* b, int ty, i
 #pragma unroll 4
     for (int t = 0; t < TILE; t++) {
         ACC at[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) at[i] = p[(ty * 4 + i) * PT + t];
-#pragma unroll
-        for (int j = 0; j < OUT; j++) {
+        UNROLLED for (int i = 0; i < 4; i++) at[i] = p[(ty * 4 + i) * PT + t];
+        UNROLLED for (int j = 0; j < OUT; j++) {
             const ACC x = WIDTH % 16 == 0 || tx + 16 * j < WIDTH ? b[t * PITCH + tx + 16 * j] : (ACC)0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[i][j] += at[i] * x;
+            UNROLLED for (int i = 0; i < 4; i++) acc[i][j] += at[i] * x;
         }
     }
 }
 template <int WIDTH, int OUT>
 DEVICE void write(T* to, i64 pitch, const ACC (&acc)[4][OUT], int first, int last, int ty, int tx, const ACC* factor) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < OUT; j++)
+    UNROLLED for (int i = 0; i < 4; i++)
+        UNROLLED for (int j = 0; j < OUT; j++)
             if (first + ty * 4 + i < last && tx + 16 * j < WIDTH)
                 to[(first + ty * 4 + i) * pitch + tx + 16 * j] = narrow<T>(acc[i][j] * factor[i]);
 }
@@ -67,8 +60,7 @@ DEVICE ACC logit_at(const Operands& o, ACC dot, const T* row, const T* row2, int
     return meet(o, query, key) ? logit(o, dot, m, m2) : (ACC)NEGATIVE_INFINITY;
 }
 DEVICE ACC across(ACC x, bool largest) {  // over the 16 threads of a row
-#pragma unroll
-    for (int step = 8; step; step /= 2) {
+    UNROLLED for (int step = 8; step; step /= 2) {
         const ACC y = __shfl_xor_sync(~0u, x, step);
         x = largest ? (x > y || x != x ? x : y) : x + y;
     }
@@ -87,8 +79,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head;
     fill<ROWS, D, PD>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
     ACC acc[4][OUT_V] = {}, top[4], sum[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i++) top[i] = NEGATIVE_INFINITY;
+    UNROLLED for (int i = 0; i < 4; i++) top[i] = NEGATIVE_INFINITY;
     const int end = CAUSAL ? min(o.keys, first + ROWS) : o.keys;
     for (int t = 0; t < end; t += TILE) {
         __syncthreads();
@@ -97,37 +88,33 @@ extern "C" __global__ void __launch_bounds__(256, 1) sdpa_forward(OPERANDS, T* y
         __syncthreads();
         ACC s[4][2];
         dots<D, PD>(s, qs, ks, ty, tx);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        UNROLLED for (int i = 0; i < 4; i++) {
             const int query = first + ty * 4 + i;
             const T *row = mask_row(o, o.mask, b, h, query), *row2 = mask_row(o, o.mask2, b, h, query);
-#pragma unroll
-            for (int j = 0; j < 2; j++) s[i][j] = logit_at(o, s[i][j], row, row2, query, t + tx + 16 * j, nullptr);
+            UNROLLED for (int j = 0; j < 2; j++)
+                s[i][j] = logit_at(o, s[i][j], row, row2, query, t + tx + 16 * j, nullptr);
             const ACC best = across(s[i][0] > s[i][1] || s[i][0] != s[i][0] ? s[i][0] : s[i][1], true);
             const ACC now = best > top[i] || best != best ? best : top[i];
             const ACC fade = exp(top[i] - safe(now));
             top[i] = now;
-#pragma unroll
-            for (int j = 0; j < 2; j++) ps[(ty * 4 + i) * PT + tx + 16 * j] = s[i][j] = exp(s[i][j] - safe(now));
+            UNROLLED for (int j = 0; j < 2; j++)
+                ps[(ty * 4 + i) * PT + tx + 16 * j] = s[i][j] = exp(s[i][j] - safe(now));
             sum[i] = sum[i] * fade + across(s[i][0] + s[i][1], false);
-#pragma unroll
-            for (int j = 0; j < OUT_V; j++) acc[i][j] *= fade;
+            UNROLLED for (int j = 0; j < OUT_V; j++) acc[i][j] *= fade;
         }
         __syncwarp();  // a warp reads the rows it wrote
         accumulate<DV, PV>(acc, ps, vs, ty, tx);
     }
     const i64 row = first_row(o, b, h, o.heads, o.queries);
     ACC factor[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLLED for (int i = 0; i < 4; i++) {
         factor[i] = GUARD && sum[i] == 0 ? (ACC)0 : 1 / sum[i];
         if (lse && tx == 0 && first + ty * 4 + i < o.queries)
             ((float2*)lse)[row + first + ty * 4 + i] = row_lse(top[i], sum[i]);
     }
     y += b * yb + h * yh + BEGIN * yr;
     write<DV>(y, yr, acc, first, o.queries, ty, tx, factor);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
+    UNROLLED for (int i = 0; i < 4; i++)
         if (is_dead(sum[i]) && first + ty * 4 + i < o.queries)
             for (int c = tx; c < DV; c += 16) y[(first + ty * 4 + i) * yr + c] = narrow<T>(nothing(v + c, o.vs.row, o.keys));
 }
@@ -163,8 +150,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     fill<ROWS, D, PD>(qs, o.q + b * o.qs.batch + h * o.qs.head, o.qs.row, first, o.queries);
     fill<ROWS, DV, PV>(dys, dy + b * db + h * dh + BEGIN * dr, dr, first, o.queries);
     ACC acc[4][OUT_D] = {}, top[4], spread[4], c[4], factor[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    UNROLLED for (int i = 0; i < 4; i++) {
         const int r = first + ty * 4 + i;
         const float2 l = r < o.queries ? ((const float2*)lse)[row + r] : make_float2(-NEGATIVE_INFINITY, 0);
         top[i] = l.x, spread[i] = l.y;
@@ -180,10 +166,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         ACC s[4][2], dp[4][2];
         dots<D, PD>(s, qs, ks, ty, tx);
         dots<DV, PV>(dp, dys, vs, ty, tx);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
+        UNROLLED for (int i = 0; i < 4; i++)
+            UNROLLED for (int j = 0; j < 2; j++) {
                 const int query = first + ty * 4 + i;
                 const T *row = mask_row(o, o.mask, b, h, query), *row2 = mask_row(o, o.mask2, b, h, query);
                 ACC by;
@@ -219,15 +203,13 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             ACC s[4][2], dp[4][2];
             dots<D, PD>(s, ks, qs, ty, tx);
             dots<DV, PV>(dp, vs, dys, ty, tx);
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
+            UNROLLED for (int j = 0; j < 2; j++) {
                 const int query = t + tx + 16 * j;
                 const bool there = query < o.queries;
                 const T *mask = mask_row(o, o.mask, b, h, query), *mask2 = mask_row(o, o.mask2, b, h, query);
                 const float2 l = there ? ((const float2*)lse)[row + query] : make_float2(-NEGATIVE_INFINITY, 0);
                 const ACC c = there ? delta[row + query] : (ACC)0;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
+                UNROLLED for (int i = 0; i < 4; i++) {
                     ACC by;
                     const ACC z = logit_at(o, s[i][j], mask, mask2, query, first + ty * 4 + i, &by);
                     const ACC p = probability(z, (ACC)l.x, (ACC)l.y);
@@ -238,10 +220,8 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             __syncwarp();
             accumulate<DV, PV>(acc_v, ps, dys, ty, tx);
             __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) ps[(ty * 4 + i) * PT + tx + 16 * j] = s[i][j];
+            UNROLLED for (int i = 0; i < 4; i++)
+                UNROLLED for (int j = 0; j < 2; j++) ps[(ty * 4 + i) * PT + tx + 16 * j] = s[i][j];
             __syncwarp();
             accumulate<D, PD>(acc_k, ps, qs, ty, tx);
         }

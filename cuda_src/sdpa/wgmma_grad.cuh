@@ -9,8 +9,7 @@ constexpr int BOX = 64 * 128;  // 64 rows of 64 columns, 128 bytes a row
 // s[64, TILE] = a . b^T over WIDTH; operands by the lower words of their descriptors
 template <int WIDTH> DEVICE void dots(float (&s)[TILE / 2], u32 a, u32 b) {
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < (WIDTH + 15) / 16; i++)
+    UNROLLED for (int i = 0; i < (WIDTH + 15) / 16; i++)
         Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(a + i / 4 * (BOX / 16) + i % 4 * 2),
                                   wgmma_at(b + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
@@ -18,21 +17,17 @@ template <int WIDTH> DEVICE void dots(float (&s)[TILE / 2], u32 a, u32 b) {
 // acc[64, 64 BOXES] += p . b
 template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)[TILE / 4], u32 b) {
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < TILE / 16; i++)
+    UNROLLED for (int i = 0; i < TILE / 16; i++)
         Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(b + i * 128), 1);
     wgmma_commit();
 }
 // Sums to a warp's 16 rows in shared memory, whose next columns are BOX further.
 template <int BOXES> DEVICE void to_shared(u32 to, float (&acc)[BOXES * 32], float factor) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int c = 0; c < BOXES; c++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+    UNROLLED for (int c = 0; c < BOXES; c++)
+        UNROLLED for (int i = 0; i < 4; i++) {
             u32 out[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLLED for (int e = 0; e < 4; e++) {
                 const float* from = acc + c * 32 + i * 8 + e * 2;
                 out[e] = pack2<T>(from[0] * factor, from[1] * factor);
             }

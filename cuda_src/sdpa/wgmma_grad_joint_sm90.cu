@@ -136,28 +136,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             Vec<T, 8> one[8], two[8];
             float2 pair[8];
             const int column = min(lane % 8 * 8, DV - 8);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
+            UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = min((t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8, queries - 1);
                 one[i] = load<8>(y + b * y_batch + h * y_head + row * y_row + column);
                 two[i] = load<8>(dy + b * dy_batch + h * dy_head + row * dy_row + column);
                 pair[i] = ((const float2*)lse)[(i64)head * queries + row];
             }
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
+            UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = (t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8;
                 float sum = 0;
-#pragma unroll
-                for (int e = 0; e < 8; e++) sum += to_float(one[i].at[e]) * to_float(two[i].at[e]);
+                UNROLLED for (int e = 0; e < 8; e++) sum += to_float(one[i].at[e]) * to_float(two[i].at[e]);
                 if (lane % 8 * 8 >= DV) sum = 0;
-#pragma unroll
-                for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+                UNROLLED for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
                 if (lane % 8 == 0 && row < padded) {
                     const bool there = row < queries && !(GUARD && pair[i].y != pair[i].y);
                     const float level = there ? (pair[i].x + pair[i].y) * LOG2E : -NEGATIVE_INFINITY;
                     if (row >= queries) sum = 0;  // past the last row: no probabilities
-#pragma unroll
-                    for (int r = 0; r < SPLIT; r++) {
+                    UNROLLED for (int r = 0; r < SPLIT; r++) {
                         store_peer(base + ROWS_AT + row * 4, level, r);
                         store_peer(base + ROWS_AT + (padded + row) * 4, sum, r);
                     }
@@ -179,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             const u32 j = step - 1, a = wgmma_low<false>(base + SLOPES_AT + j % 2 * SLOPES), k = wgmma_low<false>(before_k);
             mbarrier_wait(slopes_full + j % 2 * 8, j / 2 & 1);
             wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < KEY_ROWS / 16; i++) Wgmma<T, 64, 1, 1>::run(dq, wgmma_at(a + i * 128), wgmma_at(k + i * 128), i);
+            UNROLLED for (int i = 0; i < KEY_ROWS / 16; i++)
+                Wgmma<T, 64, 1, 1>::run(dq, wgmma_at(a + i * 128), wgmma_at(k + i * 128), i);
             wgmma_commit();
         };
         // A warp's rows of it go to the sums; the one before must have arrived, which may be of the same rows.
@@ -194,8 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 tma_store_rows<1>(map_dq, own_part, dq, scale, before * TILE + warp % 4 * 16, h, b);
                 return;
             }
-#pragma unroll
-            for (int i = 0; i < 8; i++)
+            UNROLLED for (int i = 0; i < 8; i++)
                 store_shared(own_part + i * 512 + lane * 16, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
             fence_proxy_async();
             __syncwarp();
@@ -223,8 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             const int block = block_of(i), first = first_tile(block), mine = block * KEY_ROWS + wg * 64;
             const int row = mine + warp % 4 * 16 + lane / 4;  // the thread's, and 8 below
             const u32 k_all = base + count % 2 * KV_BYTES, k_own = k_all + wg * BOX, v_own = k_own + 2 * BOX;
-#pragma unroll
-            for (int e = 0; e < 32; e++) dk[e] = dv[e] = 0;
+            UNROLLED for (int e = 0; e < 32; e++) dk[e] = dv[e] = 0;
             wgmma_hold(dk);
             wgmma_hold(dv);
             mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
@@ -243,11 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                     wgmma_wait<1>();
                     wgmma_hold(s);
                     const float* level = levels + t * TILE + lane % 4 * 2;
-#pragma unroll
-                    for (int n = 0; n < TILE / 8; n++) {
+                    UNROLLED for (int n = 0; n < TILE / 8; n++) {
                         const float2 top = *(const float2*)(level + n * 8);
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
+                        UNROLLED for (int e = 0; e < 4; e++) {
                             const float l = e % 2 ? top.y : top.x;
                             float& x = s[n * 4 + e];
                             x = power2(x * power - l);
@@ -255,28 +246,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                         }
                     }
                     if (mine + 64 > keys || (CAUSAL && t * TILE < mine + 63)) {
-#pragma unroll
-                        for (int e = 0; e < TILE / 2; e++) {
+                        UNROLLED for (int e = 0; e < TILE / 2; e++) {
                             const int key = row + e / 2 % 2 * 8, query = t * TILE + e / 4 * 8 + lane % 4 * 2 + e % 2;
                             if (key >= keys || (CAUSAL && key > query)) s[e] = 0;
                         }
                     }
-#pragma unroll
-                    for (int e = 0; e < TILE / 4; e++) p[e] = pack2<T>(s[2 * e], s[2 * e + 1]);
+                    UNROLLED for (int e = 0; e < TILE / 4; e++) p[e] = pack2<T>(s[2 * e], s[2 * e + 1]);
                     gather<1>(dv, p, wgmma_low<false>(dy_tile));
                     wgmma_wait<1>();
                     wgmma_hold(dp);
-#pragma unroll
-                    for (int n = 0; n < TILE / 8; n++) {
+                    UNROLLED for (int n = 0; n < TILE / 8; n++) {
                         const float2 delta = *(const float2*)(level + padded + n * 8);
-#pragma unroll
-                        for (int e = 0; e < 4; e++) dp[n * 4 + e] = s[n * 4 + e] * (dp[n * 4 + e] - (e % 2 ? delta.y : delta.x));
+                        UNROLLED for (int e = 0; e < 4; e++)
+                            dp[n * 4 + e] = s[n * 4 + e] * (dp[n * 4 + e] - (e % 2 ? delta.y : delta.x));
                     }
-#pragma unroll
-                    for (int e = 0; e < TILE / 4; e++) ds[e] = pack2<T>(dp[2 * e], dp[2 * e + 1]);
+                    UNROLLED for (int e = 0; e < TILE / 4; e++) ds[e] = pack2<T>(dp[2 * e], dp[2 * e + 1]);
                     if (step >= 2) mbarrier_wait(slopes_empty + step % 2 * 8, step / 2 + 1 & 1);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
+                    UNROLLED for (int e = 0; e < 4; e++)
                         stmatrix_x4(slopes + lane % 16 * 128 + ((e * 2 + lane / 16 ^ lane % 8) << 4), ds[4 * e], ds[4 * e + 1],
                                     ds[4 * e + 2], ds[4 * e + 3]);
                     publish();
@@ -298,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                         end_part(dq);
                     }
                     if (step >= 2) mbarrier_wait(slopes_empty + step % 2 * 8, step / 2 + 1 & 1);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) stmatrix_x4(slopes + lane % 16 * 128 + ((e * 2 + lane / 16) << 4), 0, 0, 0, 0);
+                    UNROLLED for (int e = 0; e < 4; e++)
+                        stmatrix_x4(slopes + lane % 16 * 128 + ((e * 2 + lane / 16) << 4), 0, 0, 0, 0);
                     publish();
                     release(step);
                 } else if (turn) {
@@ -337,17 +323,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         for (int t = rank * 2 + wg; blocks > 1 && t < tiles; t += SPLIT * 2) {
             const float4* from = (const float4*)(sums + ((i64)cluster * SPLIT * tiles + t) * (TILE * 64)) + warp % 4 * 256 + lane;
             float4 parts[SPLIT][8];
-#pragma unroll
-            for (int r = 0; r < SPLIT; r++)
-#pragma unroll
-                for (int e = 0; e < 8; e++)
+            UNROLLED for (int r = 0; r < SPLIT; r++)
+                UNROLLED for (int e = 0; e < 8; e++)
                     parts[r][e] = __ldcg(from + (i64)(t < first_tile(r) ? 0 : r) * tiles * (TILE * 16) + e * 32);
             float dq[32];
-#pragma unroll
-            for (int e = 0; e < 32; e++) {
+            UNROLLED for (int e = 0; e < 32; e++) {
                 dq[e] = 0;
-#pragma unroll
-                for (int r = 0; r < SPLIT; r++)
+                UNROLLED for (int r = 0; r < SPLIT; r++)
                     if (t >= first_tile(r)) dq[e] += (&parts[r][e / 4].x)[e % 4];
             }
             if (lane == 0) tma_store_wait<0>();

@@ -160,18 +160,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         }
     };
     mbarrier_wait(own_full, 0);
-#pragma unroll
-    for (int i = 0; !KEYS && i < 2; i++) {
+    UNROLLED for (int i = 0; !KEYS && i < 2; i++) {
         const int r = row + 8 * i;
         const bool there = r < queries;
         float sum = 0;
-#pragma unroll
-        for (int k = lane % 4; k < VD * 8; k += 4) {  // 16 bytes each
+        UNROLLED for (int k = lane % 4; k < VD * 8; k += 4) {  // 16 bytes each
             if (!there || k * 8 >= DV) continue;
             const auto one = load<8>(y + b * y_batch + own_head * y_head + (start + r) * y_row + k * 8);
             const auto two = load<8>((const T*)(smem + (own2 - base) + k / 8 * BOX + r % 64 * 128 + ((k % 8 ^ r % 8) << 4)));
-#pragma unroll
-            for (int e = 0; e < 8; e++) sum += to_float(one.at[e]) * to_float(two.at[e]);
+            UNROLLED for (int e = 0; e < 8; e++) sum += to_float(one.at[e]) * to_float(two.at[e]);
         }
         const i64 head = (i64)b * heads + own_head;
         float2 l = make_float2(-NEGATIVE_INFINITY, 0);  // past the last row: no probabilities
@@ -181,8 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         if (NATURAL) own_rows[i][SPREAD] = l.y;
         own_rows[i][DELTA] = quad_sum(sum);
         float* to = rows + (head * padded + r / TILE * TILE) * NUMBERS + r % TILE;
-#pragma unroll
-        for (int n = 0; n < NUMBERS; n++)
+        UNROLLED for (int n = 0; n < NUMBERS; n++)
             if (lane % 4 == 0 && r < padded) to[n * TILE] = own_rows[i][n];
     }
     wgmma_hold(acc1);
@@ -220,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         wgmma_wait<1>();
         wgmma_hold(s);
         if (KEEP) dropped = 0;
-#pragma unroll
-        for (int q = 0; q < TILE / 16; q++) {
+        UNROLLED for (int q = 0; q < TILE / 16; q++) {
             u32 m[4] = {};
             if (MASK == 1) {
                 const u32 from = tile2 + SECOND_BYTES + wg * (TILE * 128);
@@ -233,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             }
             if (MASK == 2) {
                 const T* from = mask + b * mask_batch + (KEYS ? head_of(j) : own_head) * mask_head;
-#pragma unroll
-                for (int e = 0; e < 4; e++)
+                UNROLLED for (int e = 0; e < 4; e++)
                     if (KEYS) {
                         const u32 one = from[min(row + e % 2 * 8, keys - 1) * mask_column].bits;
                         m[e] = one | one << 16;
@@ -243,13 +237,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
                         m[e] = from[min(key, keys - 1) * mask_column].bits | (u32)from[min(key + 1, keys - 1) * mask_column].bits << 16;
                     }
             }
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
+            UNROLLED for (int n = 0; n < 2; n++) {
                 float2 top, spread;
                 if (KEYS) top = *(const float2*)(tile_rows + q * 16 + n * 8);
                 if (KEYS && NATURAL) spread = *(const float2*)(tile_rows + SPREAD * TILE + q * 16 + n * 8);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
+                UNROLLED for (int e = 0; e < 4; e++) {
                     const float level = !KEYS ? own_rows[e / 2][0] : e % 2 ? top.y : top.x;
                     float& x = s[q * 8 + n * 4 + e];
 #if NATURAL
@@ -267,43 +259,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         }
 #if WINDOW
         if ((!KEYS && t + TILE > keys) || t < mine + 63 - before || t + TILE > mine + 1 + beyond) {
-#pragma unroll
-            for (int i = 0; i < TILE / 2; i++) {
+            UNROLLED for (int i = 0; i < TILE / 2; i++) {
                 const int mine_ = row + i / 2 % 2 * 8, other = t + i / 4 * 8 + lane % 4 * 2 + i % 2;
                 if ((!KEYS && other >= keys) || other < mine_ - before || other > mine_ + beyond) s[i] = 0;
             }
         }
 #else
         if ((!KEYS && t + TILE > keys) || (CAUSAL && (KEYS ? t < mine + 63 : t + TILE > mine + 1))) {
-#pragma unroll
-            for (int i = 0; i < TILE / 2; i++) {
+            UNROLLED for (int i = 0; i < TILE / 2; i++) {
                 const int mine_ = row + i / 2 % 2 * 8, other = t + i / 4 * 8 + lane % 4 * 2 + i % 2;
                 if ((!KEYS && other >= keys) || (CAUSAL && (KEYS ? mine_ > other : other > mine_))) s[i] = 0;
             }
         }
 #endif
         if (KEYS) {
-#pragma unroll
-            for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+            UNROLLED for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
             gather<VD>(acc2, p, wgmma_low<false, TILE * 128>(tile2));
             wgmma_wait<1>();
         } else {
             wgmma_wait<0>();
         }
         wgmma_hold(dp);
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++) {
+        UNROLLED for (int n = 0; n < TILE / 8; n++) {
             float2 pair;
             if (KEYS) pair = *(const float2*)(tile_rows + DELTA * TILE + n * 8);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
+            UNROLLED for (int e = 0; e < 4; e++) {
                 const float delta = !KEYS ? own_rows[e / 2][DELTA] : e % 2 ? pair.y : pair.x;
                 float& x = dp[n * 4 + e];
                 x = KEEP && dropped >> (n * 4 + e) & 1 ? 0.0f : s[n * 4 + e] * (x - delta);
             }
         }
-#pragma unroll
-        for (int i = 0; i < TILE / 4; i++) ds[i] = pack2<T>(dp[2 * i], dp[2 * i + 1]);
+        UNROLLED for (int i = 0; i < TILE / 4; i++) ds[i] = pack2<T>(dp[2 * i], dp[2 * i + 1]);
         gather<KD>(acc1, ds, wgmma_low<false, TILE * 128>(tile1));
     }
     wgmma_wait<0>();

@@ -71,8 +71,7 @@ static_assert(ONE || STAGES > 1, "the next tile of keys is awaited before this o
 // s[64, TILE] = q . k^T
 DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < (D + 15) / 16; i++)
+    UNROLLED for (int i = 0; i < (D + 15) / 16; i++)
         WideWgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
                                   wgmma_at(wgmma_low<true>(k) + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
@@ -80,8 +79,7 @@ DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
 // acc[64, DV] (+)= p . v
 DEVICE void gather(float (&acc)[VN / 2], const u32 (&p)[TILE / 4], u32 v, int add) {
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < TILE / 16; i++)
+    UNROLLED for (int i = 0; i < TILE / 16; i++)
         WideWgmma<T, VN, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
     wgmma_commit();
 }
@@ -104,12 +102,10 @@ DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float s
     const int lane = threadIdx.x % 32;
 #if MASK == 1
     const u32 from = smem_address(mask) + threadIdx.x / 32 % 4 * 2048 + lane % 16 * 128;
-#pragma unroll
-    for (int q = 0; q < TILE / 16; q++) {
+    UNROLLED for (int q = 0; q < TILE / 16; q++) {
         u32 r[4];
         ldmatrix_x4(r, from + q / 4 * BOX + ((q % 4 * 2 + lane / 16 ^ lane % 8) << 4));
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
+        UNROLLED for (int e = 0; e < 4; e++) {
             float2 by = unpack2<T>(r[e]);
             by = make_float2(meant(by.x, floor), meant(by.y, floor));
             s[8 * q + 2 * e] = one_logit(s[8 * q + 2 * e], by.x, scale, softcap, fill);
@@ -117,39 +113,32 @@ DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float s
         }
     }
 #elif MASK == 2
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n++) {
+    UNROLLED for (int n = 0; n < TILE / 8; n++) {
         const float2 by = *(const float2*)(mask + n * 32 + lane % 4 * 8);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        UNROLLED for (int i = 0; i < 2; i++) {
             s[4 * n + 2 * i] = one_logit(s[4 * n + 2 * i], by.x, scale, softcap, fill);
             s[4 * n + 2 * i + 1] = one_logit(s[4 * n + 2 * i + 1], by.y, scale, softcap, fill);
         }
     }
 #elif SOFTCAP
-#pragma unroll
-    for (int i = 0; i < TILE / 2; i++) s[i] = one_logit(s[i], 0, scale, softcap, fill);
+    UNROLLED for (int i = 0; i < TILE / 2; i++) s[i] = one_logit(s[i], 0, scale, softcap, fill);
 #endif
 }
 // -inf where the tile's column is none of the keys that the row (or that 8 below) sees.
 #if WINDOW
 DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys, int left, int right) {
     key += threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < TILE / 2; i++) {
+    UNROLLED for (int i = 0; i < TILE / 2; i++) {
         const int at = key + i / 4 * 8 + i % 2, own = row + i / 2 % 2 * 8;
         if (at >= keys || at < own - left || at > own + right) s[i] = NEGATIVE_INFINITY;
     }
 }
 #else
 DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int i = 0; i < 2; i++) {
         const int end = (CAUSAL ? min(keys, row + 8 * i + 1) : keys) - key - threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
+        UNROLLED for (int n = 0; n < TILE / 8; n++)
+            UNROLLED for (int e = 0; e < 2; e++)
                 if (n * 8 + e >= end) s[4 * n + 2 * i + e] = NEGATIVE_INFINITY;
     }
 }
@@ -157,13 +146,10 @@ DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys) {
 // Logits to probabilities under the rows' new tops; fade: what the sums so far shrink by.
 DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], float (&fade)[2], float scale) {
     float now[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) now[i / 2][i % 2] = s[i];
-#pragma unroll
-    for (int i = 4; i < TILE / 2; i++) now[i / 2 % 2][i % 2] = fmaxf(now[i / 2 % 2][i % 2], s[i]);
+    UNROLLED for (int i = 0; i < 4; i++) now[i / 2][i % 2] = s[i];
+    UNROLLED for (int i = 4; i < TILE / 2; i++) now[i / 2 % 2][i % 2] = fmaxf(now[i / 2 % 2][i % 2], s[i]);
     float zero[2], part[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    UNROLLED for (int i = 0; i < 2; i++) {
         const float best = fmaxf(top[i], quad_max(fmaxf(now[i][0], now[i][1])));
         // NATURAL logits are as large as a mask: their difference comes before the factor
 #if WINDOW || PACKED  // the first tile may be hidden from a row, or there is no key
@@ -174,16 +160,13 @@ DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], floa
         fade[i] = NATURAL ? power2((top[i] - zero[i]) * LOG2E) : power2(top[i] * scale - zero[i]);
         top[i] = best;
     }
-#pragma unroll
-    for (int i = 0; i < TILE / 2; i++)
+    UNROLLED for (int i = 0; i < TILE / 2; i++)
         part[i / 2 % 2][i % 2] += s[i] =
             NATURAL ? power2((s[i] - zero[i / 2 % 2]) * LOG2E) : power2(s[i] * scale - zero[i / 2 % 2]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) sum[i] = sum[i] * fade[i] + (part[i][0] + part[i][1]);
+    UNROLLED for (int i = 0; i < 2; i++) sum[i] = sum[i] * fade[i] + (part[i][0] + part[i][1]);
 }
 DEVICE void pack(u32 (&p)[TILE / 4], const float (&s)[TILE / 2]) {
-#pragma unroll
-    for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+    UNROLLED for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
@@ -262,14 +245,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
     T row_mask[TILE / 32];
     auto read_mask = [&](int j) {
-#pragma unroll
-        for (int i = 0; MASK == 2 && i < TILE / 32; i++)
+        UNROLLED for (int i = 0; MASK == 2 && i < TILE / 32; i++)
             row_mask[i] = mask[b * mask_batch + h * mask_head + min(FROM_ j * TILE + i * 32 + lane, keys - 1) * mask_column];
     };
     auto write_mask = [&](int j, int s) {
         if (MASK != 2) return;
-#pragma unroll
-        for (int i = 0; i < TILE / 32; i++)
+        UNROLLED for (int i = 0; i < TILE / 32; i++)
             *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
                 FROM_ j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill, floor) : NEGATIVE_INFINITY;
         mbarrier_arrive(k_full + s * 8);
@@ -367,8 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 wgmma_wait<0>();
                 if (lane == 0) mbarrier_arrive(v_empty + before * 8);
                 wgmma_hold(acc);
-#pragma unroll
-                for (int i = 0; i < VN / 2; i++) acc[i] *= fade[i / 2 % 2];
+                UNROLLED for (int i = 0; i < VN / 2; i++) acc[i] *= fade[i / 2 % 2];
                 pack(p, s);
                 if (INLINE && loader) {  // by now the other warps are done with them too
                     if (j + STAGES < tiles) {
@@ -394,8 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
 #endif
             gather(acc, p, base + V_AT + stage * V_BYTES, tiles > 1);
             float factor[2], total[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
+            UNROLLED for (int i = 0; i < 2; i++) {
                 total[i] = quad_sum(sum[i]);
                 factor[i] = GUARD && total[i] == 0 ? 0.0f : 1 / total[i];
                 if (lse && lane % 4 == 0 && row + 8 * i < queries)
@@ -406,11 +385,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             wgmma_hold(acc);
             bar_sync(5 + wg, 128);  // all have read this tile's queries
             const u32 to = q + warp % 4 * 2048, swizzled = to + lane % 16 * 128;
-#pragma unroll
-            for (int i = 0; i < (VN + 15) / 16; i++) {
+            UNROLLED for (int i = 0; i < (VN + 15) / 16; i++) {
                 u32 out[4] = {};  // of 16 columns, or the last 8
-#pragma unroll
-                for (int e = 0; e < (i < VN / 16 ? 4 : 2); e++) {
+                UNROLLED for (int e = 0; e < (i < VN / 16 ? 4 : 2); e++) {
                     const float* from = acc + i * 8 + e * 2;
                     out[e] = pack2<T>(from[0] * factor[e % 2], from[1] * factor[e % 2]);
                 }
@@ -419,8 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             if (GUARD == 2) {  // rows without weights, over what the other lanes wrote
                 __syncwarp();
                 const T* values = v + b * v_batch + kv * v_head + start * v_row;
-#pragma unroll
-                for (int i = 0; i < 2; i++)
+                UNROLLED for (int i = 0; i < 2; i++)
                     for (int c = lane % 4; is_dead(total[i]) && c < DV; c += 4) {
                         const int r = lane / 4 + 8 * i;
                         *(T*)(smem + (to - base) + c / 64 * BOX + r * 128 + ((c % 64 / 8 ^ r % 8) << 4) + c % 8 * 2) =

@@ -27,11 +27,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     for (i64 i = first + threadIdx.x * VEC; i < end; i += BLOCK * VEC) {
         const Vec<T, VEC> t = load<VEC>(x + i);
         ACC top = s.largest;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+        UNROLLED for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
         if (top > s.largest) s.sum *= fast_exp(s.largest - top), s.largest = top;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC at = widen(t.at[j]);
             s.sum += at == -INFINITE ? (ACC)0 : fast_exp(at - s.largest);
         }
@@ -53,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const ACC scale = LOG ? s.largest + log(s.sum) : 1 / s.sum;
     for (i64 i = first + threadIdx.x * VEC; i < end; i += BLOCK * VEC) {
         Vec<T, VEC> t = load<VEC>(x + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC at = widen(t.at[j]);
             t.at[j] = narrow<T>(LOG ? at - scale : fast_exp(at - s.largest) * scale);
         }

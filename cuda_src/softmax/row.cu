@@ -18,32 +18,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
     constexpr int STEP = TEAM * VEC;
 #if ITEMS
     Vec<T, VEC> kept[ITEMS];
-#pragma unroll
-    for (int u = 0; u < ITEMS; u++)
+    UNROLLED for (int u = 0; u < ITEMS; u++)
         if (u * STEP + lane * VEC < n) kept[u] = load<VEC>(x + u * STEP + lane * VEC);
-#pragma unroll
-    for (int u = 0; u < ITEMS; u++)
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int u = 0; u < ITEMS; u++)
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC at = widen(kept[u].at[j]);
             if (u * STEP + lane * VEC < n) largest = at > largest || at != at ? at : largest;
         }
     largest = team_max<TEAM>(largest, scratch);
-#pragma unroll
-    for (int u = 0; u < ITEMS; u++)
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+    UNROLLED for (int u = 0; u < ITEMS; u++)
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC e = fast_exp((ACC)widen(kept[u].at[j]) - largest);
             sum += u * STEP + lane * VEC < n ? e : (ACC)0;
             if (sizeof(T) == sizeof(ACC) && !LOG) kept[u].at[j] = narrow<T>(e);  // loses nothing
         }
     sum = team_sum<TEAM>(sum, scratch);
     const ACC scale = LOG ? largest + log(sum) : 1 / sum;
-#pragma unroll
-    for (int u = 0; u < ITEMS; u++) {
+    UNROLLED for (int u = 0; u < ITEMS; u++) {
         Vec<T, VEC> t;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC at = widen(kept[u].at[j]);
             t.at[j] = narrow<T>(LOG ? at - scale : (sizeof(T) == sizeof(ACC) ? at : fast_exp(at - largest)) * scale);
         }
@@ -53,11 +46,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
     for (int i = lane * VEC; i < n; i += STEP) {
         const Vec<T, VEC> t = load<VEC>(x + i);
         ACC top = largest;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
+        UNROLLED for (int j = 0; j < VEC; j++) top = (ACC)widen(t.at[j]) > top ? (ACC)widen(t.at[j]) : top;
         if (top > largest) sum *= fast_exp(largest - top), largest = top;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {  // a NaN is no top, but its exp is NaN
+        UNROLLED for (int j = 0; j < VEC; j++) {  // a NaN is no top, but its exp is NaN
             const ACC at = widen(t.at[j]);
             sum += at == -INFINITE ? (ACC)0 : fast_exp(at - largest);
         }
@@ -67,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax_row(const T* x, T* y
     const ACC scale = LOG ? top + log(sum) : 1 / sum;
     for (int i = lane * VEC; i < n; i += STEP) {
         Vec<T, VEC> t = load<VEC>(x + i);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
+        UNROLLED for (int j = 0; j < VEC; j++) {
             const ACC at = widen(t.at[j]);
             t.at[j] = narrow<T>(LOG ? at - scale : fast_exp(at - top) * scale);
         }
