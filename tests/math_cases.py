@@ -132,12 +132,12 @@ class Case:
         """Of every variant."""
         program = self.program(hw)
         found = [x for call in (*program.setup, *program.calls) for x in call.launches]
-        return found + [x for own in launched(program, self.variants(hw), hw) for x in own]
+        return found + [x for own in launched(program, self.variants(program, hw), hw) for x in own]
 
-    def variants(self, hw: Hardware) -> list[Selection]:
-        """Every legal kernel and configuration but those that are chosen anyway."""
+    def variants(self, program: Program, hw: Hardware) -> list[Selection]:
+        """Every legal kernel and configuration for the case's program but those chosen anyway."""
         found: dict[Selection, None] = {}
-        for problem in problems_of(self.program(hw)):
+        for problem in problems_of(program):
             chosen = select(problem.op, problem, hw)
             assert chosen is not None
             for kernel in candidates(problem.op):

@@ -65,10 +65,10 @@ class Quantized:
         shapes = {name: (a.shape, a.dtype.name) for name, a in self.feeds.items()}
         return lower(load(self.model), shapes, hw)
 
-    def variants(self, hw: Hardware) -> list[Selection]:
+    def variants(self, program: Program, hw: Hardware) -> list[Selection]:
         """Our own kernels in every configuration, and one of each that unpacks for another."""
         found = []
-        for problem in (call.problem for call in self.program(hw).calls):
+        for problem in (call.problem for call in program.calls):
             if problem is None or problem.op not in ("MatMulNBits", "GemmInteger", "IntegerConv"):
                 continue
             for kernel in candidates(problem.op):

@@ -69,7 +69,7 @@ class Layer(ABC):
         assert feeds is not None
         return lower(model, shapes_of(feeds), hw, values=values_of(feeds))
 
-    def variants(self, hw: Hardware) -> list[Any]:
+    def variants(self, program: Program, hw: Hardware) -> list[Any]:
         """None: each kernel has rows of its own."""
         return []
 

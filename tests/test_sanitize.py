@@ -14,7 +14,7 @@ from fake_gpu import FakeGpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import sanitize
-from math_cases import Case, cases, only
+from math_cases import Case, cases, launched
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.source import source_text
@@ -38,14 +38,15 @@ def test_processes_take_each_test_once_with_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run 0 is what a test does in any case; another problem than the test's has all choices."""
-    monkeypatch.setattr(Case, "variants", lambda case, hw: ["v1", "v2"])
+    monkeypatch.setattr(Case, "variants", lambda case, program, hw: ["v1", "v2"])
     module = ModuleType("module")
     module.each = lambda problem, hw: ["c1", "c2", "c3"]  # type: ignore[attr-defined]
     found: list[tuple[str, object]] = []
 
     def protocol(item: SimpleNamespace, nextitem: None) -> None:
         turns.runs, turns.problem = turns.tests[item.nodeid], "own"
-        choices = module.each(item.nodeid, HW) if item.nodeid != "case" else row.variants(HW)
+        own = item.nodeid == "case"
+        choices = row.variants(None, HW) if own else module.each(item.nodeid, HW)
         found.append((item.nodeid, choices))
 
     hook = SimpleNamespace(pytest_runtest_protocol=protocol)
@@ -61,7 +62,7 @@ def test_processes_take_each_test_once_with_its_runs(
     turns.pytest_runtestloop(SimpleNamespace(items=items, shouldfail=False))
     assert found == [("own", ["c1", "c3"]), ("other", ["c1", "c2", "c3"])]
     turns.runs = [0, 2]
-    assert row.variants(HW) == ["v2"]
+    assert row.variants(None, HW) == ["v2"]
 
 
 LOG = """========= COMPUTE-SANITIZER
@@ -105,9 +106,9 @@ def attention() -> Launch:
     name = "Attention-float16-2x4x9x8_2x2x13x8_2x2x13x16-{}"
     case = next(c for c in cases() if c.name == name)
     hw = CHIPS["H200"]
-    choice = next(v for v in case.variants(hw) if v.kernel.name == "wgmma")
-    with only(choice):
-        return next(x for call in case.program(hw).calls for x in call.launches)
+    program = case.program(hw)
+    choice = next(v for v in case.variants(program, hw) if v.kernel.name == "wgmma")
+    return launched(program, [choice], hw)[0][0]
 
 
 def test_what_a_kernel_stores_by_tma() -> None:

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,7 @@ from onnx_fuse.cuda.arguments import MAP_BYTES, Operands
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.kernels import cublaslt
+from onnx_fuse.program import passes
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
 
 sys.path.append(str(ROOT / "tests" / "gpu"))
@@ -94,7 +95,7 @@ def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
         calls = (*program.setup, *program.calls)
         always = tuple(x for call in calls for x in call.launches)
         flops = sum(call.problem.flops for call in calls if call.problem)
-        variants = launched(program, case.variants(hw), hw)
+        variants = launched(program, case.variants(program, hw), hw)
         return [Run((*always, *more), flops) for more in ((), *variants)]
     if "problem" in parameters:
         problem = parameters["problem"]
@@ -150,16 +151,17 @@ class Selection:
 
     def __init__(self, hw: Hardware, match: str = "") -> None:
         self.hw, self.match = hw, match
-        self.launches: list[Launch] = []
         self.features: set[Feature] = set()
         self.chosen: dict[str, list[int]] = {}
+        self._callspecs: dict[str, Any] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """By new features for what they cost, until every feature is there."""
         callspecs = [getattr(item, "callspec", None) for item in items]
         _ITEMS[:] = [(callspec, self.hw) for callspec in callspecs]
-        with multiprocessing.get_context("fork").Pool() as pool:
+        unchecked = patch.object(passes, "CHECKED", False)  # tests hold the same programs to it
+        with unchecked, multiprocessing.get_context("fork").Pool() as pool:
             runs = pool.map(_seen, range(len(items)), chunksize=8)
         for item, found in zip(items, runs, strict=True):
             found[0][0].update(m.args for m in item.iter_markers("launches"))
@@ -193,9 +195,16 @@ class Selection:
         order = sorted(kept, key=lambda i: -sum(runs[i][k][1] for k in kept[i]))
         for i in order:
             self.chosen[items[i].nodeid] = sorted(kept[i])
-            every = runs_of(callspecs[i], self.hw)
-            self.launches += [x for k in kept[i] for x in every[k].launches]
+            self._callspecs[items[i].nodeid] = callspecs[i]
         items[:] = [items[i] for i in order]
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """Of all chosen runs."""
+        every = {test: runs_of(self._callspecs[test], self.hw) for test in self.chosen}
+        return [
+            x for test, kept in self.chosen.items() for k in kept for x in every[test][k].launches
+        ]
 
     @property
     def missing(self) -> list[Feature]:
@@ -227,7 +236,7 @@ class Turns:
         """Those of the test that runs; 0 is what it runs in any case."""
         self.problem: Any = None
         self.variants, self.choices = Case.variants, {}
-        Case.variants = lambda case, hw: self.taken(self.variants(case, hw))
+        Case.variants = lambda *case: self.taken(self.variants(*case))
 
     def taken(self, choices: list[Any]) -> list[Any]:
         """Those of a test's choices that it is to run with."""

@@ -25,7 +25,7 @@ def test_case(case: Case) -> None:
     if not os.environ.get("PYTEST_XDIST_WORKER"):  # whose processors are busy with other tests
         nvrtc.compile_all(case.launches(hw), hw.arch)
     check(case, truth)
-    for choice in case.variants(hw):
+    for choice in case.variants(case.program(hw), hw):
         with only(choice):
             check(case, truth)
 
@@ -73,7 +73,8 @@ def test_a_sequence_that_is_nan_stays_alone(case: Case) -> None:
     for a in spoilt:
         if a.ndim == 4:
             a[:, :, hostile] = np.nan
-    for choice in case.variants(Hardware.detect()):
+    hw = Hardware.detect()
+    for choice in case.variants(case.program(hw), hw):
         with only(choice):
             (clean,), (found,) = runs(case, arrays, 1), runs(case, spoilt, 1)
         for a, b in zip(clean, found, strict=True):

@@ -29,7 +29,7 @@ def _compiled(request: pytest.FixtureRequest) -> None:
         if item.module == request.module and "case" in item.callspec.params:
             case = item.callspec.params["case"]
             programs = [case.program(hw)]
-            for choice in case.variants(hw):
+            for choice in case.variants(programs[0], hw):
                 with only(choice):
                     programs.append(case.program(hw))
             launches |= {x for p in programs for call in p.calls for x in call.launches}
@@ -53,7 +53,8 @@ def test_case(case: Quantized) -> None:
     want = case.expected()
     for name, y, expected in zip(names, run(case.model, case.feeds), want, strict=True):
         case.check(name, y, expected)
-    for choice in case.variants(Hardware.detect()):
+    hw = Hardware.detect()
+    for choice in case.variants(case.program(hw), hw):
         with only(choice):
             got = run(case.model, case.feeds)
         for name, y, expected in zip(names, got, want, strict=True):

@@ -59,7 +59,7 @@ class Recurrent:
         shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in backward.graph.inputs}
         return lower(backward, shapes, hw)
 
-    def variants(self, hw: Hardware) -> list[Selection]:
+    def variants(self, program: Program, hw: Hardware) -> list[Selection]:
         return []
 
 
