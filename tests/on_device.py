@@ -1,6 +1,6 @@
 """Arrays in a GPU's memory, for tests of kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +9,7 @@ from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
+from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.runtime import device
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
@@ -73,7 +73,40 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(wide(got) - want) / (np.linalg.norm(want) or 1.0))
 
 
-def each(problem: GemmProblem, hw: Hardware) -> list[tuple[Kernel, KernelConfig]]:
+def turned(a: np.ndarray, transposed: object) -> np.ndarray:
+    """The matrices as they are, or each transposed in memory."""
+    return np.ascontiguousarray(np.swapaxes(a, -1, -2)) if transposed else a
+
+
+def statistics(x: np.ndarray, rms: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and 1 / deviation of each row, [m, 1] in float64; of an RMS norm, the mean is 0."""
+    mean = wide(x).mean(-1, keepdims=True) * (not rms)
+    return mean, 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+
+
+def norm_operands(
+    gamma: np.ndarray, beta: np.ndarray, w: np.ndarray, c: np.ndarray, trans_b: bool = False
+) -> dict[str, np.ndarray]:
+    """What a product of w [k, n] and a bias c [n] behind a norm reads, folded beforehand or not."""
+    wq = (wide(gamma)[:, None] * wide(w)).astype(w.dtype)
+    cs, cv = wide(wq).sum(0), wide(beta) @ wide(w) + wide(c)
+    return {
+        "gamma": gamma, "beta": beta, "w": turned(w, trans_b), "c": c, "wq": turned(wq, trans_b),
+        "cs": cs.astype(np.float32), "cv": cv.astype(np.float32),
+    }  # fmt: skip
+
+
+def norm_results(problem: GemmProblem) -> dict[str, np.ndarray]:
+    """Room for what a product behind a norm leaves."""
+    n = problem.n // 2 if problem.epilogue.gate else problem.n
+    row = poison("float32", problem.m)
+    return {"y": poison(problem.out, problem.m, n), "mean": row, "rstd": row}
+
+
+Way = tuple[Kernel, KernelConfig]
+
+
+def each(problem: AnyProblem, hw: Hardware) -> list[Way]:
     """Every legal kernel: its two likeliest configurations, its last, those that share steps, and
     the likeliest whose last clusters start late."""
     found = []
@@ -84,3 +117,26 @@ def each(problem: GemmProblem, hw: Hardware) -> list[tuple[Kernel, KernelConfig]
             late = [h for h in hows if h.attr("late")][:1]
             found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared, *late])]
     return found
+
+
+def results(
+    problem: AnyProblem,
+    hw: Hardware,
+    given: Mapping[str, np.ndarray],
+    blank: Mapping[str, np.ndarray],
+    ways: Sequence[Way] | None = None,
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Kernel and configuration, and what it makes of `blank`, for `each` of a problem or `ways`.
+
+    Each runs twice, on memory of its own, and must leave the same bits.
+    """
+    for kernel, how in each(problem, hw) if ways is None else ways:
+        name, found = f"{kernel.name} {how}", []
+        for _ in range(2):
+            memory = Memory({**given, **blank})
+            memory.run(kernel, problem, how, hw)
+            found.append({key: memory.read(key) for key in blank})
+        first, second = found
+        differ = [key for key in blank if first[key].tobytes() != second[key].tobytes()]
+        assert not differ, f"{name}: two runs differ in {differ}"
+        yield name, first

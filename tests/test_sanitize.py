@@ -6,9 +6,10 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
+import on_device
 import pytest
 from fake_gpu import FakeGpu
 
@@ -39,19 +40,18 @@ def test_processes_take_each_test_once_with_its_runs(
 ) -> None:
     """Run 0 is what a test does in any case; another problem than the test's has all choices."""
     monkeypatch.setattr(Case, "variants", lambda case, program, hw: ["v1", "v2"])
-    module = ModuleType("module")
-    module.each = lambda problem, hw: ["c1", "c2", "c3"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(on_device, "each", lambda problem, hw: ["c1", "c2", "c3"])
     found: list[tuple[str, object]] = []
 
     def protocol(item: SimpleNamespace, nextitem: None) -> None:
         turns.runs, turns.problem = turns.tests[item.nodeid], "own"
         own = item.nodeid == "case"
-        choices = row.variants(None, HW) if own else module.each(item.nodeid, HW)
+        choices = row.variants(None, HW) if own else on_device.each(item.nodeid, HW)
         found.append((item.nodeid, choices))
 
     hook = SimpleNamespace(pytest_runtest_protocol=protocol)
     config = SimpleNamespace(hook=hook)
-    items = [SimpleNamespace(nodeid=x, module=module, config=config) for x in NODES]
+    items = [SimpleNamespace(nodeid=x, config=config) for x in NODES]
     row = next(iter(cases()))
     turns = sanitize.Turns(
         {"case": [0, 2], "own": [0, 1, 3], "other": [0]}, tmp_path / "next", tmp_path

@@ -30,14 +30,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import on_device
 import pytest
 from _paths import ROOT
+from math_cases import Case, launched
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
@@ -47,10 +48,6 @@ from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program import passes
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
-
-sys.path.append(str(ROOT / "tests" / "gpu"))
-import test_gemm
-from math_cases import Case, launched
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
@@ -99,7 +96,7 @@ def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
         return [Run((*always, *more), flops) for more in ((), *variants)]
     if "problem" in parameters:
         problem = parameters["problem"]
-        pairs = test_gemm.each(problem, hw)
+        pairs = on_device.each(problem, hw)
         runs = [Run(tuple(kernel.launch(problem, how, hw)), problem.flops) for kernel, how in pairs]
         return [Run(), *runs]
     return [Run()]
@@ -235,24 +232,23 @@ class Turns:
         self.runs: list[int] = []
         """Those of the test that runs; 0 is what it runs in any case."""
         self.problem: Any = None
-        self.variants, self.choices = Case.variants, {}
+        self.variants, self.ways = Case.variants, on_device.each
         Case.variants = lambda *case: self.taken(self.variants(*case))
+        on_device.each = self.each
 
     def taken(self, choices: list[Any]) -> list[Any]:
         """Those of a test's choices that it is to run with."""
         return [choices[i - 1] for i in self.runs if i]
 
-    def each(self, module: ModuleType, problem: Any, hw: Hardware) -> list[Any]:
-        """The choices for a problem; for the test's own, those that it is to run with."""
-        choices = self.choices[module](problem, hw)
-        return self.taken(choices) if problem == self.problem else choices
+    def each(self, problem: Any, hw: Hardware) -> list[Any]:
+        """The ways to a problem's answer; for the test's own, those that it is to run with."""
+        ways = self.ways(problem, hw)
+        return self.taken(ways) if problem == self.problem else ways
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         found = {item.nodeid: item for item in items if item.nodeid in self.tests}
         items[:] = [found[test] for test in self.tests]
-        for module in {item.module for item in items if hasattr(item.module, "each")}:
-            self.choices[module], module.each = module.each, partial(self.each, module)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         while (i := turn(self.counter)) < len(session.items):

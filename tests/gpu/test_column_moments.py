@@ -3,30 +3,30 @@
 from dataclasses import replace
 
 import numpy as np
+import on_device
 import pytest
-from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
+from on_device import TOLERANCE, TYPES, Way, error, poison, random, results, wide
 
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.interpret.images import column_moments, convolution
-from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware
 from onnx_fuse.program.problems import Conv, MergedMoments, Window
 from onnx_fuse.runtime.executable import Executable
 
 H200 = CHIPS["H200"]
 
 
-def check(part: np.ndarray, y: np.ndarray, how: object) -> None:
+def check(part: np.ndarray, y: np.ndarray, how: str) -> None:
     """Moments are those of y as it is stored, to a few roundings of float32 whatever the mean."""
     want = column_moments(y)
     some = np.isfinite(want).all(-1)
-    assert not np.isfinite(part[~some]).all(-1).any(), f"{how}"
+    assert not np.isfinite(part[~some]).all(-1).any(), how
     (mean, square), (mean64, square64) = wide(part[some]).T, want[some].T
     largest = np.abs(np.nan_to_num(wide(y), posinf=0, neginf=0)).max(0)
     largest = largest * np.ones_like(want[..., 0])
-    assert np.all(np.abs(mean - mean64) <= 3e-7 * largest[some]), f"{how}"
+    assert np.all(np.abs(mean - mean64) <= 3e-7 * largest[some]), how
     # sums of 64 differences from one of the numbers: 6e-8 each at worst, and of the mean as much
-    assert np.all(np.abs(square - square64) <= 8e-6 * square64), f"{how}"
+    assert np.all(np.abs(square - square64) <= 8e-6 * square64), how
 
 
 def hostile(mean: float, columns: int, dtype: str) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_a_product_leaves_the_moments_of_its_columns(
     problem: GemmProblem, mean: float, hw: Hardware
 ) -> None:
     """With a mean of 100 the deviation is 0.01 before y is rounded."""
-    ways = each(problem, hw)
+    ways = on_device.each(problem, hw)
     assert ways or hw.arch != "sm_90a"
     assert len(_moments(problem, mean, ways, hw)) <= 1
 
@@ -61,13 +61,11 @@ def test_every_tile_leaves_the_same_moments(trans_b: bool, hw: Hardware) -> None
     """Sums of 64 rows are in an order of their own, whatever the tile and the cluster."""
     product = GemmProblem.of("Gemm", m=2200, n=136, k=264, dtype="float16", bias=True)
     product = product.replace(column_moments=True, trans_b=trans_b)
-    ways = [(k, how) for k, _ in each(product, hw)[:1] for how in k.configs(product, hw)]
+    ways = [(k, how) for k, _ in on_device.each(product, hw)[:1] for how in k.configs(product, hw)]
     assert len(_moments(product, 3, ways, hw)) <= 1
 
 
-def _moments(
-    problem: GemmProblem, mean: float, ways: list[tuple[Kernel, KernelConfig]], hw: Hardware
-) -> set[bytes]:
+def _moments(problem: GemmProblem, mean: float, ways: list[Way], hw: Hardware) -> set[bytes]:
     """The bits that each kernel leaves, after a look at their values."""
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     rng = np.random.default_rng(3)
@@ -77,11 +75,9 @@ def _moments(
     want = wide(given["a"]) @ (wide(b).T if problem.trans_b else wide(b)) + wide(given["col1"])
     blank = {"y": poison(dtype, m, n), "part": poison("float32", -(-m // 64), n, 2)}
     sound, bits = np.isfinite(wide(given["col1"])), set()
-    for kernel, how in ways:
-        memory = Memory(given | blank)
-        memory.run(kernel, problem, how, hw)
-        y, part = memory.read("y"), memory.read("part")
-        assert error(y[:, sound], want[:, sound]) <= TOLERANCE[dtype], f"{how}"
+    for how, found in results(problem, hw, given, blank, ways):
+        y, part = found["y"], found["part"]
+        assert error(y[:, sound], want[:, sound]) <= TOLERANCE[dtype], how
         check(part, y, how)
         bits.add(part[:, sound].tobytes())
     return bits
@@ -117,12 +113,10 @@ def test_a_convolution_leaves_the_moments_of_its_channels(problem: Conv, hw: Har
     parts = -(-want.shape[0] // 64)
     blank = {"y": poison(problem.dtype, *want.shape),
              "part": poison("float32", parts, problem.filters, 2)}  # fmt: skip
-    for kernel, how in each(problem, hw):
-        memory = Memory(given | blank)
-        memory.run(kernel, problem, how, hw)
-        y, sound = memory.read("y"), np.isfinite(wide(bias))
-        assert error(y[:, sound], want[:, sound]) <= TOLERANCE[problem.dtype], f"{how}"
-        check(memory.read("part"), y, how)
+    sound = np.isfinite(wide(bias))
+    for how, found in results(problem, hw, given, blank):
+        assert error(found["y"][:, sound], want[:, sound]) <= TOLERANCE[problem.dtype], how
+        check(found["part"], found["y"], how)
 
 
 FIRST = [
@@ -148,17 +142,15 @@ def test_a_first_layer_leaves_the_moments_of_its_channels(problem: Conv, hw: Har
     blank = {"y": poison(problem.dtype, 3 * oh * ow, problem.filters),
              "part": poison("float32", 3 * oh * ow // 64, problem.filters, 2)}  # fmt: skip
     given = {"x": images, "weight": weight.astype(TYPES[problem.dtype]), "bias": bias}
-    ways = each(problem, hw)
+    ways = on_device.each(problem, hw)
     assert [kernel.name for kernel, _ in ways] == ["few_channels"]
-    for kernel, how in ways:
-        memory = Memory(given | blank)
-        memory.run(kernel, problem, how, hw)
-        y = memory.read("y")
-        plain = Memory(given | {"y": blank["y"]})
-        plain.run(kernel, replace(problem, column_moments=False), how, hw)
-        assert plain.read("y").tobytes() == y.tobytes()
-        blocks = y.reshape(3, oh // 16, 4, 4, ow // 16, 16, -1).transpose(0, 1, 4, 2, 3, 5, 6)
-        check(memory.read("part"), blocks.reshape(-1, problem.filters), how)
+    ((how, found),) = results(problem, hw, given, blank, ways)
+    plain = replace(problem, column_moments=False)
+    ((_, alone),) = results(plain, hw, given, {"y": blank["y"]}, ways)
+    assert alone["y"].tobytes() == found["y"].tobytes()
+    blocks = found["y"].reshape(3, oh // 16, 4, 4, ow // 16, 16, -1)
+    blocks = blocks.transpose(0, 1, 4, 2, 3, 5, 6).reshape(-1, problem.filters)
+    check(found["part"], blocks, how)
 
 
 MERGED = [MergedMoments(m, n) for m, n in ((1, 3), (64, 72), (200, 5), (20000, 40), (70001, 66))]
@@ -174,16 +166,12 @@ def test_parts_become_the_moments_of_whole_columns(problem: MergedMoments, hw: H
     count = np.minimum(problem.m - 64 * np.arange(problem.parts), 64.0)[:, None]
     mean = (wide(part[..., 0]) * count).sum(0) / problem.m
     square = wide(part[..., 1]) + count * (wide(part[..., 0]) - mean) ** 2
-    for kernel, how in each(problem, hw):
-        blank = {name: poison("float32", problem.n) for name in ("mean", "variance")}
-        memory = Memory({"part": part} | blank)
-        memory.run(kernel, problem, how, hw)
-        found, variance = memory.read("mean"), memory.read("variance")
-        assert not np.isfinite(found[:2]).any()
-        assert not np.isfinite(variance[:2]).any()
-        assert np.all(np.abs(found[2:] - mean[2:]) <= 2e-5)  # float32 about 100: 8e-6 an ulp
-        want = square.sum(0)[2:] / problem.m
-        assert np.all(np.abs(variance[2:] - want) <= 1e-5 * want + 1e-9)
+    want = square.sum(0)[2:] / problem.m
+    blank = dict.fromkeys(("mean", "variance"), poison("float32", problem.n))
+    for how, found in results(problem, hw, {"part": part}, blank):
+        assert not np.isfinite([array[:2] for array in found.values()]).any(), how
+        assert np.all(np.abs(found["mean"][2:] - mean[2:]) <= 2e-5), how  # an ulp of 100 is 8e-6
+        assert np.all(np.abs(found["variance"][2:] - want) <= 1e-5 * want + 1e-9), how
 
 
 NORM = """agraph (float16[16,32,40,39] x, float16[64,32,3,3] u, float16[64] c, float[64] s,

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import numpy as np
+import on_device
 import pytest
 from curves import gelu
-from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
+from on_device import TOLERANCE, TYPES, Way, error, poison, random, results, wide
 
-from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad import Portable
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
@@ -74,9 +74,9 @@ RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
 @pytest.mark.parametrize("problem", GRADIENTS, ids=str)
 def test_layernorm_gemm_grad(problem: GemmProblem, hw: Hardware) -> None:
-    found = each(problem, hw)
-    assert found or problem.trans_b or problem.add == "apart"
-    check(problem, found, hw)
+    ways = on_device.each(problem, hw)
+    assert ways or problem.trans_b or problem.add == "apart"
+    check(problem, ways, hw)
 
 
 PRODUCTS = [
@@ -107,11 +107,11 @@ def test_portable_gradients_by_every_configuration_of_their_products(
         for prefix, products in (("dx", kernel.for_dx), ("dw", kernel.for_dw))
     )
     pairs = zip_longest(dx, dw)
-    found = [(kernel, KernelConfig.of(**(one or dx[0]), **(two or dw[0]))) for one, two in pairs]
-    check(problem, found, hw)
+    ways = [(kernel, KernelConfig.of(**(one or dx[0]), **(two or dw[0]))) for one, two in pairs]
+    check(problem, ways, hw)
 
 
-def check(problem: GemmProblem, found: Sequence[tuple[Kernel, KernelConfig]], hw: Hardware) -> None:
+def check(problem: GemmProblem, ways: Sequence[Way], hw: Hardware) -> None:
     """Each way's gradients, twice: beside float64's, and the same bits both times."""
     m, k, n, dtype, act = problem.m, problem.k, problem.n, problem.dtype, problem.epilogue.act
     ratio = RATIOS.get(m, 0)
@@ -122,10 +122,8 @@ def check(problem: GemmProblem, found: Sequence[tuple[Kernel, KernelConfig]], hw
     gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
     gamma[::5] = 0
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
-    mean, rms = wide(x).mean(-1, keepdims=True), problem.rms
-    if rms:
-        mean, beta = 0 * mean, 0 * beta
-    rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
+    mean, rstd = on_device.statistics(x, problem.rms)
+    beta = beta * (not problem.rms)
     xh = (wide(x) - mean) * rstd
     z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
     dz = wide(dy)
@@ -134,35 +132,26 @@ def check(problem: GemmProblem, found: Sequence[tuple[Kernel, KernelConfig]], hw
     g = dz @ (wide(gamma)[:, None] * wide(w)).T
     full, dc = xh.T @ dz, dz.sum(0)
     want = {
-        "dx": rstd * (g - (not rms) * g.mean(-1, keepdims=True)
+        "dx": rstd * (g - (not problem.rms) * g.mean(-1, keepdims=True)
                       - xh * (g * xh).mean(-1, keepdims=True)),
         "dgamma": (wide(w) * full).sum(1), "dbeta": wide(w) @ dc,
         "dw": wide(gamma)[:, None] * full + wide(beta)[:, None] * dc, "dc": dc,
     }  # fmt: skip
-    given = {"x": x, "dy": dy, "gamma": gamma, "beta": beta, "w": w, "c": c,
+    given = {"x": x, "dy": dy, "z": z.astype(TYPES[dtype]),
              "mean": mean[:, 0].astype(np.float32), "rstd": rstd[:, 0].astype(np.float32),
-             "z": z.astype(TYPES[dtype])}  # fmt: skip
-    wq = (wide(gamma)[:, None] * wide(w)).astype(TYPES[dtype])
+             **on_device.norm_operands(gamma, beta, w, c, problem.trans_b)}  # fmt: skip
     # a float32 mean is off by 2^-24 of itself, which is ratio standard deviations
     bound = TOLERANCE[dtype] if dtype != "float32" else TOLERANCE[problem.math] + 6e-8 * ratio
-    given |= {"wq": wq, "cs": wide(wq).sum(0).astype(np.float32),
-              "cv": (wide(beta) @ wide(w) + wide(c)).astype(np.float32)}  # fmt: skip
-    if rms:
+    if problem.rms:
         del given["beta"], given["mean"], want["dbeta"]
     if problem.trans_b:
-        given["w"], want["dw"] = np.ascontiguousarray(w.T), want["dw"].T
+        want["dw"] = want["dw"].T
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
     want = {"dx": want["dx"]} if problem.frozen else want
     if add := problem.add:
         given["add"] = random(rng, dtype, m, k)
         want["dx"] = want["dx"] + wide(given["add"])
         blank |= {"dx": given.pop("add")} if add == "here" else {}
-    for kernel, how in found:
-        bits = []
-        for _ in range(2):
-            memory = Memory(given | blank)
-            memory.run(kernel, problem, how, hw)
-            for name, value in want.items():
-                assert error(memory.read(name), value) <= bound, f"{kernel.name} {how}: {name}"
-            bits.append(b"".join(memory.read(name).tobytes() for name in want))
-        assert bits[0] == bits[1], f"{kernel.name} {how}: two runs differ"
+    for how, found in results(problem, hw, given, blank, ways):
+        for name, value in want.items():
+            assert error(found[name], value) <= bound, f"{how}: {name}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from head_rows import CLASSES, HEADS, NAMES, assert_near, head_feeds, head_model, truth
-from on_device import TYPES, Memory, each, poison, random, wide
+from on_device import TYPES, Memory, poison, random, results, turned, wide
 
 from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy
@@ -52,12 +52,12 @@ def test_a_chunk(row: tuple[object, ...], hw: Hardware) -> None:
         x[3, 1] = -30  # its share of the loss would be infinite
     want = chunk_losses(problem, read)
     few = replace(hw, sm_count=2)  # so that a block has several rows in turn
-    for how in Chunk().configs(problem, few):
-        memory = Memory({**read, "x": x, "rows": np.full((9, 2), np.nan, np.float32)})
-        memory.run(Chunk(), problem, how, few)
-        np.testing.assert_allclose(memory.read("rows"), want["rows"], rtol=2e-5, atol=2e-5)
+    ways = [(Chunk(), how) for how in Chunk().configs(problem, few)]
+    blank = {"x": x, "rows": poison("float32", 9, 2)}
+    for how, found in results(problem, few, read, blank, ways):
+        np.testing.assert_allclose(found["rows"], want["rows"], rtol=2e-5, atol=2e-5)
         if gradient:
-            got = wide(memory.read("x"))
+            got = wide(found["x"])
             assert not got[:, classes:].any()
             assert np.abs(got[:, :classes] - want["dx"]).max() < TOLERANCE[dtype], how
 
@@ -85,18 +85,16 @@ def test_a_product_stores_exponentials_and_their_sums(problem: GemmProblem, hw: 
     bits = wide(a) @ (wide(b).T if problem.trans_b else wide(b)[:, :n])
     bits = (bits + wide(bias) * bool(problem.epilogue.bias)) / np.log(2) - wide(row0)[:, None]
     given = {"a": a, "b": b, "col1": bias, "row0": row0}
-    for kernel, how in each(problem, hw):
-        blank = {"y": poison("bfloat16", m, ldy), "part": poison("float32", reach, m)}
-        memory = Memory(given | blank)
-        memory.run(kernel, problem, how, hw)
-        y, part = wide(memory.read("y")), memory.read("part")
+    with np.errstate(under="ignore"):
+        want = np.exp2(bits)
+    blank = {"y": poison("bfloat16", m, ldy), "part": poison("float32", reach, m)}
+    for how, found in results(problem, hw, given, blank):
+        y = wide(found["y"])
         assert not y[:, n:].any()
         assert not y[3::7].any()
-        with np.errstate(under="ignore"):
-            want = np.exp2(bits)
         assert np.abs(y[:, :n] / np.where(want > 0, want, 1) - (want > 0)).max() < 5e-3, how
         sums = np.add.reduceat(y[:, :n], np.arange(0, n, EXP_COLUMNS), axis=1).T
-        np.testing.assert_allclose(part, sums, rtol=1e-5, err_msg=str(how))
+        np.testing.assert_allclose(found["part"], sums, rtol=1e-5, err_msg=how)
 
 
 SCALED = [
@@ -121,12 +119,9 @@ def test_a_product_of_scaled_rows(problem: GemmProblem, hw: Hardware) -> None:
     want = wide(row0)[:, None] * (wide(a)[:, :k] @ wide(b))
     want = want + wide(bias) * bool(problem.epilogue.bias)
     want = want + wide(c) * bool(problem.epilogue.residual)
-    given = {"a": a, "b": np.ascontiguousarray(b.T) if problem.trans_b else b, "row0": row0,
-             "c": c, "col1": bias}  # fmt: skip
-    for kernel, how in each(problem, hw):
-        memory = Memory(given | {"y": poison("bfloat16", m, n)})
-        memory.run(kernel, problem, how, hw)
-        off = np.abs(wide(memory.read("y")) - want).max(1) / np.abs(want).max(1)
+    given = {"a": a, "b": turned(b, problem.trans_b), "row0": row0, "c": c, "col1": bias}
+    for how, found in results(problem, hw, given, {"y": poison("bfloat16", m, n)}):
+        off = np.abs(wide(found["y"]) - want).max(1) / np.abs(want).max(1)
         assert off.max() < 6e-3, how
 
 
@@ -144,7 +139,7 @@ EXP_ROWS = [
 @pytest.mark.parametrize("row", EXP_ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
     """References, and what becomes of the exponentials that a product makes with them."""
-    classes, stride, k, turned, labels, weighted, biased = row
+    classes, stride, k, transposed, labels, weighted, biased = row
     rng, bf16 = np.random.default_rng(0), TYPES["bfloat16"]
     x = (rng.standard_normal((ROWS, k)) / np.sqrt(k)).astype(bf16)
     w = (rng.standard_normal((classes, k)) * 4).astype(bf16)
@@ -163,8 +158,8 @@ def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
         near = np.where(np.abs(z) < 1e30, z / np.log(2) + 64, 0)
     counts = (target != 1) & (target < classes)
     near = np.where(counts, near[np.arange(ROWS), np.where(counts, target, 0)], np.inf)
-    shared = (ROWS, k, classes, k, classes if turned else k, "bfloat16", labels, 1, turned)
-    given = {"x": x, "w": np.ascontiguousarray(w.T) if turned else w, "target": target}
+    shared = (ROWS, k, classes, k, classes if transposed else k, "bfloat16", labels, 1, transposed)
+    given = {"x": x, "w": turned(w, transposed), "target": target}
     given |= {"bias": bias} if biased else {}
     given |= {"weight": np.abs(rng.standard_normal(classes)).astype("f4")} if weighted else {}
     memory = Memory(given | {"to": poison("float32", ROWS)})
@@ -178,7 +173,7 @@ def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
         part = np.add.reduceat(e.astype("f4"), np.arange(0, stride, EXP_COLUMNS), axis=1).T.copy()
     problem = ExpRows(
         ROWS, k, classes, stride, len(part), k, shared[4], "bfloat16", labels,
-        ignored=1, turned=turned,
+        ignored=1, turned=transposed,
     )  # fmt: skip
     blank = {"rows": poison("float32", ROWS, 2), "scale": poison("float32", ROWS),
              "narrow": poison("bfloat16", ROWS), "scaled": poison("bfloat16", ROWS, k)}  # fmt: skip
