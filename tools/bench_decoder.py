@@ -38,6 +38,7 @@ import gpt_cache
 import llama_cache
 import numpy as np
 import onnx_ir as ir
+from gpu_events import host_seconds
 
 import onnx_fuse as of
 from onnx_fuse import InferenceSession
@@ -97,14 +98,8 @@ def measured(
     token: Callable[[int], None], wait: Callable[[], None], first: int, step: int
 ) -> float:
     """Microseconds a token, the median of rounds of 16; each token is `step` longer."""
-    length, times = first, []
-    for _ in range(1 + ROUNDS // 16):
-        begun = time.perf_counter()
-        for _ in range(16):
-            token(length)
-            length += step
-        wait()
-        times.append((time.perf_counter() - begun) / 16)
+    lengths = itertools.count(first, step)
+    times = host_seconds(lambda: token(next(lengths)), 16, 1 + ROUNDS // 16, wait)
     return 1e6 * median(times[1:])
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import _paths  # noqa: F401
 import onnx
 import torch as t
-from gpu_events import rotating
+from gpu_events import launches, rotating
 from performance_page import ARMS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, rewrite
@@ -34,7 +34,7 @@ from onnx_fuse.kernels import Selection, candidates, select, tuning
 from onnx_fuse.kernels.norm_launches import fold
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware
+from onnx_fuse.program.problem import GemmProblem, Hardware
 from onnx_fuse.session import load
 from onnx_fuse.tune import TOLERANCE, calls_of, shortlist, tune
 
@@ -243,38 +243,12 @@ class Bench:
                 self.tuned.add(tuning.key(found.problem.op, found.problem))
             program = self.gelu_program()
         grad = GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
-        ops, launches = self.sets(grad, most=4)
-        launches = max(4, launches // 3)
-        keep = []
-        bound: list[list[PlacedLaunch]] = []
-        for op in ops:
-            memory = {
-                b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
-                for b in program.buffers
-            }
-            given = {name: op.tensors[name] for name in ("x", "w", "c")}
-            given["y.grad"] = op.tensors["dy"]
-            for b in program.buffers:
-                if b.name in given:
-                    memory[b.id].copy_(given[b.name].reshape(-1).view(t.uint8))
-            for number, array in program.constants.items():
-                flat = t.frombuffer(bytearray(array.tobytes()), dtype=t.uint8)
-                memory[number][: flat.numel()] = flat.cuda()
-            calls = []
-            for call in program.calls:
-                pointers = {
-                    name: memory[v.buffer].data_ptr() + v.offset * ITEMSIZE[v.dtype]
-                    for name, v in (*call.reads, *call.writes)
-                }
-                space = t.empty(max(16, call.workspace), dtype=t.uint8, device="cuda")
-                keep.append(space)
-                pointers["workspace"] = space.data_ptr()
-                calls += [bind(x, pointers, self.hw) for x in call.launches]
-            keep += memory.values()
-            bound.append(calls)
-
-        arms = {"cublas": lambda i: ops[i].baseline(), "fused": enqueued(bound)}
-        return rotating(arms, len(ops), launches)
+        ops, repeats = self.sets(grad, most=4)
+        read = {"x": "x", "w": "w", "c": "c", "y.grad": "dy"}
+        given = [{name: op.tensors[own] for name, own in read.items()} for op in ops]
+        runs = [launches(program, tensors, self.hw) for tensors in given]
+        arms = {"cublas": lambda i: ops[i].baseline(), "fused": lambda i: runs[i]()}
+        return rotating(arms, len(ops), max(4, repeats // 3))
 
     def fp16(self) -> dict[str, float]:
         """Median us in fp16: cublas (bare), fused (LayerNorm+Linear); on a rested chip as well."""

@@ -31,6 +31,7 @@ import _paths
 import bench_train
 import numpy as np
 import scale_model
+from gpu_events import host_seconds, microseconds
 
 from onnx_fuse.distributed import launch
 from onnx_fuse.errors import UsageError
@@ -198,19 +199,14 @@ def inference(names: Sequence[str], args: argparse.Namespace) -> None:
             "split": partial(in_turn, replicas, batches),
         }
         for name in names:
-            work, times = works[name], []
-            for _ in range(1 + ROUNDS):  # the first makes the programs
-                begun = time.perf_counter()
-                for _ in range(STEPS):
-                    work()
-                times.append((time.perf_counter() - begun) / STEPS / BATCHES * 1e3)
+            # the first round makes the programs
+            times = [1e3 * t / BATCHES for t in host_seconds(works[name], STEPS, 1 + ROUNDS)]
             found = {"ms": median(times[1:]), "least": min(times[1:]), "most": max(times[1:])}
             say(args.folder / f"{name}.json", found)
 
 
 def ddp(names: Sequence[str], args: argparse.Namespace) -> None:
     """Measure PyTorch's step of the same network: autocast, fused AdamW, one process a GPU."""
-    import gpu_events
     import torch
     import torch.distributed as dist
     import train_peers
@@ -251,7 +247,7 @@ def ddp(names: Sequence[str], args: argparse.Namespace) -> None:
     for _ in range(ROUNDS):
         if part.ranked:
             dist.barrier()
-        times.append(gpu_events.microseconds(step, STEPS) / 1e3)
+        times.append(microseconds(step, STEPS) / 1e3)
     found |= {"ms": median(times), "least": min(times), "most": max(times)}
     if rank == 0:
         say(args.folder / f"{name}.json", found)

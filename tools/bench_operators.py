@@ -14,7 +14,7 @@ their bytes come last. Matrix products, convolutions and attention have more row
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import nan
 from pathlib import Path
@@ -25,13 +25,12 @@ import _paths  # noqa: F401
 import numpy as np
 import onnx_ir
 import torch
-from gpu_events import captured, microseconds
+from gpu_events import captured, launches, microseconds
 from math_cases import Case, dtype_of
 from operator_rows import UNTIMED, Row, Rows
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import bind
 from onnx_fuse.kernels import site
 from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.table import lowerings
@@ -106,41 +105,6 @@ def program(case: Case, hw: Hardware) -> Program:
     return lower(model, shapes, hw)
 
 
-def launches(lowered: Program, given: Sequence[Any], hw: Hardware) -> Callable[[], None]:
-    """What enqueues a program's launches into torch's stream, over memory of torch's."""
-
-    def bytes_of(nbytes: int) -> Any:
-        return torch.empty(max(16, nbytes), dtype=torch.uint8, device="cuda")
-
-    memory = {b.id: bytes_of(b.nbytes) for b in lowered.buffers}
-    for name, t in lowered.inputs:
-        source = given[int(name[1:])].contiguous().reshape(-1).view(torch.uint8)
-        memory[t.buffer][: source.numel()] = source
-    for i, array in lowered.constants.items():
-        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        memory[i][: raw.size] = torch.from_numpy(raw.copy()).cuda()
-    calls = (*lowered.setup, *lowered.calls)
-    work = bytes_of(max((call.workspace for call in calls), default=0))
-
-    def bound(call: Any) -> list[Any]:
-        pointers = {n: memory[t.buffer].data_ptr() + t.offset * t.nbytes // max(1, t.size)
-                    for n, t in (*call.reads, *call.writes)}  # fmt: skip
-        return [bind(x, pointers | {"workspace": work.data_ptr()}, hw) for x in call.launches]
-
-    stream = torch.cuda.current_stream().cuda_stream
-    for call in lowered.setup:
-        for step in bound(call):
-            step.enqueue(stream)
-    steps = [step for call in lowered.calls for step in bound(call)]
-
-    def enqueue(held: object = (memory, work)) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        for step in steps:
-            step.enqueue(stream)
-
-    return enqueue
-
-
 def measure(row: Row, lowered: Program, hw: Hardware, n: int) -> Timed:
     """The row's times."""
     given = operands(row.case)
@@ -168,7 +132,8 @@ def measure(row: Row, lowered: Program, hw: Hardware, n: int) -> Timed:
         torchs = peer(lambda: awaited(call))
     else:
         repeats = 20 if n < 1 << 20 else 3
-        ours = replayed(launches(lowered, given, hw), repeats)
+        named = {f"x{i}": tensor for i, tensor in enumerate(given) if tensor is not None}
+        ours = replayed(launches(lowered, named, hw), repeats)
         torchs = peer(lambda: replayed(call, repeats))
     return Timed(row.name, row.shape, ours, torchs, moved / hw.bandwidth * 1e6, predicted)
 

@@ -8,15 +8,14 @@ tokens, 2,800 in all. Medians over batches of other lengths; weights are random.
 """
 
 import argparse
-import time
 from statistics import median
-from typing import Any
 
 import _paths  # noqa: F401
 import encoder
 import gpt
 import numpy as np
 import onnx_ir as ir
+from gpu_events import host_seconds
 
 from onnx_fuse import InferenceSession, Trainer, optim
 
@@ -68,25 +67,16 @@ def seconds(what: str, model: ir.Model, pack: bool) -> float:
                 session.run(None, feeds)
     else:
         adamw = optim.AdamW(lr=1e-5)
-        options: dict[str, Any] = {
-            "precision": "bf16",
-            "device": "cuda",
-            "optimizer": adamw,
-            "pack": pack,
-        }
-        trainer = Trainer(model, loss="cross_entropy", **options)
+        trainer = Trainer(
+            model, loss="cross_entropy", optimizer=adamw, precision="bf16", device="cuda", pack=pack
+        )
 
         def work() -> None:
             for feeds in batches[:-1]:
                 trainer.step(feeds)
             float(trainer.step(batches[-1]))
 
-    times = []
-    for turn in range(3 + ROUNDS):
-        started = time.perf_counter()
-        work()
-        times += [time.perf_counter() - started] if turn >= 3 else []
-    return median(times) / BATCHES
+    return median(host_seconds(work, 1, 3 + ROUNDS)[3:]) / BATCHES
 
 
 def main() -> None:

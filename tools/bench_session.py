@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-from gpu_events import captured, in_turns
+from gpu_events import captured, host_seconds, in_turns
 
 from onnx_fuse import InferenceSession, Trainer, optim
 from onnx_fuse.cuda import nvrtc
@@ -49,13 +49,7 @@ def torch() -> Any:
 def each(work: Callable[[], object], repeats: int, rounds: int = 7) -> float:
     """Microseconds of one call: the median of rounds of so many."""
     work()
-    found = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        found.append((time.perf_counter() - started) / repeats * 1e6)
-    return median(found)
+    return 1e6 * median(host_seconds(work, repeats, rounds))
 
 
 def linear(k: int, n: int, *, norm: bool = False, half: str = "") -> Any:
@@ -159,11 +153,7 @@ def large(_: argparse.Namespace) -> Iterator[Row]:
 
 def back_to_back(work: Callable[[], object], binding: Any, calls: int = 200) -> float:
     """Microseconds of a call of so many, all streams awaited at the end."""
-    started = time.perf_counter()
-    for _ in range(calls):
-        work()
-    binding.synchronize_inputs()  # all streams
-    return (time.perf_counter() - started) / calls * 1e6
+    return 1e6 * host_seconds(work, calls, wait=binding.synchronize_inputs)[0]
 
 
 def _encoder() -> Any:
@@ -291,10 +281,7 @@ def _growing(session: Any, c: Any, tokens: int) -> float:
     steps = growing(session, c)
     for _ in range(2):
         next(steps)
-    began = time.perf_counter()
-    for _ in range(tokens):
-        next(steps)
-    return time.perf_counter() - began
+    return tokens * host_seconds(lambda: next(steps), tokens)[0]
 
 
 def growing(session: Any, c: Any) -> Iterator[None]:

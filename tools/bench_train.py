@@ -31,6 +31,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 import numpy as np
+from gpu_events import host_seconds
 from gpu_turns import Found, Turn, devices, say, together, told
 
 Arrays = dict[str, Any]
@@ -127,18 +128,8 @@ def step_time(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
     for _ in range(3):
         step()
     wait()
-    begun = time.perf_counter()
-    step()
-    wait()
-    count = max(1, int(SECONDS / (time.perf_counter() - begun)))
-    times = []
-    for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        for _ in range(count):
-            step()
-        wait()
-        times.append((time.perf_counter() - begun) / count)
-    return median(times)
+    count = max(1, int(SECONDS / host_seconds(step, 1, wait=wait)[0]))
+    return median(host_seconds(step, count, ROUNDS, wait))
 
 
 def _quick_weights() -> None:
