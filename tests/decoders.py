@@ -1,20 +1,15 @@
 """Small decoders of random weights, in the forms that exporters write."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import gpt_cache as gpt_cache
+import llama_cache
 import numpy as np
 import onnx_ir as ir
 from support import with_weights
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-
-import gpt_cache as gpt_cache
-import llama_cache
 
 VOCABULARY, WIDTH, HEADS, HEAD = 40, 16, 2, 8
 WEIGHTS = {

@@ -1,6 +1,5 @@
 """The models whose programs are proved at every size: see every_size.py and tools/open_sizes.py."""
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -23,7 +22,6 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 DECODERS = Path(__file__).parent / "data" / "decoders"
 Make = Callable[[], tuple[ir.Model, ...]]
 """Makes a model, the graph that is lowered for it and, of a gradient, the model before it."""

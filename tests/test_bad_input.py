@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import encoder
 import numpy as np
 import onnx
 import onnx_ir
@@ -27,9 +28,6 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir import evaluate
 from onnx_fuse.runtime import ort
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import encoder
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>

@@ -8,17 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_gpus
 import numpy as np
 import pytest
+import scale_model
 from rank_program import step_program
 
 from onnx_fuse.distributed import buckets
 from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import Collective
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import bench_gpus
-import scale_model
 
 FOUND: dict[str, dict[str, Any]] = {
     "one": {"ms": 23.4, "backward": 14.5, "states": 1000 * 2**20},

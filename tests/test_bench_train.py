@@ -1,15 +1,12 @@
 """tools/bench_train.py: figures come one by one, arms in turn, and one that takes long is ended."""
 
 import argparse
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import bench_train
+import pytest
 
 SLOW = """
 import json, time

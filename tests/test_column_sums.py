@@ -1,9 +1,8 @@
 """A bias's gradient from the tiles of a product that reads the same rows."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import encoder
 import numpy as np
 import pytest
 from lowering import lowered, program_of
@@ -16,9 +15,6 @@ from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import encoder
 
 WIDTH, WIDE = 256, 512
 STEP = """agraph (float16[M, 256] dy, float16[256, 512] w) => (float16[M, 512] dx, float16[256] db)

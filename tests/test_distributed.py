@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import pytest
 from rank_program import step_program
@@ -34,9 +35,6 @@ from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
 from onnx_fuse.training.backends import gpu_of
 from onnx_fuse.training.ranks import Measure, counted
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import mlp
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
 NUMBERS = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}

@@ -23,7 +23,6 @@ def test_a_script_prints_what_it_should(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "models"))
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     pattern = re.escape(SCRIPTS[name]).replace(r"\.\.\.", ".*")
     assert re.search(pattern, capsys.readouterr().out)
@@ -43,11 +42,10 @@ def texts(outputs: list[dict[str, object]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["fuse_and_check.ipynb", "finetune_digits.ipynb"])
-def test_a_notebook_prints_what_is_stored_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_prints_what_is_stored_in_it(name: str) -> None:
     path = ROOT / "examples" / name
     assert path.stat().st_size < 300_000
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    monkeypatch.syspath_prepend(str(ROOT / "models"))
     tool = runner()
     with tool.in_new_folder():
         for cell, outputs in tool.run(notebook):

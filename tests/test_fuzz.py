@@ -1,19 +1,14 @@
 """What tools/fuzz.py draws: every operator that is lowered; and what it takes for a fault."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from fuzz_answers import coarsest, references
+from fuzz_operators import OPERATORS, UNDRAWN
 from support import parsed, table
 
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from fuzz_answers import coarsest, references
-from fuzz_operators import OPERATORS, UNDRAWN
 
 
 def test_every_operator_that_is_lowered_is_drawn() -> None:

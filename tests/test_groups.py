@@ -1,10 +1,11 @@
 """Groups of weights, running averages, schedules that change, and what a resumed run refuses."""
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
+import encoder
+import gpt
 import numpy as np
 import pytest
 from lowering import program_of, weights_of
@@ -17,10 +18,6 @@ from onnx_fuse.runtime.weights import zeros
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import encoder
-import gpt
 
 Array = np.ndarray[Any, Any]
 MODEL = """net (float[batch, 3] x) => (float[batch, 2] y)

@@ -2,9 +2,7 @@
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -32,8 +30,6 @@ from onnx_fuse.program.interpret.steps import STEPS
 from onnx_fuse.program.problem import AnyProblem, Collective, Contraction
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime import ort
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 ELSEWHERE = {Collective, Registered}
 """Answered by what ranks exchange, and by a body that a user wrote."""

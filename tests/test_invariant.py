@@ -1,10 +1,11 @@
 """A row's bits whatever else is in its batch: choices of kernels, refusals, and the check."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import encoder
+import gpt
 import numpy as np
 import pytest
 from support import Cli
@@ -19,10 +20,6 @@ from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.invariance import check, note
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.validation.invariant import check_batch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import encoder
-import gpt
 
 NORM = text_model("""norm (float[batch, T, 768] x, float[768] s, float[768] b)
     => (float[batch, T, 768] y) { y = LayerNormalization (x, s, b) }""")

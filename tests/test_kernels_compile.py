@@ -1,7 +1,6 @@
 """Kernels without a GPU: each compiles for the architectures it claims; what select chooses."""
 
 import dataclasses
-import importlib
 import pickle
 import re
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda.pathfinder
+import mlp
 import pytest
 from cuda.bindings import driver
 from lowering import lowered
@@ -526,21 +526,14 @@ def test_every_kernel_waits_for_the_launch_before() -> None:
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_the_step_of_a_perceptron_is_few_launches_without_spills(
-    level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_of_a_perceptron_is_few_launches_without_spills(level: int) -> None:
     """LayerNorm, Gemm and GELU forward: two launches a layer; three backward, dW besides.
 
     The first layer's x needs no gradient: one product makes all of its weights'.
     """
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "models"))
-    mlp = importlib.import_module("mlp")
+    perceptron = mlp.build(mlp.Config((64, 64, 64, 10)))
     model, spec = training_model(
-        mlp.build(mlp.Config((64, 64, 64, 10))),
-        loss="cross_entropy",
-        optimizer=optim.AdamW(),
-        level=level,
-        fused=True,
+        perceptron, loss="cross_entropy", optimizer=optim.AdamW(), level=level, fused=True
     )
     state = {s.next: s.name for s in spec.states if s.next}
     calls = lowered(model, size=32, state=state).calls

@@ -24,11 +24,6 @@ VIT = ["--layers", "2", "--heads", "2", "--width", "16", "--image", "12", "--pat
 LLAMA = ["--layers", "2", "--heads", "4", "--kv_heads", "2", "--width", "24", "--hidden", "20"]
 
 
-@pytest.fixture(autouse=True)
-def _models_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(MODELS))
-
-
 def builder(name: str) -> Any:
     module = importlib.import_module(name)
     assert Path(str(module.__file__)).parent == MODELS

@@ -3,12 +3,12 @@
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+import gpt
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -48,9 +48,6 @@ from onnx_fuse.runtime.plan import PlannedProgram, plan
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import gpt
 
 H200 = CHIPS["H200"]
 SIZES = {"b": 3, "t": 130}

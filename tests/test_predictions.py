@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import predictions
+import pytest
 
 from onnx_fuse import single_op_models
 from onnx_fuse.autodiff.load import load

@@ -1,8 +1,5 @@
 """Rows that nobody reads are not computed, and those that are read stay what they were."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -11,8 +8,6 @@ from support import drawn, run
 from onnx_fuse import Trainer, optim, rewrite
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused.gather_pushdown import NAME
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 
 FIRST = (
     "i = Constant<value = int64 {0}>() a = Constant<value = int64[1] {1}>()"

@@ -1,11 +1,11 @@
 """Tuning records: their keys, and the versions of kernels that they are of."""
 
 import json
-import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+import kernel_versions
 import pytest
 
 from onnx_fuse.kernels import tuning
@@ -17,9 +17,6 @@ from onnx_fuse.program.expression import Expression, Operation, Tail
 from onnx_fuse.program.hardware import CHIPS
 from onnx_fuse.program.problem import GemmProblem, KernelConfig
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums, Pool, Softmax, Window
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import kernel_versions
 
 
 def test_the_sources_of_kernels_are_those_that_versions_were_stored_for() -> None:

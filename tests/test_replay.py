@@ -1,15 +1,12 @@
 """tools/replay.py: two recordings of one package are equal, and a changed graph is noticed."""
 
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import replay
 
 from onnx_fuse import rewrite
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import replay
 
 ONLY = ["--only", "fusion gemm_transposed_weight"]
 

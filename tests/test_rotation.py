@@ -1,8 +1,6 @@
 """Rotary embeddings half by half: the same bits, fewer passes, and what is left as it is."""
 
-import sys
-from pathlib import Path
-
+import llama
 import numpy as np
 import pytest
 from lowering import program_of
@@ -13,9 +11,6 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.rewrite.rotation import split_rotations
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import llama
 
 HEAD = """agraph (float[B,2,T,6] x, float[T,6] c, float[T,6] s) => (float[B,2,T,6] y)
 <int64[1] zero = {0}, int64[1] half = {3}, int64[1] back = {-3}, int64[1] end = {99999},

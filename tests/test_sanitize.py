@@ -11,10 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import on_device
 import pytest
-from fake_gpu import FakeGpu
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import sanitize
+from fake_gpu import FakeGpu
 from math_cases import Case, cases, launched
 
 from onnx_fuse.cuda import launch as launching

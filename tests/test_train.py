@@ -1,14 +1,20 @@
 """The Trainer against formulas and PyTorch's figures; what it saves; what it refuses."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import convnet
+import encoder
+import gpt
+import mlp
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import pytorch_curves
+import text_data
+from cases import RealCase, real_cases
 from support import answers, assert_near, assert_same, run, stock
 
 from onnx_fuse import autodiff, nn, rewrite
@@ -31,16 +37,6 @@ from onnx_fuse.training.loss import Loss
 from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.step import Spec, training_model
 from onnx_fuse.training.trainer import Trainer
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("models", "tests", "tools")]
-import convnet  # noqa: E402
-import encoder  # noqa: E402
-import gpt  # noqa: E402
-import mlp  # noqa: E402
-import pytorch_curves  # noqa: E402
-import text_data  # noqa: E402
-from cases import RealCase, real_cases  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 DATA = Path(__file__).parent / "data"

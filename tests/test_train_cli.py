@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import onnx
 import pytest
@@ -19,9 +20,6 @@ from onnx_fuse.training import images
 from onnx_fuse.training.data import load_examples
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import mlp
 
 Array = np.ndarray[Any, Any]
 

@@ -1,23 +1,19 @@
 """Training in float16: the scale of the loss, overflow, the types of what a step holds."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from cases import RealCase, real_cases
+from test_train import LINEAR, batch
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("models", "tests", "tools")]
-from cases import RealCase, real_cases  # noqa: E402
-from test_train import LINEAR, batch  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 

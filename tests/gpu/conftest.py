@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def _spread_over_gpus() -> None:

@@ -1,21 +1,9 @@
 """Attention's kernels on hostile values: NaN, infinities and rows masked whole."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-from onnx_fuse import rewrite
-from onnx_fuse.autodiff.load import load
-from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import Hardware
-from onnx_fuse.rewrite.precision import in_precision
-from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.validation.compare import COMPUTED
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lowering import program_of
 from math_cases import only
 from test_attention import CASES, GRAPHS, GUARD, REST, feeds_of, model_of, session
@@ -23,7 +11,14 @@ from test_fp16_range import GRAPHS as BEYOND
 from test_fp16_range import feeds_of as beyond_feeds
 from test_fp16_range import model_of as beyond_model
 
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.kernels import Selection, candidates
+from onnx_fuse.program.contractions import Attention
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.rewrite.precision import in_precision
+from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.validation.compare import COMPUTED
 
 # float16: the graph rounds scores and weights, which kernels keep in float32
 TOLERANCE = {"float": 1e-5, "float16": 6e-3}

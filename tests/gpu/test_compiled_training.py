@@ -1,18 +1,15 @@
 """Training steps that were compiled ahead, beside those that are compiled where they run."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpt
 import numpy as np
 import pytest
 
 from onnx_fuse import Trainer, deploy, optim
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.program.problem import Hardware
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import gpt
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}

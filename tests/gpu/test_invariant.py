@@ -1,9 +1,11 @@
 """A row's bits on the GPU whatever else is in its batch, in every precision."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import convnet
+import encoder
+import gpt
+import llama
 import numpy as np
 import pytest
 from decoders import slotted
@@ -12,12 +14,6 @@ from onnx_fuse import InferenceSession
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.validation.invariant import check_batch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import convnet
-import encoder
-import gpt
-import llama
 
 pytestmark = pytest.mark.gpu
 SMALL = encoder.Config(2, 4, 256, 300, 128)

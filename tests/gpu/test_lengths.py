@@ -1,17 +1,13 @@
 """Training steps at many lengths: a program a class of lengths, the same bits in any order."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+import gpt
 import numpy as np
 import pytest
 
 from onnx_fuse import Trainer, optim
 from onnx_fuse.runtime.specialize import Specializer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import gpt
 
 LENGTHS = (100, 65, 128, 82, 81, 180, 129, 192, 131)
 """Two classes, on both sides of the limits at which a kernel's rule changes its mind."""

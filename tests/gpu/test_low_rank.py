@@ -1,9 +1,9 @@
 """Low-rank adapters on the GPU, beside their products and within the weights, against the CPU."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpt
 import numpy as np
 import pytest
 from decoders import growing, slotted
@@ -13,9 +13,6 @@ from support import write_adapter
 from onnx_fuse import InferenceSession, Lora, Trainer, generate, optim
 from onnx_fuse.importer.save import save
 from onnx_fuse.training.adapters import merge
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import gpt
 
 pytestmark = pytest.mark.gpu
 STEPS = 20

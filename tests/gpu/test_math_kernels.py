@@ -1,21 +1,17 @@
 """Math kernels on the GPU: the cases of tests/math_cases.py against float64, equal bits twice."""
 
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import onnx_ir
 import pytest
+from math_cases import TOLERANCE, Case, cases, only, widen
+from special_values import ROWS, assert_same, special_row
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from math_cases import TOLERANCE, Case, cases, only, widen
-from special_values import ROWS, assert_same, special_row
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)

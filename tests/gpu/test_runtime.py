@@ -1,6 +1,5 @@
 """The runtime on the GPU: sessions, shape keys, bindings, device tensors, state, faults."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import lowering
 import ml_dtypes
+import mlp
 import numpy as np
 import onnxruntime
 import pytest
@@ -648,8 +648,6 @@ def test_scatter_is_ordered_and_repeatable() -> None:
 
 def test_calls_side_by_side_give_the_bits_of_calls_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps of a perceptron of LayerNorm, Linear and GELU; onnxruntime's, within rounding."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "models"))
-    mlp = importlib.import_module("mlp")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((256, 196)).astype(np.float32)
     feeds = {"x": x, "labels": rng.integers(0, 10, 256)}

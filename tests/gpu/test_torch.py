@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 
 import encoder  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

@@ -1,11 +1,11 @@
 """Training steps whose small feeds and losses are not copied, beside the same by copies."""
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import pytest
 
@@ -14,9 +14,6 @@ from onnx_fuse.errors import CheckFailed
 from onnx_fuse.runtime import device, run_slots
 from onnx_fuse.runtime.run_slots import Turns
 from onnx_fuse.runtime.tensor import DeviceTensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import mlp
 
 WIDTHS = (784, 64, 10)
 Feeds = dict[str, Any]

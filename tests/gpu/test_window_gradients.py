@@ -1,18 +1,13 @@
 """A step of a small convolutional network on the GPU, against the same step in float32."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from window_gradients import network
 
 import onnx_fuse
 from onnx_fuse import optim
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.executable import Executable
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from window_gradients import network
 
 # Of the change of a weight, as a part of its norm. Rounding x and the weights to bfloat16 alone
 # moves maxima and masks, so that some changes differ by 0.11.
