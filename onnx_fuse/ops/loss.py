@@ -29,6 +29,13 @@ the sum of the labels' weights: the smoothing is an attribute, for who takes ove
 # ---- the operators ---------------------------------------------------------------------------
 
 
+def _counted(op: Writer, labels: Tensor, ignore: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each number of `index`, made of the labels, counts, and 0 for those that do not."""
+    kind = (labels.dtype or ir.DataType.INT64).numpy()
+    counted = op.Not(op.Equal(index, op.constant(np.array(ignore, kind))))
+    return counted, op.Where(counted, index, op.constant(np.array(0, kind)))
+
+
 def _nll_slope(op: Writer, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     """(d loss / d (-log p of the label), the labels), both [N, 1, d1, …]; 0 where ignored."""
     x, labels, weight = arguments(node, 3)
@@ -38,9 +45,7 @@ def _nll_slope(op: Writer, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]
     index = op.Unsqueeze(labels, one)
     counted = zero = None
     if ignore is not None:
-        kind = (labels.dtype or ir.DataType.INT64).numpy()
-        counted = op.Not(op.Equal(index, op.constant(np.array(ignore.as_int(), kind))))
-        index = op.Where(counted, index, op.constant(np.array(0, kind)))
+        counted, index = _counted(op, labels, ignore.as_int(), index)
         zero = op.constant(0.0, x.dtype)
     each = None if weight is None else op.Gather(weight, index)
     if reduction == "none":
@@ -106,21 +111,13 @@ register(
   each = Expand (weight, classes)
   hard, log_p = SoftmaxCrossEntropyLoss
     <reduction: string = "sum", ignore_index: int = @ignore_index> (x, labels, each)
-  ignored = Equal (labels, CastLike (Constant <value_int: int = @ignore_index> (), labels))
-  safe = Where (ignored, CastLike (Constant <value_int: int = 0> (), labels), labels)
-  own = Gather (each, safe)
-  zero = CastLike (Constant <value_float: float = 0.0> (), x)
-  counted = Where (ignored, zero, own)
-  total = ReduceSum <keepdims: int = 0> (counted)
-  second = [1]
-  kept = Where (ignored, zero, ReduceSum <keepdims: int = 0> (log_p * each, second))
+  ignored = labels == CastLike (Constant <value_int: int = @ignore_index> (), labels)
+  own = Gather (each, Where (ignored, 0, labels))
+  total = ReduceSum <keepdims: int = 0> (Where (ignored, 0, own))
+  kept = Where (ignored, 0, ReduceSum <keepdims: int = 0> (log_p * each, [1]))
   every = ReduceSum <keepdims: int = 0> (kept)
   epsilon = CastLike (Constant <value_float: float = @label_smoothing> (), x)
-  one = CastLike (Constant <value_float: float = 1.0> (), x)
-  keep = one - epsilon
-  count = Squeeze (classes)
-  share = epsilon / CastLike (count, x)
-  loss = hard * keep - every * share
+  loss = hard * (1 - epsilon) - every * (epsilon / CastLike (Squeeze (classes), x))
 }""",
     ),
     OpDef("NegativeLogLikelihoodLoss", grad=_nll),
@@ -197,10 +194,7 @@ def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Optio
     if not smooth:
         return loss
     one = op.constant([1])
-    index = op.Unsqueeze(labels, one)
-    kind = (labels.dtype or ir.DataType.INT64).numpy()
-    counted = op.Not(op.Equal(index, op.constant(np.array(ignore, kind))))
-    index = op.Where(counted, index, op.constant(np.array(0, kind)))
+    counted, index = _counted(op, labels, ignore, op.Unsqueeze(labels, one))
     zero = op.constant(0.0, x.dtype)
     total = op.to_like(counted, x)
     if weight is not None:
@@ -312,19 +306,15 @@ def multi_margin(op: Writer, logits: ir.Value, labels: ir.Value, options: Option
     power, ignore = _number(options, "p", 1), ignored_label(options)
     if power not in (1, 2):
         raise UsageError(f"p is {power}: multi_margin takes 1 or 2")
-    one = op.constant([1])
-    index = op.Unsqueeze(labels, one)
-    kind = (labels.dtype or ir.DataType.INT64).numpy()
-    ignored = op.Equal(index, op.constant(np.array(ignore, kind)))
-    safe = op.Where(ignored, op.constant(np.array(0, kind)), index)
+    index = op.Unsqueeze(labels, [1])
+    counts, own = _counted(op, labels, ignore, index)
     each = op.formula(
-        "z = margin - own + x; h = Where(z < 0, 0, z)",
-        **{"x": x, "own": op.GatherElements(x, safe, axis=1)},
+        f"""z = margin - GatherElements <axis = 1> (x, own) + x; h = Where(z < 0, 0, z)
+        left_out = Or(Not(counts), numbers == Cast <to = 7> (index))
+        Where(left_out, 0, {"h * h" if power == 2 else "h"})""",
+        **{"x": x, "own": own, "index": index, "counts": counts, "numbers": _numbers(op, x, 1)},
         margin=_number(options, "margin", 1.0),
     )
-    each = op.Mul(each, each) if power == 2 else each
-    left_out = op.Or(ignored, op.Equal(_numbers(op, x, 1), op.Cast(index, to=7)))
-    each = op.Where(left_out, op.constant(0.0, x.dtype), each)
     count = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), [0]), x)
     loss = op.Div(op.ReduceSum(each, keepdims=0), count)
     if options.get("reduction", "mean") != "mean":

@@ -20,24 +20,14 @@ from onnx_fuse.ops.opdef import OpDef, register
 # nodes of the function around it made.
 # A Scan has at least one step: where there is none, one that is past every length is cut again.
 TIMES = """
-    zero = Constant <value = int64 {0}> ()
-    one = Constant <value = int64 {1}> ()
     steps = Shape <start = 0, end = 1> (z)
-    some = Max (steps, Constant <value = int64[1] {1}> ())
-    times = Cast <to = 6> (Range (zero, Squeeze (some), one))
-    kept = Constant <value = int64[3] {0, 0, 0}> ()
-    more = Concat <axis = 0> (kept, some - steps, Constant <value = int64[2] {0, 0}> ())
-    start = Constant <value = int64[1] {0}> ()
-"""
-_UNIT = """
-        unit = CastLike (Constant <value = float {1}> (), dh)
+    some = Max (steps, [1])
+    times = Cast <to = 6> (Range (0, Squeeze (some), 1))
+    more = Concat <axis = 0> ([0, 0, 0], some - steps, [0, 0])
+    start = [0]
 """
 ALIVE = """
-        last = Constant <value = int64[1] {-1}> ()
-        alive = Unsqueeze (Less (t, lengths), last)
-"""
-_NONE = """
-        none = CastLike (Constant <value = float {0}> (), STATE)
+        alive = Unsqueeze (t < lengths, [-1])
 """
 
 
@@ -56,8 +46,8 @@ def _steps(name: str, inputs: str, states: str, body: str) -> OpDef:
     z_some = Pad (z, more)
     {finals}, y_some = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = step ({olds}, zt, t) => ({new}, yt) {{
-{_NONE.replace("STATE", "h")}{body}{ALIVE}{updates}
-        yt = Where (alive, h1, none)
+{body}{ALIVE}{updates}
+        yt = Where (alive, h1, 0)
     }}> ({starts}, z_some, times)
     y = Slice (y_some, start, steps, start)
 }}""",
@@ -79,7 +69,7 @@ def _grad(
     padded = "".join(f"\n    {s}_some = Pad ({s}, more)" for s in reads if s in inputs.split(", "))
     cut = "\n".join(f"    {o} = Slice ({o}_some, start, steps, start)" for o in ends)
     updates = "\n".join(f"        d{s}n = Where (alive, d{s}1, d{s})" for s in names)
-    zeros = "\n".join(f"        {o}t = Where (alive, {o}1, none)" for o in ends)
+    zeros = "\n".join(f"        {o}t = Where (alive, {o}1, 0)" for o in ends)
     olds, news = (", ".join(f"d{s}{end}" for s in names) for end in ("", "n"))
     results = ", ".join(f"d{s}0" for s in names)
     attributes = "reads: ints, writes: ints, reads_back: ints, writes_back: ints"
@@ -92,7 +82,6 @@ def _grad(
     {results}, {", ".join(f"{o}_some" for o in ends)} = Scan <num_scan_inputs = {len(reads) + 1},
         scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
         body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in ends)}) {{
-{_NONE.replace("STATE", "dh")}{_UNIT}
         dhy = dh + dy_t
 {body}{ALIVE}{updates}
 {zeros}
@@ -119,11 +108,11 @@ _LSTM_GRAD = (
     _LSTM_GATES.replace("(s)", "(z_t)").replace("f * c ", "f * c_t ")
     + """
         tc = Tanh (c1)
-        dcs = dc + dhy * o * (unit - tc * tc)
-        dzi = dcs * g * (i * (unit - i))
-        dzo = dhy * tc * (o * (unit - o))
-        dzf = dcs * c_t * (f * (unit - f))
-        dzg = dcs * i * (unit - g * g)
+        dcs = dc + dhy * o * (1 - tc * tc)
+        dzi = dcs * g * (i * (1 - i))
+        dzo = dhy * tc * (o * (1 - o))
+        dzf = dcs * c_t * (f * (1 - f))
+        dzg = dcs * i * (1 - g * g)
         dz1 = Concat <axis = -1> (dzi, dzo, dzf, dzg)
         dh1 = MatMul (dz1, r)
         dc1 = dcs * f
@@ -138,8 +127,7 @@ _LSTM_STATES = f"""
     }}> (c0, z_some, times)
 """
 _GRU_NEW = """
-        unit = CastLike (Constant <value = float {1}> (), h)
-        h1 = (unit - zg) * n + zg * h
+        h1 = (1 - zg) * n + zg * h
 """
 _GRU_FORWARD = (
     """
@@ -160,18 +148,18 @@ _GRU_LINEAR = (
     + _GRU_NEW
 )
 _GRU_GRAD = """
-        nz = unit - zg
-        dn = dhy * nz * (unit - n * n)
+        nz = 1 - zg
+        dn = dhy * nz * (1 - n * n)
         dzz = dhy * (h_t - n) * (zg * nz)
-        sr = rg * (unit - rg)
+        sr = rg * (1 - rg)
         stays = dhy * zg
 """
 
 
 def _rnn(act: str) -> list[OpDef]:
     slope = {
-        "Tanh": "a = Tanh (z_t)\n        slope = unit - a * a",
-        "Relu": "slope = CastLike (Greater (z_t, none), z_t)",
+        "Tanh": "a = Tanh (z_t)\n        slope = 1 - a * a",
+        "Relu": "slope = CastLike (z_t > 0, z_t)",
     }[act]
     forward = f"""
         h1 = {act} (zt + MatMul (h, rt))

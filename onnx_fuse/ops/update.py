@@ -18,14 +18,8 @@ from onnx_fuse.ops.shape_ops import Writer
 
 def _float64(*attributes: str) -> str:
     """`x` and its complement `x_c = 1 - x` in float64 for each attribute `x`."""
-    lines = ["one = Constant <value = double {1.0}> ()"]
-    for x in attributes:
-        lines += [
-            f"{x}_f = Constant <value_float: float = @{x}> ()",
-            f"{x} = Cast <to = 11> ({x}_f)",
-            f"{x}_c = one - {x}",
-        ]
-    return "\n".join(lines)
+    number = "{0} = Cast <to = 11> (Constant <value_float: float = @{0}> ())\n{0}_c = 1 - {0}"
+    return "\n".join(map(number.format, attributes))
 
 
 def _like_w(**scalars: str) -> str:
@@ -40,8 +34,8 @@ _ADAM = f"""
     t = Cast <to = 11> (step)
     beta1_t = Pow (beta1, t)
     beta2_t = Pow (beta2, t)
-    left1 = one - beta1_t
-    root2 = Sqrt (one - beta2_t)
+    left1 = 1 - beta1_t
+    root2 = Sqrt (1 - beta2_t)
     rate_d = Cast <to = 11> (lr) * root2 / left1
     eps_d = epsilon * root2
     {_like_w(b1="beta1", b1c="beta1_c", b2="beta2", b2c="beta2_c", rate="rate_d", eps="eps_d")}
@@ -52,7 +46,7 @@ _ADAM = f"""
 # w (1 - lr λ): decay that the gradient's statistics do not see.
 _DECAYED = f"""
     {_float64("weight_decay")}
-    keep = one - Cast <to = 11> (lr) * weight_decay
+    keep = 1 - Cast <to = 11> (lr) * weight_decay
     {_like_w(kept_part="keep")}
     kept = kept_part * w
 """
@@ -137,7 +131,7 @@ register(
         f"""<{_ADAM_ATTRIBUTES}, weight_decay: float = 0.01>
     (w, g, m, v, lr, step) => (w1, m1, v1) {{
     {_ADAM}
-    {_DECAYED.replace("one = Constant <value = double {1.0}> ()", "")}
+    {_DECAYED}
     w1 = kept - change
 }}""",
     ),
@@ -184,7 +178,7 @@ register(
     {_float64("beta1", "beta2")}
     {_like_w(b1="beta1", b1c="beta1_c", b2="beta2", b2c="beta2_c", rate="lr")}
     change = rate * Sign (b1 * m + b1c * g)
-    {_DECAYED.replace("one = Constant <value = double {1.0}> ()", "")}
+    {_DECAYED}
     w1 = kept - change
     m1 = b2 * m + b2c * g
 }}""",
@@ -194,10 +188,7 @@ register(
         "ClipFactor",
         """<max_norm: float = 1.0> (sum_squares) => (norm, factor) {
     norm = Sqrt (sum_squares)
-    limit = CastLike (Constant <value_float: float = @max_norm> (), norm)
-    tiny = CastLike (Constant <value_float = 1e-6> (), norm)
-    one = CastLike (Constant <value_float = 1.0> (), norm)
-    factor = Min (limit / (norm + tiny), one)
+    factor = Min (@max_norm / (norm + 1e-6), 1)
 }""",
     ),
 )

@@ -213,29 +213,24 @@ _NORM = """
 
 _BATCH_NORM = """
     planes = [0, 0, -1]
-    column = [-1, 1]
     axes = [0, 2]
     xs = Cast <to: int = @stash_type> (Reshape (x, planes))
     dys = Cast <to: int = @stash_type> (Reshape (dy, planes))
     mean = ReduceMean <keepdims: int = 1> (xs, axes)
     xm = xs - mean
     variance = ReduceMean <keepdims: int = 1> (xm * xm, axes)
-    std = Sqrt (variance + CastLike (Constant <value_float: float = @epsilon> (), xs))
+    std = Sqrt (variance + @epsilon)
     xh = xm / std
     p = dys * xh
     m1 = ReduceMean <keepdims: int = 1> (dys, axes)
     m2 = ReduceMean <keepdims: int = 1> (p, axes)
     d0 = dys - m1
     d1 = d0 - xh * m2
-    rows = Reshape (scale, column)
-    scales = Cast <to: int = @stash_type> (rows)
+    scales = Cast <to: int = @stash_type> (Reshape (scale, [-1, 1]))
     d2 = d1 * (scales / std)
-    x_shape = Shape (x)
-    d3 = Reshape <allowzero: int = 1> (d2, x_shape)
-    dx = CastLike (d3, x)
+    dx = CastLike (Reshape <allowzero: int = 1> (d2, Shape (x)), x)
     dscale = CastLike (ReduceSum <keepdims: int = 0> (p, axes), scale)
-    bs = ReduceSum <keepdims: int = 0> (dys, axes)
-    dbias = CastLike (bs, scale)
+    dbias = CastLike (ReduceSum <keepdims: int = 0> (dys, axes), scale)
 """
 
 

@@ -41,21 +41,17 @@ _BODY = """
   x_shape = Shape (x)
   xs = Cast <to: int = @stash_type> (x)
   xg = Reshape (xs, by_group)
-  units = ConstantOfShape <value: tensor = float[1] {1.0}> (groups)
-  nothings = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
-  ones = CastLike (units, xs)
-  zeros = CastLike (nothings, xs)
+  ones = CastLike (ConstantOfShape <value: tensor = float[1] {1.0}> (groups), xs)
+  zeros = CastLike (ConstantOfShape <value: tensor = float[1] {0.0}> (groups), xs)
   ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
-  ns = Reshape <allowzero: int = 1> (ng, x_shape)
-  n = CastLike (ns, x)
+  n = CastLike (Reshape <allowzero: int = 1> (ng, x_shape), x)
   m = n * scale
 """
 
 
 _NODE = """
-  rest = [-1]
-  scale1 = Reshape (scale, rest)
-  bias1 = Reshape (bias, rest)
+  scale1 = Reshape (scale, [-1])
+  bias1 = Reshape (bias, [-1])
   {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,
     stash_type: int = @stash_type> (x, scale1, bias1)
 """
@@ -67,29 +63,25 @@ _GRAD = """
     groups = Unsqueeze (Constant <value_int: int = @num_groups> (), first)
     by_group = Concat <axis: int = 0> (first, groups, rest)
     by_channel = [0, 0, -1]
-    column = [-1, 1]
-    last = [2]
-    others = [0, 2]
     x_shape = Shape (x)
     scale_shape = Shape (scale)
     xs = Cast <to: int = @stash_type> (x)
     xg = Reshape (xs, by_group)
-    xm = xg - ReduceMean <keepdims: int = 1> (xg, last)
-    eps = CastLike (Constant <value_float: float = @epsilon> (), xs)
-    std = Sqrt (ReduceMean <keepdims: int = 1> (xm * xm, last) + eps)
+    xm = xg - ReduceMean <keepdims: int = 1> (xg, [2])
+    std = Sqrt (ReduceMean <keepdims: int = 1> (xm * xm, [2]) + @epsilon)
     xhg = xm / std
     xh = Reshape (Reshape <allowzero: int = 1> (xhg, x_shape), by_channel)
     dys = CastLike (Reshape (dy, by_channel), xs)
-    scales = CastLike (Reshape (scale, column), xs)
-    z = xh * scales + CastLike (Reshape (bias, column), xs)
+    scales = CastLike (Reshape (scale, [-1, 1]), xs)
+    z = xh * scales + CastLike (Reshape (bias, [-1, 1]), xs)
     {dz}
-    ps = ReduceSum <keepdims: int = 0> (dz * xh, others)
+    ps = ReduceSum <keepdims: int = 0> (dz * xh, [0, 2])
     dscale = CastLike (Reshape (ps, scale_shape), scale)
-    bs = ReduceSum <keepdims: int = 0> (dz, others)
+    bs = ReduceSum <keepdims: int = 0> (dz, [0, 2])
     dbias = CastLike (Reshape (bs, scale_shape), scale)
     dxh = Reshape (Reshape <allowzero: int = 1> (dz * scales, x_shape), by_group)
-    m1 = ReduceMean <keepdims: int = 1> (dxh, last)
-    m2 = ReduceMean <keepdims: int = 1> (dxh * xhg, last)
+    m1 = ReduceMean <keepdims: int = 1> (dxh, [2])
+    m2 = ReduceMean <keepdims: int = 1> (dxh * xhg, [2])
     dxg = (dxh - m1 - xhg * m2) / std
     dx = CastLike (Reshape <allowzero: int = 1> (dxg, x_shape), x)
 """

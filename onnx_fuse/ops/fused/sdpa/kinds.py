@@ -102,11 +102,6 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _kinds()}
 """Every attention operator by its name."""
 
 
-def _number(name: str, value: str, like: str) -> str:
-    """`name`: a scalar, by value or attribute reference, in the dtype of `like`."""
-    return f"{name} = CastLike (Constant <value_float: float = {value}> (), {like})"
-
-
 def _folded(kind: Kind, name: str) -> str:
     """`name` as its body calls it where the query heads that share a key head are its rows."""
     return f"{name}g" if kind.grouped else name
@@ -127,7 +122,7 @@ def _unfold(kind: Kind, name: str, formula: str) -> list[str]:
 def _logits(kind: Kind) -> tuple[list[str], str]:
     """Lines of a body up to the softmax's input, in q's dtype, and its name there."""
     lines = [
-        _number("a", "@scale", "q"),
+        "a = CastLike (Constant <value_float: float = @scale> (), q)",
         "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
         "last = [-1]",
     ]
@@ -153,30 +148,24 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
     lines += _unfold(kind, "s", "MatMul (qa, kt)")
     z = "s"
     if kind.softcap:
-        lines += ["t = Tanh (s)", _number("cap", "@softcap", "s"), "zc = t * cap"]
+        lines += ["t = Tanh (s)", "zc = t * @softcap"]
         z = "zc"
     if kind.packed:
         lines += [
-            "start = Constant <value_int: int = 0> ()",
-            "step = Constant <value_int: int = 1> ()",
-            "first_axis = [0]",
-            "second_axis = [1]",
-            "place = Range (start, Squeeze (Shape <start: int = 2, end: int = 3> (q)), step)",
-            "begins = Unsqueeze (Cast <to: int = 7> (offsets), second_axis)",
-            "passed = Cast <to: int = 7> (LessOrEqual (begins, place))",
-            "sequence = ReduceSum <keepdims: int = 0> (passed, first_axis)",
-            "own = Equal (Unsqueeze (sequence, second_axis), sequence)",
-            "there = Less (sequence, Shape (offsets))",  # those behind the last have passed all
-            "seen = And (own, there)",
+            "place = Range (0, Squeeze (Shape <start: int = 2, end: int = 3> (q)), 1)",
+            "begins = Unsqueeze (Cast <to: int = 7> (offsets), [1])",
+            "passed = Cast <to: int = 7> (begins <= place)",
+            "sequence = ReduceSum <keepdims: int = 0> (passed, [0])",
+            # those behind the last have passed all
+            "seen = And (Unsqueeze (sequence, [1]) == sequence, sequence < Shape (offsets))",
         ]
         seen = "seen"
         if kind.causal:
-            lines += ["past = LessOrEqual (place, Unsqueeze (place, second_axis))"]
+            lines += ["past = place <= Unsqueeze (place, [1])"]
             seen = "And (seen, past)"
         lines += [
             "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
-            _number("nil", "0.0", "s"),
-            f"mask = Where ({seen}, nil, low)",
+            f"mask = Where ({seen}, 0, low)",
             f"z1 = {z} + mask",
         ]
         return lines, "z1"
@@ -188,8 +177,7 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
             "ones = ConstantOfShape <value: tensor = float[1] {1.0}> (square)",
             "seen = Cast <to: int = 9> (Trilu <upper: int = 0> (ones))",
             "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
-            _number("nil", "0.0", "s"),
-            f"mask = Where (seen, {'mask1' if kind.steps else 'nil'}, low)",
+            f"mask = Where (seen, {'mask1' if kind.steps else '0'}, low)",
             f"z1 = {z} + mask",
         ]
         return lines, "z1"
@@ -233,16 +221,15 @@ def body(kind: Kind) -> str:
         lines += [
             f"highest = ReduceMax <keepdims: int = 1> ({mask}, last)",
             "dead = IsInf <detect_positive: int = 0> (highest)",
-            _number("zero", "0.0", "s"),
             # without `lse`, z1 is not computed
-            f"alive = {logits} + Where (dead, zero, {mask})",
+            f"alive = {logits} + Where (dead, 0, {mask})",
         ]
         z = "alive"
     lines += _softmax(kind, z)
     lines += _fold(kind, "p")
     lines += _unfold(kind, y, f"MatMul ({_folded(kind, 'p')}, v)")
     if kind.guard == "Guard":
-        lines += ["y = Where (dead, zero, yn)"]
+        lines += ["y = Where (dead, 0, yn)"]
     elif kind.guard:
         # A softmax is NaN in a whole row or nowhere, so one weight tells of its row; what 0 weights
         # make of v is 0, or NaN where v is not finite. All this is far less than the weights are.
@@ -278,7 +265,7 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
         f"{e} = Exp (zf - top - spread)",
     ]
     if kind.guard:
-        lines += ["nan = IsNaN (en)", _number("zero_e", "0.0", "en"), "e = Where (nan, zero_e, en)"]
+        lines += ["e = Where (IsNaN (en), 0, en)"]
     lines += [
         "p = CastLike (e, q)",
         "delta = ReduceSum <keepdims: int = 1> (dy * y, last)",
@@ -292,23 +279,21 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
         lines += [f"dz{i} = Identity ({ds})"]
         ds = f"dz{i}"
         if kind.steps[i - 1] == "Where":
-            lines += [_number(f"off{i}", "0.0", "p"), f"open{i} = Where (kept{i}, {ds}, off{i})"]
+            lines += [f"open{i} = Where (kept{i}, {ds}, 0)"]
             ds = f"open{i}"
     if kind.softcap:
-        lines += [_number("one", "1.0", "p"), f"dc = {ds} * ((one - t * t) * cap)"]
+        lines += [f"dc = {ds} * ((1 - t * t) * @softcap)"]
         ds = "dc"
     if kind.steps and not masks:
         # steps may broadcast the logits of one key to several, whose gradients then add up
         lines += [
             "keys = Shape <start: int = 2, end: int = 3> (k)",
             f"many = Shape <start: int = 3, end: int = 4> ({ds})",
-            "single = [1]",
-            "times = many / Max (keys, single)",
+            "times = many / Max (keys, [1])",
             f"before = Shape <start: int = 0, end: int = 3> ({ds})",
             "shared = Concat <axis: int = 0> (before, times, keys)",
-            "third = [3]",
             f"spread_ds = Reshape <allowzero: int = 1> ({ds}, shared)",
-            "ds = ReduceSum <keepdims: int = 0> (spread_ds, third)",
+            "ds = ReduceSum <keepdims: int = 0> (spread_ds, [3])",
         ]
     else:
         lines += [f"ds = Identity ({ds})"]
