@@ -117,17 +117,4 @@ STALL = Variable(
     "the seconds that a living rank may stay a step behind the others before all of them end",
 )
 
-VARIABLES: tuple[Variable[object], ...] = (
-    DEBUG,
-    DUMP,
-    KERNEL,
-    GRAPH,
-    CAPTURE,
-    ARENA,
-    AHEAD,
-    CACHE_DIR,
-    CACHE_MB,
-    ADAPTER_MB,
-    PATIENCE,
-    STALL,
-)  # type: ignore[assignment]
+VARIABLES = tuple(value for value in globals().values() if isinstance(value, Variable))

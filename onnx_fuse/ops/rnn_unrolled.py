@@ -40,6 +40,7 @@ class Cell:
         x, w, r, b, _, self.h0, self.c0, p = arguments(node, 8)
         self.dtype = x.dtype or ir.DataType.FLOAT
         self.w, self.r = (op.Transpose(self.mine(v), perm=[1, 0]) for v in (w, r))
+        self.r.dtype = self.dtype  # which numbers in formulas take
         self.b = [] if b is None else op.Split(self.mine(b), num_outputs=2, axis=0, outputs=2)
         self.p = [] if p is None else op.Split(self.mine(p), num_outputs=3, axis=0, outputs=3)
         self.h: ir.Value
@@ -49,23 +50,14 @@ class Cell:
         """The part of a stacked tensor that belongs to this direction."""
         return self.op.Gather(value, self.at, axis=0)
 
-    def act(self, which: int, value: ir.Value) -> ir.Value:
-        """Activation `which` of the clipped value."""
-        if self.clip:
-            ends = (self.op.constant(v, self.dtype) for v in (-self.clip, self.clip))
-            value = self.op.Clip(value, *ends)
-        return self.activation(which, value)
-
-    def activation(self, which: int, value: ir.Value) -> ir.Value:
+    def act(self, which: int, x: str, clipped: bool = True) -> str:
+        """The formula of activation `which` of the formula x, whose values are clipped first."""
+        x = f"Clip({x}, {-self.clip}, {self.clip})" if self.clip and clipped else x
         name, numbers = self.acts[which]
-        formulas = {"Affine": "x * alpha + beta", "ScaledTanh": "Tanh(x * beta) * alpha"}
-        values: dict[str, Any] = dict(zip(("alpha", "beta"), numbers, strict=False))
-        if name in formulas:
-            values = {key: self.op.constant(v, self.dtype) for key, v in values.items()}
-            y: ir.Value = emitted(formulas[name], self.op, x=value, **values)
-        else:
-            y = self.op.node(name, [value], **values)
-        return y
+        formulas = {"Affine": "(({x}) * {0} + {1})", "ScaledTanh": "(Tanh(({x}) * {1}) * {0})"}
+        given = ", ".join(f"{k} = {v}" for k, v in zip(("alpha", "beta"), numbers, strict=False))
+        call = f"{name} <{given}> ({{x}})" if given else f"{name}({{x}})"
+        return formulas.get(name, call).format(*numbers, x=x)
 
     def products(self, x: ir.Value) -> ir.Value:
         """x Wᵀ + b of all steps: [T, B, gates H]."""
@@ -74,46 +66,37 @@ class Cell:
 
     def step(self, row: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         """The next h and c from a row of `products`."""
-        op = self.op
-        product = op.MatMul(self.h, self.r)
-        if self.kind == "GRU":
-            return self._gru(row, product), None
-        total = op.Add(row, product)
-        if self.b:
-            total = op.Add(total, self.b[1])
-        if self.kind == "RNN":
-            return self.act(0, total), None
-        i, o, f, c = op.Split(total, num_outputs=4, axis=-1, outputs=4)
-        if self.p:
-            i, f = op.Add(i, op.Mul(self.p[0], self.c)), op.Add(f, op.Mul(self.p[2], self.c))
-        entered = self.act(0, i)
-        one = op.constant(1.0, self.dtype)
-        left = op.Sub(one, entered) if self.coupled else self.act(0, f)
-        new = op.Add(op.Mul(left, self.c), op.Mul(entered, self.act(1, c)))
-        if self.p:
-            o = op.Add(o, op.Mul(self.p[1], new))
-        return op.Mul(self.act(0, o), self.activation(2, new)), new
+        values: dict[str, Any] = {"row": row, "h": self.h, "c": self.c, "r": self.r}
+        values |= zip(("peep_i", "peep_o", "peep_f"), self.p, strict=False)
+        values |= {"b": self.b[1]} if self.b else {}
+        biased = " + b" if self.b else ""
+        total = f"row + MatMul(h, r){biased}"
+        if self.kind == "LSTM":
+            i, o, f = "iof"
+            if self.p:
+                i, o, f = "i + peep_i * c", "o + peep_o * new", "f + peep_f * c"
+            h, c = emitted(
+                f"""i, o, f, g = Split <num_outputs = 4, axis = -1> ({total})
+                entered = {self.act(0, i)}
+                left = {"1 - entered" if self.coupled else self.act(0, f)}
+                new = left * c + entered * {self.act(1, "g")}
+                {self.act(0, o)} * {self.act(2, "new", clipped=False)}, new""",
+                self.op,
+                **values,
+            )
+            return h, c
+        formula = self._gru() if self.kind == "GRU" else self.act(0, total)
+        return emitted(formula, self.op, **values), None
 
-    def _gru(self, row: ir.Value, product: ir.Value) -> ir.Value:
-        """z and r gate; the candidate reads r ⊙ h, or r ⊙ (h Rᵀ + b) if linear_before_reset."""
-        op = self.op
-        thirds = [op.Split(v, num_outputs=3, axis=-1, outputs=3) for v in (row, product)]
-        (xz, xr, xh), (hz, hr, hh) = thirds
-        bz, br, bh = (
-            op.Split(self.b[1], num_outputs=3, axis=-1, outputs=3) if self.b else [None] * 3
-        )
-
-        def plus(a: ir.Value, b: ir.Value | None) -> ir.Value:
-            return a if b is None else op.Add(a, b)
-
-        z, r = self.act(0, plus(op.Add(xz, hz), bz)), self.act(0, plus(op.Add(xr, hr), br))
-        if self.linear:
-            candidate = op.Add(xh, op.Mul(r, plus(hh, bh)))
-        else:
-            recurrent = op.Split(self.r, num_outputs=3, axis=-1, outputs=3)[2]
-            candidate = plus(op.Add(xh, op.MatMul(op.Mul(r, self.h), recurrent)), bh)
-        new = self.act(1, candidate)
-        return op.Add(new, op.Mul(z, op.Sub(self.h, new)))
+    def _gru(self) -> str:
+        """z and s gate; the candidate reads s ⊙ h, or s ⊙ (h Rᵀ + b) if linear_before_reset."""
+        thirds = "{0}z, {0}s, {0}h = Split <num_outputs = 3, axis = -1> ({1})".format
+        parts = [("x", "row"), ("h", "MatMul(h, r)"), ("r", "r"), *[("b", "b")] * bool(self.b)]
+        bz, bs, bh = (" + bz", " + bs", " + bh") if self.b else ("", "", "")
+        recurrent = f"s * (hh{bh})" if self.linear else f"MatMul(s * h, rh){bh}"
+        lines = [thirds(*part) for part in parts]
+        lines += [f"z = {self.act(0, f'xz + hz{bz}')}", f"s = {self.act(0, f'xs + hs{bs}')}"]
+        return "\n".join([*lines, f"n = {self.act(1, f'xh + {recurrent}')}", "n + z * (h - n)"])
 
 
 def activations(node: ir.Node, directions: int) -> list[Activation] | None:
