@@ -36,7 +36,7 @@ class Rep(BackendRep):
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
 
-    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def run(self, inputs: object, **kwargs: Any) -> tuple[Any, ...]:
         """Run the model on a list of arrays (in the order of the inputs), one array, or a dict.
 
         `kwargs` may have "run_options", for `InferenceSession.run`. Returns the outputs as a named
@@ -85,7 +85,7 @@ class Backend(Base):
     def run_model(
         cls,
         model: onnx.ModelProto | bytes | str,
-        inputs: Any,
+        inputs: object,
         device: str = "CPU",
         **kwargs: Any,
     ) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class Backend(Base):
     def run_node(
         cls,
         node: onnx.NodeProto,
-        inputs: Any,
+        inputs: object,
         device: str = "CPU",
         outputs_info: Sequence[tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
         **kwargs: Any,

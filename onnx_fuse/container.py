@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -261,11 +261,11 @@ def stamp(file: int | Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _pieces(file: Any, start: int, nbytes: int) -> list[tuple[Any, int, int]]:
+def _pieces(file: BinaryIO, start: int, nbytes: int) -> list[tuple[BinaryIO, int, int]]:
     return [(file, start + at, min(PIECE, nbytes - at)) for at in range(0, nbytes or 1, PIECE)]
 
 
-def _digest(file: Any, at: int, left: int) -> str:
+def _digest(file: BinaryIO, at: int, left: int) -> str:
     """SHA-256 of the bytes there, as far as there are any.
 
     They are read, not mapped: a file that is being overwritten must not end the process.
@@ -280,7 +280,7 @@ def _digest(file: Any, at: int, left: int) -> str:
     return digest.hexdigest()
 
 
-def members_of(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+def members_of(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """(offset of the data, bytes), and the CRC-32, of each member. Raises BadZipFile."""
     size = os.fstat(file.fileno()).st_size
     places, sums = {}, {}

@@ -62,7 +62,7 @@ class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
 
 
-def listed(name: str, value: Any) -> list[Any]:
+def listed(name: str, value: object) -> list[Any]:
     """An argument that holds several names or objects as a list; one name is a list of one.
 
     Raises UsageError for what is neither.

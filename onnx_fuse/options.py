@@ -113,7 +113,7 @@ def check_types(options: Any) -> None:
             raise UsageError(f"{field.name} is {value}: it must be at least {option.least}{most}")
 
 
-def _is_number(value: Any, kind: type) -> bool:
+def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -142,7 +142,7 @@ def described(cls: type, indent: str) -> str:
     return "\n".join(lines)
 
 
-def shared(cls: type, options: Any) -> dict[str, Any]:
+def shared(cls: type, options: object) -> dict[str, Any]:
     """The values of the fields that a dataclass has in common with that of `options`."""
     return {f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)}
 

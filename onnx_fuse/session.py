@@ -90,7 +90,7 @@ class InferenceSession:
     def __init__(
         self,
         model: Model,
-        sess_options: Any = None,
+        sess_options: object = None,
         providers: Sequence[Any] | None = None,
         *,
         device: str | None = None,
@@ -276,7 +276,7 @@ class InferenceSession:
         self,
         output_names: Sequence[str] | None,
         input_feed: Mapping[str, Any],
-        run_options: Any = None,
+        run_options: object = None,
         *,
         adapter: Rows | None = None,
     ) -> list[Any]:
@@ -613,7 +613,7 @@ def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, i
     return kind, int(options.get("device_id", 0)), (_CPU,)
 
 
-def provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
+def provider(entry: object) -> tuple[str, Mapping[str, Any]]:
     """The name and options of an entry in a list of providers."""
     name, options = entry if isinstance(entry, tuple | list) and len(entry) == 2 else (entry, {})
     if not isinstance(name, str) or not isinstance(options, Mapping):
@@ -680,14 +680,14 @@ def _executable(model: ir.Model, precision: str, gpu: int) -> Executable:
     return Executable(graph, math=math, device_id=gpu)
 
 
-def _host(value: Any) -> Any:
+def _host(value: object) -> Any:
     """An array for what carries DLPack (and is no array yet); anything else as it is."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
         return value
     return np.from_dlpack(value)
 
 
-def _on_gpu(value: Any) -> bool:
+def _on_gpu(value: object) -> bool:
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
         return hasattr(value, "__cuda_array_interface__")
     return int(value.__dlpack_device__()[0]) == 2  # kDLCUDA

@@ -15,6 +15,7 @@ from onnx_fuse.options import RunOptions, shared
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.program.hardware import Hardware
 
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
@@ -208,7 +209,7 @@ def _tune(
     printer: report.Printer,
     calls: list[Any],
     counts: Mapping[str, int],
-    hw: Any,
+    hw: Hardware,
     limit: float,
     top: int,
     folder: Path | None,

@@ -15,7 +15,10 @@ from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 from onnx_fuse.options import SizeOptions, shared
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from onnx_fuse import report
+    from onnx_fuse.rewrite import Report
     from onnx_fuse.validation.check import Check
 
 EXAMPLES = (
@@ -213,7 +216,7 @@ def optimize(
     printer.text(f"wrote {output}")
 
 
-def _refusal(graph: Any, path: Path) -> str | None:
+def _refusal(graph: ir.Model, path: Path) -> str | None:
     """The reason why onnxruntime does not load a model, or None if it does."""
     from onnx_fuse.runtime import ort
 
@@ -240,7 +243,7 @@ def _show_optimize(
     printer: report.Printer,
     before: report.Summary,
     after: report.Summary,
-    result: Any,
+    result: Report,
     checked: Check | None,
     seconds: float,
     *,

@@ -102,7 +102,7 @@ def _field(parameter: inspect.Parameter, option: Option) -> inspect.Parameter:
     return parameter.replace(annotation=_parsed(kind, option))
 
 
-def _parsed(kind: Any, option: Option) -> Any:
+def _parsed(kind: object, option: Option) -> Any:
     """The type of a parameter with what the parser is to know of it."""
     if option.flag is None:
         return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]

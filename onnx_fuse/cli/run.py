@@ -153,7 +153,7 @@ def run(
     )
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return hasattr(value, "dtype")
 
 

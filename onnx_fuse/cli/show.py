@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from onnx_fuse import report
+    from onnx_fuse.program.call import Program
+    from onnx_fuse.program.hardware import Hardware
     from onnx_fuse.report.page import Overview, Page, Section
 
 
@@ -114,7 +116,7 @@ def inputs(feeds: Mapping[str, Sequence[int]]) -> str:
 
 
 def kernels(
-    printer: report.Printer, program: Any, hw: Any, *, explain: bool = True
+    printer: report.Printer, program: Program, hw: Hardware, *, explain: bool = True
 ) -> list[dict[str, Any]]:
     """Show a program's kernels, the slowest ten or (`explain`) all, and return all as JSON values.
 

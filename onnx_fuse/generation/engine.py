@@ -190,7 +190,7 @@ class Engine:
         is_int64 = self.decoder.roles["ids"].dtype == np.int64
         return self.on_gpu and bool(self.decoder.caches) and is_int64
 
-    def begin(self, ids: Any, counts: Array, draws: Mapping[str, Array]) -> tuple[Any, Pending]:
+    def begin(self, ids: object, counts: Array, draws: Mapping[str, Array]) -> tuple[Any, Pending]:
         """Enqueue a run, and return at once: its tokens [B, 1] on the GPU, and on their way here.
 
         `ids` may be the tokens of the run before, on the GPU.

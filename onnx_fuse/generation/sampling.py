@@ -112,7 +112,7 @@ def _drawn(op: Builder, x: ir.Value, sampling: DecoderOptions, drawn: ir.Value) 
     return place if places is None else op.GatherElements(places, place, axis=1)
 
 
-def sampler(logits: Any, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
+def sampler(logits: object, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
     """A model of its own, from an output `logits` as a session describes it."""
     from onnx_fuse.feeds import InputSpec
 

@@ -40,7 +40,7 @@ def exported(model: Any, args: Any = None, dynamic_shapes: Any = None) -> Model:
     return model
 
 
-def _is_module(model: Any) -> bool:
+def _is_module(model: object) -> bool:
     return any(f"{c.__module__}.{c.__name__}" == "torch.nn.modules.module.Module"
                for c in type(model).__mro__)  # fmt: skip
 
@@ -78,7 +78,7 @@ def _export(module: Any, args: Any, dynamic_shapes: Any) -> onnx.ModelProto:
     return program.model_proto
 
 
-def _first_axis(value: Any) -> Any:
+def _first_axis(value: object) -> Any:
     """Its first axis is open; of one row the exporter would make a size that stays one."""
     import torch
 

@@ -269,7 +269,7 @@ def _map_external(model: ir.Model, folders: Sequence[Path], weights: Weights | N
                     )
 
 
-def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> Any:
+def _mapped(tensor: object, folders: Sequence[Path], weights: Weights | None) -> Any:
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
     if weights is not None and tensor.location == weights.location:

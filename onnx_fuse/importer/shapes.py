@@ -168,7 +168,7 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
         ])  # fmt: skip
 
 
-def _is_hint(dim: Any, shape: ir.Shape, symbols: Collection[Any], least: float) -> bool:
+def _is_hint(dim: object, shape: ir.Shape, symbols: Collection[Any], least: float) -> bool:
     beside_a_name = any(d in symbols for d in shape)
     return dim in symbols or (isinstance(dim, int) and (beside_a_name or dim >= least))
 

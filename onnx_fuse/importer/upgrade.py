@@ -68,7 +68,7 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+def _pop_attribute(node: ir.Node, name: str, default: object = None) -> Any:
     attribute = node.attributes.pop(name, None)
     return default if attribute is None else attribute.value
 

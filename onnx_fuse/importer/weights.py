@@ -53,7 +53,7 @@ class Weights(Protocol):
         """The place of the bytes for the key PLACE, or None."""
 
 
-def read_places(file: Any, places: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
+def read_places(file: BinaryIO, places: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
     """The bytes at each (offset, number), in threads. Raises OSError where the file has shrunk."""
 
     def part(place: tuple[int, int]) -> np.ndarray[Any, Any]:
@@ -79,7 +79,7 @@ class InMemory:
         self.places: list[tuple[int, int]] = []
         self._arrays: list[np.ndarray[Any, Any]] = []
 
-    def read(self, file: Any) -> None:
+    def read(self, file: BinaryIO) -> None:
         """Read the bytes at `places`. Raises OSError where the file has shrunk."""
 
         self._arrays = read_places(file, self.places)
@@ -139,7 +139,7 @@ class _Unusual(Exception):
     """The file has bytes that only the general parser understands or refuses."""
 
 
-def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
     """The number and wire type of each field, its start, and the start and end of its value."""
     while at < end:
         start = at
@@ -160,7 +160,7 @@ def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int, int, 
         at = stop
 
 
-def _varint(data: Any, at: int, end: int) -> tuple[int, int]:
+def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 64:
         byte = data[at]
@@ -185,7 +185,7 @@ def lengthy(number: int, pieces: Sequence[Piece]) -> list[Piece]:
     return [_as_varint(number << 3 | _BYTES), _as_varint(sum(map(len, pieces))), *pieces]
 
 
-def _model(data: Any, end: int, weights: InMemory) -> Iterator[Piece]:
+def _model(data: mmap.mmap, end: int, weights: InMemory) -> Iterator[Piece]:
     for number, kind, start, at, stop in _fields(data, 0, end):
         if number == GRAPH and kind == _BYTES:
             yield from lengthy(number, _graph(data, at, stop, weights))
@@ -193,9 +193,10 @@ def _model(data: Any, end: int, weights: InMemory) -> Iterator[Piece]:
             yield data[start:stop]
 
 
-def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[Piece]:
+def _graph(data: mmap.mmap, at: int, end: int, weights: InMemory) -> list[Piece]:
     """The graph's fields in order, what lies between two large initializers in one piece."""
-    pieces, copied = [], at
+    pieces: list[Piece] = []
+    copied = at
     for number, kind, start, inner, stop in _fields(data, at, end):
         if number == INITIALIZER and kind == _BYTES and stop - inner >= LARGE:
             pieces.append(data[copied:start])
@@ -204,7 +205,7 @@ def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[Piece]:
     return [*pieces, data[copied:end]]
 
 
-def _tensor(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
+def _tensor(data: mmap.mmap, at: int, end: int, weights: InMemory) -> list[bytes]:
     """The tensor, its bytes named as external data where they are many and stand as usual."""
     fields = list(_fields(data, at, end))
     raw = [f for f in fields if f[0] == RAW_DATA]

@@ -65,7 +65,7 @@ class Builder:
         self.nodes.append(node)
         return node.outputs[0] if count == 1 else tuple(node.outputs)
 
-    def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+    def constant(self, value: object, dtype: ir.DataType | None = None) -> ir.Value:
         """A Constant node; Python floats take `dtype`, integers and lists of integers int64.
 
         A list without entries counts as one of integers: axes, sizes.

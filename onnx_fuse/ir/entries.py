@@ -222,17 +222,17 @@ def comparisons(sign: Callable[[SymbolicSize], int | None]) -> dict[str, Callabl
     }
 
 
-def _chosen(condition: Any, a: Any, b: Any) -> Any:
+def _chosen(condition: object, a: object, b: object) -> Any:
     if condition is None:
         return a if a == b else None
     return a if condition else b
 
 
-def _both(a: Any, b: Any) -> bool | None:
+def _both(a: object, b: object) -> bool | None:
     return False if a is False or b is False else None if a is None or b is None else True
 
 
-def _any(a: Any, b: Any) -> bool | None:
+def _any(a: object, b: object) -> bool | None:
     return True if a is True or b is True else None if a is None or b is None else False
 
 

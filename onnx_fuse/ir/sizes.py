@@ -80,14 +80,14 @@ class SymbolicSize:
     def __bool__(self) -> bool:
         return bool(self.terms)
 
-    def __add__(self, other: Any) -> SymbolicSize:
+    def __add__(self, other: object) -> SymbolicSize:
         terms = dict(self.terms)
         for m, c in size(other).terms.items():
             terms[m] = terms.get(m, 0) + c
         too_many = len(terms) > _TERMS or any(_large(c) for c in terms.values())
         return unknown() if too_many else SymbolicSize(terms)
 
-    def __mul__(self, other: Any) -> SymbolicSize:
+    def __mul__(self, other: object) -> SymbolicSize:
         terms: dict[Monomial, Number] = {}
         factor = size(other)
         if len(self.terms) * len(factor.terms) > _TERMS:
@@ -103,21 +103,21 @@ class SymbolicSize:
     def __neg__(self) -> SymbolicSize:
         return self * -1
 
-    def __sub__(self, other: Any) -> SymbolicSize:
+    def __sub__(self, other: object) -> SymbolicSize:
         return self + -size(other)
 
-    def __rsub__(self, other: Any) -> SymbolicSize:
+    def __rsub__(self, other: object) -> SymbolicSize:
         return size(other).__sub__(self)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __floordiv__(self, other: Any) -> SymbolicSize:
+    def __floordiv__(self, other: object) -> SymbolicSize:
         return rounded_down(self / other)
 
-    def __rfloordiv__(self, other: Any) -> SymbolicSize:
+    def __rfloordiv__(self, other: object) -> SymbolicSize:
         return rounded_down(size(other) / self)
 
-    def __truediv__(self, other: Any) -> SymbolicSize:
+    def __truediv__(self, other: object) -> SymbolicSize:
         divisor = size(other)
         if divisor.terms:
             n, d = next(iter(divisor.terms.items()))
@@ -127,13 +127,13 @@ class SymbolicSize:
                 return quotient
         return atom_of("quotient", self, divisor)
 
-    def __rtruediv__(self, other: Any) -> SymbolicSize:
+    def __rtruediv__(self, other: object) -> SymbolicSize:
         return size(other).__truediv__(self)
 
-    def __mod__(self, other: Any) -> SymbolicSize:
+    def __mod__(self, other: object) -> SymbolicSize:
         return self - self // size(other) * size(other)
 
-    def __rmod__(self, other: Any) -> SymbolicSize:
+    def __rmod__(self, other: object) -> SymbolicSize:
         return size(other).__mod__(self)
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ def _large(number: Number) -> bool:
     return max(abs(number.numerator), number.denominator) > _LARGEST
 
 
-def size(value: Any) -> SymbolicSize:
+def size(value: object) -> SymbolicSize:
     """A number or a symbol as a Size; a Size as it is."""
     return value if isinstance(value, SymbolicSize) else _size(value)
 

@@ -70,14 +70,14 @@ def of_one(method: Callable[..., Any]) -> Any:
     return call
 
 
-def number_of(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def number_of(value: object, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A number in a type. Raises UsageError for one with a fraction in a type of integers."""
     if not is_float(dtype) and isinstance(value, float) and not value.is_integer():
         raise UsageError(f"{value} is no number of type {dtype.name}: take x.float() first")
     return np.array(value, dtype)
 
 
-def within(places: Any, size: int | None = None, besides: int | None = None) -> None:
+def within(places: object, size: int | None = None, besides: int | None = None) -> None:
     """Refuse negative places in host memory, as PyTorch does: ONNX counts them from the end.
 
     So are those from `size` on, which onnxruntime refuses itself but in OneHot. `besides` is
@@ -108,7 +108,7 @@ def ints(numbers: Sequence[Any]) -> np.ndarray[Any, Any]:
     return np.array([index(i) for i in numbers], np.int64)
 
 
-def as_array(data: Any) -> Array:
+def as_array(data: object) -> Array:
     """The data of a Tensor, sharing memory where the data has any (see `Tensor`)."""
     if hasattr(data, "_data"):
         return data._data
@@ -128,7 +128,7 @@ def as_array(data: Any) -> Array:
     return array.astype("float32" if short else array.dtype.newbyteorder("="), copy=False)
 
 
-def _numpy(data: Any) -> bool:
+def _numpy(data: object) -> bool:
     """Whether nested lists hold NumPy's arrays or numbers, whose type they keep."""
     while isinstance(data, list | tuple) and data:
         data = data[0]

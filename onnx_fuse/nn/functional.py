@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import chain, repeat
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +34,7 @@ def _public(function: F) -> F:
     kinds = {p.name: str(p.annotation) for p in parameters if "Tensor" in str(p.annotation)}
     names = [p.name for p in parameters]
 
-    def tensor_of(name: str, value: Any, kind: str | None = None) -> Any:
+    def tensor_of(name: str, value: object, kind: str | None = None) -> Any:
         kind = kind or kinds.get(name)
         if isinstance(value, Tensor) or kind is None or (value is None and "None" in kind):
             return value
@@ -62,6 +62,7 @@ def _public(function: F) -> F:
 
 
 _ONE = ir.tensor(np.ones(1, np.float32))
+Given: TypeAlias = "ir.Value | None"
 
 
 # ---- activations -------------------------------------------------------------------------------
@@ -145,7 +146,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @operation
-def _layer_norm(op: Writer, x: Any, weight: Any, bias: Any, *, axis: int, epsilon: float) -> Any:
+def _layer_norm(
+    op: Writer, x: ir.Value, weight: Given, bias: Given, *, axis: int, epsilon: float
+) -> Any:
     if weight is None:
         weight = op.CastLike(op.ConstantOfShape(op.Shape(x, start=axis), value=_ONE), x)
     return op.LayerNormalization(x, weight, bias, axis=axis, epsilon=epsilon)
@@ -250,7 +253,9 @@ def max_pool2d(
 
 
 @operation
-def _batch_norm(op: Writer, x: Any, *args: Any, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm(
+    op: Writer, x: ir.Value, *args: ir.Value, training: bool, momentum: float, eps: float
+) -> Any:
     return op.BatchNormalization(
         x,
         *args,
@@ -289,7 +294,7 @@ def batch_norm(
 
 
 @operation
-def _dropout(op: Writer, x: Any, rng: Any, *, p: float) -> Any:
+def _dropout(op: Writer, x: ir.Value, rng: ir.Value, *, p: float) -> Any:
     scale = op.node("DropoutScale", [op.Shape(x), op.constant(p), rng], domain="onnx_fuse")
     scale.dtype, scale.shape = ir.DataType.FLOAT, x.shape
     return op.Mul(x, op.CastLike(scale, x))
@@ -385,7 +390,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 @operation
 def _loss(
-    op: Writer, x: Any, target: Any, weight: Any, pos_weight: Any, *more: Any,
+    op: Writer, x: ir.Value, target: ir.Value, weight: Given, pos_weight: Given, *more: ir.Value,
     kind: str, names: tuple[str, ...], **options: Any,
 ) -> Any:  # fmt: skip
     options |= {"weight": weight, "pos_weight": pos_weight, **dict(zip(names, more, strict=True))}

@@ -141,8 +141,8 @@ class Captured:
                     "a captured function cannot add to gradients that are there already: call "
                     "zero_grad() in it, or before it"
                 )
-        for number, refresh in self._renewals:
-            number._data = Tensor(refresh(), device=number.device)._data
+        for random, refresh in self._renewals:
+            random._data = Tensor(refresh(), device=random.device)._data
         again = self._again if self._steady else None
         if again is not None and again.takes(arguments):
             ends = again.run(arguments)
@@ -305,7 +305,7 @@ class Capture:
                 return formed(shape, iter(captured.replay(tensors)))
         return self._first(key, tensors, args, kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)
 
     def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -350,7 +350,7 @@ class Capture:
 class BoundMethod:
     """A captured method with its instance."""
 
-    def __init__(self, capture: Capture, instance: Any) -> None:
+    def __init__(self, capture: Capture, instance: object) -> None:
         self._capture, self._instance = capture, instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -370,7 +370,7 @@ class Block:
         self._recorder = MODE.recorder = Recorder(MODE.grad)
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         recorder, MODE.recorder = self._recorder, None
         del self._recorder
         if kind is not None:

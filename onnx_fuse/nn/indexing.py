@@ -55,7 +55,7 @@ def _tensor(part: Any) -> Any:
     return part
 
 
-def _axis_count(part: Any) -> int:
+def _axis_count(part: object) -> int:
     if part is None or part is Ellipsis:
         return 0
     return _data(part).ndim if _is_mask(part) else 1
@@ -69,11 +69,11 @@ def _within_int64(place: Any) -> int | None:
     return None if place is None else max(_FROM, min(index(place), _TO))
 
 
-def _is_index(part: Any) -> bool:
+def _is_index(part: object) -> bool:
     return isinstance(part, np.ndarray) or hasattr(part, "_data")
 
 
-def _is_mask(part: Any) -> bool:
+def _is_mask(part: object) -> bool:
     return _is_index(part) and _data(part).dtype.kind == "b"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ class Parameter(Tensor):
 
     __slots__ = ()
 
-    def __init__(self, data: Any, requires_grad: bool = True) -> None:
+    def __init__(self, data: object, requires_grad: bool = True) -> None:
         super().__init__(data, requires_grad=requires_grad)
 
 
@@ -257,7 +257,7 @@ class Sequential(ModuleList):
 class Function(Module):
     """A function as a module."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

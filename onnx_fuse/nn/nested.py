@@ -11,7 +11,7 @@ from onnx_fuse.nn.dispatch import frozen
 from onnx_fuse.nn.tensor import Tensor
 
 
-def flat(value: Any, tensors: list[Tensor]) -> Any:
+def flat(value: object, tensors: list[Tensor]) -> Any:
     """A key for what is no Tensor; the Tensors are appended in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -31,7 +31,7 @@ def flat(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def form_of(value: Any, tensors: list[Tensor]) -> Any:
+def form_of(value: object, tensors: list[Tensor]) -> Any:
     """The result with its Tensors left out, which are appended in order."""
     if isinstance(value, Tensor):
         tensors.append(value)

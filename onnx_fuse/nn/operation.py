@@ -41,14 +41,14 @@ class Recent(Generic[Kept]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: Any) -> Kept | None:
+    def get(self, key: object) -> Kept | None:
         """What was put under this key, if it is still here."""
         value = self._values.get(key)
         if value is not None and 2 * len(self._values) > self._most:
             self.put(key, value)  # the order matters once there are many
         return value
 
-    def put(self, key: Any, value: Kept) -> Kept:
+    def put(self, key: object, value: Kept) -> Kept:
         """Keep `value`, which is returned."""
         self._values.pop(key, None)
         self._values[key] = value
@@ -56,7 +56,7 @@ class Recent(Generic[Kept]):
             self._values.pop(next(iter(self._values)), None)
         return value
 
-    def drop(self, key: Any) -> None:
+    def drop(self, key: object) -> None:
         """Forget what was put under this key."""
         self._values.pop(key, None)
 

@@ -19,7 +19,7 @@ Axes: TypeAlias = tuple[int, ...]
 def emitter(name: str, attributes: dict[str, Any] | None = None) -> Any:
     """A function of Tensors that is one node."""
 
-    def build(op: Writer, *values: Any) -> Any:
+    def build(op: Writer, *values: ir.Value) -> Any:
         return op.node(name, values, attributes=attributes)
 
     build.__name__ = name
@@ -52,7 +52,7 @@ def floor_divide(op: Writer, a: Any, b: Any) -> Any:
     return op.Where(op.Equal(b, 0.0), op.Div(a, b), low)
 
 
-def _rest(op: Writer, a: Any, b: Any) -> tuple[Any, Any]:
+def _rest(op: Writer, a: ir.Value, b: ir.Value) -> tuple[Any, Any]:
     """a - trunc(a / b) · b, exactly, and where it is not 0 and of another sign than b."""
     rest = op.Mod(a, b, fmod=1)
     other = op.Xor(op.Less(rest, 0.0), op.Less(b, 0.0))
@@ -68,7 +68,7 @@ def remainder(op: Writer, a: Any, b: Any) -> Any:
 
 
 @operation
-def not_equal(op: Writer, a: Any, b: Any) -> Any:
+def not_equal(op: Writer, a: ir.Value, b: ir.Value) -> Any:
     return op.Not(op.Equal(a, b))
 
 
@@ -118,12 +118,12 @@ def place(op: Writer, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
     return op.Where(_any_nan(op, x, op.constant([axis]), int(keepdim)), first, y)
 
 
-def _any_nan(op: Writer, x: Any, axes: Any, keep: int) -> Any:
+def _any_nan(op: Writer, x: ir.Value, axes: ir.Value | None, keep: int) -> Any:
     return op.Cast(op.ReduceMax(op.Cast(op.IsNaN(x), to=6), axes, keepdims=keep), to=9)
 
 
 @operation
-def variance(op: Writer, x: Any, *, axes: Axes | None, keepdim: bool, correction: int) -> Any:
+def variance(op: Writer, x: ir.Value, *, axes: Axes | None, keepdim: bool, correction: int) -> Any:
     """Σ (x - mean)² / (n - correction)."""
     over = None if axes is None else op.constant(list(axes))
     d = op.Sub(x, op.ReduceMean(x, over, keepdims=1))
@@ -134,17 +134,17 @@ def variance(op: Writer, x: Any, *, axes: Axes | None, keepdim: bool, correction
 
 
 @operation
-def rsqrt(op: Writer, x: Any) -> Any:
+def rsqrt(op: Writer, x: ir.Value) -> Any:
     return op.Reciprocal(op.Sqrt(x))
 
 
 @operation
-def einsum(op: Writer, *values: Any, equation: str) -> Any:
+def einsum(op: Writer, *values: ir.Value, equation: str) -> Any:
     return op.Einsum(*values, equation=equation)
 
 
 @operation
-def cast(op: Writer, x: Any, *, dtype: str) -> Any:
+def cast(op: Writer, x: ir.Value, *, dtype: str) -> Any:
     return op.Cast(x, to=int(ir.DataType.from_numpy(dtype_of(dtype))))
 
 
@@ -166,7 +166,7 @@ _POWER = emitter("Pow")
 
 
 @operation
-def _whole_power(op: Writer, x: Any, y: Any, *, bits: int) -> Any:
+def _whole_power(op: Writer, x: ir.Value, y: ir.Value, *, bits: int) -> Any:
     """x^y of integers modulo their width, as NumPy's: onnxruntime's Pow goes through float64."""
     base, rest = op.Cast(x, to=7), op.Cast(y, to=7)
     power, two = op.constant(np.array(1)), op.constant(np.array(2))

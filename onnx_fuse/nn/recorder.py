@@ -69,7 +69,7 @@ class Recorder:
 
     # ---- what `nn` tells it ----
 
-    def record(self, operation: Operation, inputs: Sequence[Any], tensors: Any) -> None:
+    def record(self, operation: Operation, inputs: Sequence[Any], tensors: object) -> None:
         """Add the nodes of an operation that has just run."""
         self._needs(operation.opset, operation.domains)
         values = [
@@ -157,15 +157,15 @@ class Recorder:
         stopped.type, stopped.shape = value.type, value.shape
         return stopped
 
-    def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
+    def renewed(self, tensor: object, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
         self.renewals[self.value(tensor)] = refresh
 
-    def checked(self, tensor: Any, check: Callable[[Array], None]) -> None:
+    def checked(self, tensor: object, check: Callable[[Array], None]) -> None:
         """Note that `check` raises for elements of a tensor that the function refuses."""
         self.checks.append((tensor, check))
 
-    def cleared_gradient(self, leaf: Any) -> None:
+    def cleared_gradient(self, leaf: object) -> None:
         """Note that the gradient of a leaf was forgotten."""
         if id(leaf) not in self.leaves:
             self.cleared.add(id(leaf))
@@ -175,13 +175,13 @@ class Recorder:
         """Note that a module was called, in its present mode."""
         self.modules.append((module, module.training))
 
-    def sizes_read(self, tensor: Any) -> None:
+    def sizes_read(self, tensor: object) -> None:
         """Note that Python asked for the shape of a tensor."""
         if self.knows(tensor):
             shape = self.value(tensor).shape
             self.sizes |= shape is None or any(not isinstance(d, int) for d in shape)
 
-    def values_read(self, tensor: Any) -> None:
+    def values_read(self, tensor: object) -> None:
         """Warn that Python asked for the elements of a tensor."""
         if self.knows(tensor):
             warnings.warn(
@@ -208,10 +208,10 @@ class Recorder:
         self._alive.append(tensor)
         return value
 
-    def _bind(self, tensor: Any, value: ir.Value) -> None:
+    def _bind(self, tensor: object, value: ir.Value) -> None:
         self._values[id(tensor)] = weakref.ref(tensor), value
 
-    def knows(self, tensor: Any) -> bool:
+    def knows(self, tensor: object) -> bool:
         """Whether the graph has a value for the tensor."""
         entry = self._values.get(id(tensor))
         return entry is not None and entry[0]() is tensor
@@ -304,7 +304,7 @@ def copied(model: ir.Model) -> Callable[..., Any]:
     """A function that emits the nodes of a graph on other inputs: the build of an operation."""
     formals, outputs = list(model.graph.inputs), list(model.graph.outputs)
 
-    def build(op: Writer, *inputs: Any) -> Any:
+    def build(op: Writer, *inputs: ir.Value) -> Any:
         values: dict[Any, Any] = dict(zip(formals, inputs, strict=True))
         for name, value in model.graph.initializers.items():
             values[value] = op.node("Constant", [], value=value.const_value, outputs=[

@@ -380,7 +380,7 @@ def uploaded(arrays: Sequence[Array], gpu: int) -> list[Array]:
 _UPLOADS = threading.Lock()
 
 
-def adopt(value: Any) -> Array:
+def adopt(value: object) -> Array:
     """A tensor of another library in GPU memory, which is shared."""
     from onnx_fuse.runtime import tensor
 

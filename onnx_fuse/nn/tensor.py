@@ -51,7 +51,7 @@ def _unary(name: str, text: str, call: Any = None, integers: str = "") -> Method
 def _binary(
     call: Callable[..., Any], text: str, *, swapped: bool = False
 ) -> Callable[[Tensor, Any], Tensor]:
-    def method(self: Tensor, other: Any) -> Any:
+    def method(self: Tensor, other: object) -> Any:
         if not isinstance(other, Tensor) or other._data.dtype is not self._data.dtype:
             if not isinstance(other, _OPERANDS):
                 return NotImplemented
@@ -85,7 +85,7 @@ class Tensor:
 
     def __init__(
         self,
-        data: Any,
+        data: object,
         dtype: DType | None = None,
         device: str | None = None,
         requires_grad: bool = False,
@@ -629,12 +629,12 @@ class Tensor:
         """Itself: operators take any view."""
         return self
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: object) -> Tensor:
         from onnx_fuse.nn.indexing import indexed
 
         return indexed(self, key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         raise UsageError(
             "the elements of a Tensor do not change: make a new one with where() or masked_fill()"
         )
@@ -654,7 +654,7 @@ dispatch.use(_wrap)
 
 
 def tensor(
-    data: Any, dtype: DType | None = None, device: str | None = None, requires_grad: bool = False
+    data: object, dtype: DType | None = None, device: str | None = None, requires_grad: bool = False
 ) -> Tensor:
     """A Tensor of `data`, with the `dtype`, `device` and `requires_grad` of `Tensor`."""
     return Tensor(data, dtype, device, requires_grad)
@@ -672,7 +672,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
 # ---- types -------------------------------------------------------------------------------------
 
 
-def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
+def promoted(a: Tensor, b: object) -> tuple[Any, Any]:
     """Two operands in one dtype: a float's where the other is an integer, else the wider one."""
     kind = a._data.dtype
     if isinstance(b, int | float) and not isinstance(b, np.generic):
@@ -695,5 +695,5 @@ def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
     return a.to(common), b.to(common)
 
 
-def _several(results: Any) -> tuple[Tensor, ...]:
+def _several(results: object) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)

@@ -214,7 +214,7 @@ def _products_over_places(
     return op.reshape_like(by_place, weight)
 
 
-def _times(op: Writer, a: Any, b: Any) -> Any:
+def _times(op: Writer, a: ir.Value | int, b: ir.Value | int) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else op.Mul(a, b)
 
 

@@ -118,7 +118,7 @@ def _first_name(tree: _Tree) -> str:
     return tree if isinstance(tree, str) and tree[0] != "@" else ""
 
 
-def _is_number_or_attribute(value: Any) -> bool:
+def _is_number_or_attribute(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, str) and value[0] == "@")
 
 

@@ -356,7 +356,7 @@ def cosine_embedding(op: Writer, logits: ir.Value, labels: ir.Value, options: Op
     return _reduced(op, each, options)
 
 
-def triplet(op: Writer, logits: ir.Value, labels: Any, options: Options) -> Tensor:
+def triplet(op: Writer, logits: ir.Value, labels: object, options: Options) -> Tensor:
     """max(0, |x - positive + eps| - |x - negative + eps| + margin).
 
     With `swap`, |positive - negative + eps| takes the place of the second where it is less.
@@ -373,7 +373,7 @@ def triplet(op: Writer, logits: ir.Value, labels: Any, options: Options) -> Tens
     return _reduced(op, each, options)
 
 
-def contrastive(op: Writer, logits: ir.Value, labels: Any, options: Options) -> Tensor:
+def contrastive(op: Writer, logits: ir.Value, labels: object, options: Options) -> Tensor:
     """InfoNCE: cross-entropy of cos(x, other) / temperature, row i of `other` being the label of x.
 
     `symmetric` adds that of other by x, and halves the sum.

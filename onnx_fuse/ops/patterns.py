@@ -441,7 +441,7 @@ def _no_attribute(factor: float, like: ir.Value) -> str:
     return f"its factor {factor} is no {dtype.name.lower()} that a float32 holds"
 
 
-def _stored(number: Any, like: ir.Value) -> float:
+def _stored(number: object, like: ir.Value) -> float:
     """The number of the type of `like` that is nearest to `number`.
 
     That is what PyTorch's exporters write for 1.4142135, 0.7978845608, 0.044715 and the like, in

@@ -119,7 +119,7 @@ class _Direction:
         z = self.op.MatMul(states, self.op.Transpose(r, perm=[1, 0]))
         return z if bias is None else self.op.Add(z, bias)
 
-    def rows(self, value: Tensor, width: Any) -> Tensor:
+    def rows(self, value: Tensor, width: object) -> Tensor:
         """All steps and sequences as the rows of a matrix."""
         return self.op.reshape(value, [-1, width])
 

@@ -113,7 +113,7 @@ class _Weights:
         part = op.Add(part, op.Mul(before, 0.0))
         return op.Flatten(within, axis=1), op.Flatten(part, axis=1)
 
-    def _apart(self, values: Any) -> Any:
+    def _apart(self, values: object) -> Any:
         """[R, bins · samples, length] as [R, bins, samples, length]."""
         op = self.op
         sizes = op.Concat(
@@ -122,7 +122,7 @@ class _Weights:
         )  # fmt: skip
         return op.Reshape(values, sizes, allowzero=1)
 
-    def ends(self, d_weights: Any) -> tuple[Any, Any]:
+    def ends(self, d_weights: object) -> tuple[Any, Any]:
         """The gradients [R, 1] of a box's start and end by those of the weights."""
         op = self.op
         slopes = self._apart(self.slopes)

@@ -370,7 +370,7 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
     return None if array is None or array.dtype.kind not in "iu" else [int(i) for i in array.flat]
 
 
-def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+def attribute(node: ir.Node, name: str, default: object = None) -> Any:
     """The value of an attribute, or the default where it is absent or a reference."""
     declared = node.attributes.get(name)
     return default if declared is None or declared.is_ref() else declared.value

@@ -36,7 +36,7 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Parts of a block's largest weight that may become the largest code."""
 
 
-def in_int8(model: ir.Model, names: Sequence[str], ranges: Any, kind: str) -> ir.Model:
+def in_int8(model: ir.Model, names: Sequence[str], ranges: object, kind: str) -> ir.Model:
     """The model with these layers in int8 by onnxruntime's quantizer, weights by channel.
 
     `kind` is the type of activations, QInt8 or QUInt8. Raises ModelError beyond 2 GB.
@@ -166,7 +166,7 @@ def _best_scale(block: Array) -> Array:
     return best.astype(np.float64)
 
 
-def _scale(largest: Any, limit: float) -> Array:
+def _scale(largest: object, limit: float) -> Array:
     """What the largest code has to be multiplied by; 1 where all is 0."""
     scale = np.asarray(largest, np.float32) / np.float32(limit)
     return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)

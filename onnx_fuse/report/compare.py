@@ -135,7 +135,7 @@ def _times(name: str, report: Mapping[str, Any]) -> View:
                 {"title": name, "unit": "s", "share": True, "rows": bars})  # fmt: skip
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
     """(name, number) of all numbers in a report, the names of what holds them before each."""
     if isinstance(value, bool | int | float):
         yield name, float(value)

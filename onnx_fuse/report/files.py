@@ -15,7 +15,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(strict(data), indent=2, allow_nan=False) + "\n")
 
 
-def strict(value: Any) -> Any:
+def strict(value: object) -> Any:
     """`value` with strings in place of infinities and NaN, which JSON has no numbers for."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)

@@ -126,7 +126,7 @@ class _Numbers:
         self.names: list[Any] = []
         self._known: dict[Any, int] = {}
 
-    def __getitem__(self, name: Any) -> int:
+    def __getitem__(self, name: object) -> int:
         if name not in self._known:
             self._known[name] = len(self.names)
             self.names.append(name)

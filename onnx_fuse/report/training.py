@@ -143,7 +143,7 @@ def _epochs(name: str, run: Run) -> Table:
     return Table(name, [key.replace("_", " ") for key in keys], rows, left=0)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, int | float) else str(value or "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from onnx_fuse.errors import DataError
 from onnx_fuse.textwrap import html_table
@@ -59,7 +58,7 @@ _DAMAGED = "the checkpoint is damaged: its history lacks"
 _EPOCH = {"epoch", "step", "loss"}
 
 
-def read(data: Any) -> History:
+def read(data: object) -> History:
     """The History whose fields a checkpoint holds in the mapping `data`.
 
     Raises DataError for anything else.

@@ -153,7 +153,7 @@ class Optimizer:
         """The initial values of a parameter's state tensors, by name; `initial` has the shapes."""
         return {}
 
-    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+    def initial(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Array]:
         """The first state tensors, by name, of parameter `name` of this shape and NumPy dtype."""
         return {
             slot: np.broadcast_to(np.array(value, dtype), () if slot in self.shared else shape)
@@ -379,7 +379,7 @@ class AdamW8bit(AdamW):
     def elementwise(self, name: str, shape: Sequence[int]) -> bool:
         return math.prod(shape) < 4096 or math.prod(shape) % _BLOCK > 0
 
-    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+    def initial(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Array]:
         if self.elementwise(name, shape):
             return super().initial(name, shape, dtype)
         first: dict[str, Array] = {}
@@ -443,7 +443,7 @@ class Adafactor(Optimizer):
     def elementwise(self, name: str, shape: Sequence[int]) -> bool:
         return False
 
-    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+    def initial(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Array]:
         sizes = {"variance": tuple(shape)}
         if len(shape) > 1:
             sizes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
@@ -517,7 +517,7 @@ class Muon(AdamW):
         named = any(fnmatchcase(name, glob) for glob in self.adamw)
         return named or len(shape) != 2 or 0 in shape
 
-    def initial(self, name: str, shape: Sequence[int], dtype: Any) -> dict[str, Array]:
+    def initial(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Array]:
         if self.elementwise(name, shape):
             return super().initial(name, shape, dtype)
         return {"momentum_buffer": np.broadcast_to(np.zeros((), dtype), shape)}

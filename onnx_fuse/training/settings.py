@@ -67,7 +67,7 @@ def check(
         raise UsageError(f"{folder}: the run was started with {key} {old}, not {value}: {advice}")
 
 
-def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+def _differences(new: object, old: object, name: str = "") -> dict[str, tuple[Any, Any]]:
     """{field: (new, old)} of nested mappings, where the new value is another one."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return {} if new == old else {name: (new, old)}

@@ -136,7 +136,7 @@ def source(
         return data
     inputs, world = trainer.spec().feeds, trainer.world if split else None
 
-    def convert(batch: Any) -> dict[str, Array]:
+    def convert(batch: object) -> dict[str, Array]:
         return as_feeds(batch, inputs)
 
     def chosen_by(select: Callable[[Array], dict[str, Array]], examples: int) -> _Rows:
@@ -183,7 +183,7 @@ def source(
 
 
 def _of_examples(
-    data: Any, convert: Callable[[Any], dict[str, Array]], inputs: Sequence[ir.Value]
+    data: object, convert: Callable[[Any], dict[str, Array]], inputs: Sequence[ir.Value]
 ) -> bool:
     """Whether the items of `data` are examples, as of PyTorch's Dataset, and not batches."""
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or not len(data):
@@ -249,7 +249,7 @@ def _check_arrays(trainer: Learner, data: Mapping[str, Array]) -> int:
     return examples
 
 
-def _at_epoch(data: Any, epoch: int) -> Any:
+def _at_epoch(data: object, epoch: int) -> Any:
     for each in (data, getattr(data, "sampler", None)):
         if tell := getattr(each, "set_epoch", None):
             tell(epoch)
@@ -266,7 +266,7 @@ def _length(data: Any) -> int | None:
 # ---- batches -----------------------------------------------------------------------------------
 
 
-def as_feeds(batch: Any, inputs: Sequence[ir.Value]) -> dict[str, Array]:
+def as_feeds(batch: object, inputs: Sequence[ir.Value]) -> dict[str, Array]:
     """The arrays of a batch by the names of `inputs`.
 
     Args:
@@ -305,7 +305,7 @@ def _flattened(batch: Iterable[Any]) -> Iterator[Any]:
             yield each
 
 
-def _array(name: str, data: Any, dtype: ir.DataType | None) -> Array:
+def _array(name: str, data: object, dtype: ir.DataType | None) -> Array:
     if isinstance(data, np.ndarray | Images):
         return data  # type: ignore[return-value]
     if hasattr(data, "detach"):

@@ -369,7 +369,7 @@ def _oracle(original: Model, model: ir.Model, request: Request) -> _Oracle:
         return oracle
 
 
-def _answer(session: Any, feed: Feeds) -> list[Any] | None:
+def _answer(session: object, feed: Feeds) -> list[Any] | None:
     """The session's outputs; None where onnxruntime refuses the feed."""
     try:
         return ort.run(session, feed)
@@ -418,7 +418,7 @@ def _is_empty(array: Any) -> bool:
     return not np.size(array)
 
 
-def _all_nan(y: Any) -> bool:
+def _all_nan(y: object) -> bool:
     return (
         isinstance(y, np.ndarray) and y.dtype.kind == "f" and y.size > 0 and bool(np.isnan(y).all())
     )

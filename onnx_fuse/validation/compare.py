@@ -96,7 +96,7 @@ class Difference:
 
 
 def difference(
-    name: str, expected: Any, got: Any, tolerance: Tolerance, *, floor: float = 0.0
+    name: str, expected: object, got: object, tolerance: Tolerance, *, floor: float = 0.0
 ) -> Difference:
     """Compare two arrays, or sequences of them; NaN and infinities must stand in the same place.
 
@@ -144,7 +144,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _list_difference(
-    name: str, expected: Any, got: Any, tolerance: Tolerance, floor: float
+    name: str, expected: object, got: object, tolerance: Tolerance, floor: float
 ) -> Difference:
     if not isinstance(expected, list) or not isinstance(got, list) or len(expected) != len(got):
         return Difference(name, float("inf"), float("inf"), 0.0, f"{name}: another length", False)

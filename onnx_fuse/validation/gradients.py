@@ -531,7 +531,7 @@ def _hostile(model: ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
     return plain or (bool(endless) and not all(_is_finite(y) for y in outputs))
 
 
-def _is_finite(array: Any) -> bool:
+def _is_finite(array: object) -> bool:
     if not isinstance(array, np.ndarray):
         return True
     floats = DataType.from_numpy(array.dtype).is_floating_point()

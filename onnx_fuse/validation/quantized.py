@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -53,7 +52,7 @@ class Steps:
         count = FOUR_BITS if any(n.op_type == "MatMulNBits" for n in rounding) else COUNT
         return cls(scales, (1 << bits) - 1, rest, count)
 
-    def limit(self, name: str, y: Any) -> float:
+    def limit(self, name: str, y: object) -> float:
         """How far an output may move: `count` of its steps."""
         if not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
             return 0.0

@@ -168,7 +168,7 @@ class Body(Writer):
         """Whether anybody reads output `i`."""
         return wants(self.call, i)
 
-    def attr(self, name: str, default: Any = None) -> Any:
+    def attr(self, name: str, default: object = None) -> Any:
         """An attribute's value; the default where it is absent."""
         declared = self.call.attributes.get(name)
         if declared is None:

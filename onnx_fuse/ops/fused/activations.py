@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation
 from onnx_fuse.ops.opdef import fused_op, register
@@ -88,7 +88,7 @@ def tail_of(z: ir.Value) -> Tail | None:
     return None
 
 
-def act_grad(op: Writer, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
+def act_grad(op: Writer, node: ir.Node, name: str, dy: ir.Value, z: ir.Value) -> Any:
     """dy act'(z), by the op `{name}Grad`; `node` has the attributes."""
     wanted = ACTIVATIONS[name].attributes
     attributes = {k: a.value for k, a in node.attributes.items() if f"{k}:" in wanted}
@@ -98,7 +98,7 @@ def act_grad(op: Writer, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
 
 
 def _grad(op: Writer, node: ir.Node, dys: Sequence[Any]) -> Sequence[Any]:
-    return [act_grad(op, node, node.op_type, dys[0], node.inputs[0])]
+    return [act_grad(op, node, node.op_type, dys[0], required(node.inputs[0]))]
 
 
 register(

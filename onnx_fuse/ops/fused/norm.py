@@ -8,7 +8,7 @@ bias and axis -1, or `onnx_fuse.RMSNormalization` (ai.onnx has one from opset 23
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -115,8 +115,9 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
 
 
 def norm_node(
-    op: Builder, kind: str, x: ir.Value, affine: Sequence[ir.Value | None], attributes: Any
-) -> ir.Value:
+    op: Builder, kind: str, x: ir.Value, affine: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any],
+) -> ir.Value:  # fmt: skip
     """The norm of that kind, "LayerNorm" or "RMSNorm", as a node of its own, like x."""
     if kind == "RMSNorm":
         y = op.RMSNormalization(x, *affine, domain=FUSE, **attributes)
