@@ -49,10 +49,10 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5030, "autodiff": 1811, "cli": 3570, "cuda": 1891, "cuda_src": 15497, "distributed": 908,
-    "importer": 5595, "ir": 2365, "kernels": 9910, "lower": 9382, "nn": 5165, "ops": 12460,
-    "program": 10722, "report": 2383, "rewrite": 4266, "runtime": 9335, "torch": 3779,
-    "training": 7480, "validation": 4786,
+    "": 5015, "autodiff": 1809, "cli": 3569, "cuda": 1891, "cuda_src": 15497, "distributed": 908,
+    "importer": 5595, "ir": 2365, "kernels": 9910, "lower": 9382, "nn": 5157, "ops": 12374,
+    "program": 10722, "report": 2383, "rewrite": 4266, "runtime": 9335, "torch": 3778,
+    "training": 7479, "validation": 4784,
     "generation": 1692,
     "adapters": 1011, "quantization": 1239,
     "tests": 54371, "tools": 10906,

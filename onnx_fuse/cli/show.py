@@ -132,7 +132,7 @@ def kernels(
     total = sum(s.seconds for s in sites)
     floor = sum(s.floor for s in sites)
     shown = sites if explain else sorted(sites, key=lambda s: -s.seconds)[:_LARGEST]
-    head = ["nodes", "kernel", "config", "µs", "of all", "of floor"]
+    columns = ["nodes", "kernel", "config", "µs", "of all", "of floor", *["why"] * explain]
     rows = [
         [
             " ".join(s.nodes[:3]) + (" …" if len(s.nodes) > 3 else ""),
@@ -146,7 +146,6 @@ def kernels(
         for s in shown
     ]
     many = f"the {len(shown)} slowest of {len(sites)} calls" if len(shown) < len(sites) else "calls"
-    columns = [*head, "why"] if explain else head
     printer.table(f"{many} on {hw.name}, predicted", columns, rows, left=3)
     refused = Counter((s.op, name, why) for s in sites for name, why in s.refused)
     rows = [[f"{op} {name}", why, str(count)] for (op, name, why), count in refused.items()]
@@ -161,10 +160,8 @@ def kernels(
         f"inputs: {shapes}",
         f"memory: {plan(program)}",
     )
-    for part in program.in_parts if explain else ():
-        printer.text(f"in parts: {part}")
-    for fallback in program.fallbacks:
-        printer.text(f"on onnxruntime: {fallback}")
+    printer.text(*(f"in parts: {part}" for part in program.in_parts if explain))
+    printer.text(*(f"on onnxruntime: {fallback}" for fallback in program.fallbacks))
     if len(shown) < len(sites):
         printer.text("--explain lists all calls, and why each kernel was chosen")
     return [asdict(s) for s in sites]

@@ -257,14 +257,10 @@ def train(
     if keep_best:
         best = checkpoint and checkpoint.with_name(f"{checkpoint.name}.best")
         watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
-    if csv:
-        watching.append(callbacks.CsvLog(csv))
-    if tensorboard:
-        watching.append(callbacks.TensorBoard(tensorboard))
-    if wandb:
-        watching.append(callbacks.Wandb(project=wandb))
-    if mlflow:
-        watching.append(callbacks.MLflow(mlflow))
+    files_of = (callbacks.CsvLog, csv), (callbacks.TensorBoard, tensorboard)
+    watching += [log(place) for log, place in files_of if place]
+    watching += [callbacks.Wandb(project=wandb)] if wandb else []
+    watching += [callbacks.MLflow(mlflow)] if mlflow else []
     fitting = values_of(FitOptions, options)
     history = fit.fit(trainer, source, **fitting, validation=held_out, ema=ema, callbacks=watching)
     _show_metrics(printer, history)

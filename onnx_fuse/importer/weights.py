@@ -81,7 +81,6 @@ class InMemory:
 
     def read(self, file: BinaryIO) -> None:
         """Read the bytes at `places`. Raises OSError where the file has shrunk."""
-
         self._arrays = read_places(file, self.places)
 
     def nbytes(self, tensor: onnx.TensorProto) -> int:

@@ -397,12 +397,16 @@ def _loss(
     return LOSSES[kind].build(op, x, target, options)
 
 
-def _loss_of(
-    kind: str, x: Tensor, target: Tensor | None, options: Mapping[str, Any],
-    weight: Tensor | None = None, pos_weight: Tensor | None = None, **more: Tensor,
-) -> Tensor:  # fmt: skip
-    """The loss `kind` of `ops.loss.LOSSES`; `more` are its further outputs and its lengths."""
+def _loss_of(kind: str, given: Mapping[str, Any], **options: Any) -> Tensor:
+    """The loss `kind` of `ops.loss.LOSSES`, of a function's arguments and further options."""
     row = LOSSES[kind]
+    tensors = ("x", "target", "weight", "pos_weight", *row.outputs, *row.lengths)
+    x = given["x"]
+    target, *weights = map(given.get, tensors[1:4])
+    more = {name: given[name] for name in tensors[4:]}
+    for name, value in given.items():
+        if name not in tensors:
+            options[name] = value if isinstance(value, int | str | None) else float(value)
     row.check(kind, {"reduction": options["reduction"]})
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
@@ -429,9 +433,7 @@ def _loss_of(
             MODE.recorder.equal_sizes = True
     if 0 in sizes:
         return x.sum() / 0.0 if options["reduction"] != "sum" else x.sum()
-    return _loss(
-        x, target, weight, pos_weight, *more.values(), kind=kind, names=(*more,), **options
-    )
+    return _loss(x, target, *weights, *more.values(), kind=kind, names=(*more,), **options)
 
 
 @_public
@@ -453,12 +455,7 @@ def cross_entropy(
         label_smoothing: The share of the target that is spread over all classes.
         reduction: "mean" or "sum".
     """
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": float(label_smoothing),
-        "reduction": reduction,
-    }
-    return _loss_of("cross_entropy", x, target, options, weight)
+    return _loss_of("cross_entropy", locals())
 
 
 @_public
@@ -473,26 +470,25 @@ def nll_loss(
 
     These are `target`, `weight`, `ignore_index` and `reduction`.
     """
-    options = {"ignore_index": ignore_index, "reduction": reduction}
-    return _loss_of("nll", x, target, options, weight)
+    return _loss_of("nll", locals())
 
 
 @_public
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """(x - target)², the mean or sum (`reduction`) over all elements."""
-    return _loss_of("mse", x, target, {"reduction": reduction})
+    return _loss_of("mse", locals())
 
 
 @_public
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """|x - target|, the mean or sum (`reduction`) over all elements."""
-    return _loss_of("l1", x, target, {"reduction": reduction})
+    return _loss_of("l1", locals())
 
 
 @_public
 def huber_loss(x: Tensor, target: Tensor, delta: float = 1.0, reduction: str = "mean") -> Tensor:
     """½ d² for d = |x - target| up to `delta`, linear beyond; mean or sum (`reduction`)."""
-    return _loss_of("huber", x, target, {"delta": float(delta), "reduction": reduction})
+    return _loss_of("huber", locals())
 
 
 @_public
@@ -503,8 +499,7 @@ def binary_cross_entropy_with_logits(
 
     `pos_weight` is a factor on the first term.
     """
-    options = {"reduction": reduction}
-    return _loss_of("bce_with_logits", x, target, options, pos_weight=pos_weight)
+    return _loss_of("bce_with_logits", locals())
 
 
 @_public
@@ -515,8 +510,7 @@ def focal_loss(
 
     The term of `target` has the factor `alpha`, the other 1 - alpha; `reduction` is mean or sum.
     """
-    options = {"alpha": float(alpha), "gamma": float(gamma), "reduction": reduction}
-    return _loss_of("focal", x, target, options)
+    return _loss_of("focal", locals())
 
 
 @_public
@@ -525,13 +519,13 @@ def dice_loss(x: Tensor, target: Tensor, smooth: float = 1.0, reduction: str = "
 
     The sums are over what follows the first two axes, or the first; `reduction` is over the rest.
     """
-    return _loss_of("dice", x, target, {"smooth": float(smooth), "reduction": reduction})
+    return _loss_of("dice", locals())
 
 
 @_public
 def hinge_loss(x: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean") -> Tensor:
     """max(0, margin - target x) for a `target` of 1 and -1, the mean or sum (`reduction`)."""
-    return _loss_of("hinge", x, target, {"margin": float(margin), "reduction": reduction})
+    return _loss_of("hinge", locals())
 
 
 @_public
@@ -542,8 +536,7 @@ def multi_margin_loss(
 
     `x` is [N, C], `p` 1 or 2; the mean or sum (`reduction`) is over N.
     """
-    options = {"p": p, "margin": float(margin), "ignore_index": -100, "reduction": reduction}
-    return _loss_of("multi_margin", x, target, options)
+    return _loss_of("multi_margin", locals(), ignore_index=-100)
 
 
 @_public
@@ -553,7 +546,7 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     That is mean, batchmean (the sum over the rows' number) or sum. With `log_target` the target is
     logarithms, too.
     """
-    return _loss_of("kl_div", x, target, {"log_target": log_target, "reduction": reduction})
+    return _loss_of("kl_div", locals())
 
 
 @_public
@@ -569,8 +562,7 @@ def poisson_nll_loss(
 
     `full` adds Stirling's formula of log target! where that is above 1; `reduction` is mean or sum.
     """
-    options = {"log_input": log_input, "full": full, "eps": float(eps), "reduction": reduction}
-    return _loss_of("poisson_nll", x, target, options)
+    return _loss_of("poisson_nll", locals())
 
 
 @_public
@@ -581,8 +573,7 @@ def cosine_embedding_loss(
 
     `x` and `other` are [N, D]; `reduction` is mean or sum.
     """
-    options = {"margin": float(margin), "reduction": reduction}
-    return _loss_of("cosine_embedding", x, target, options, other=other)
+    return _loss_of("cosine_embedding", locals())
 
 
 @_public
@@ -600,8 +591,7 @@ def triplet_margin_loss(
     With `swap`, the distance of positive and negative counts where it is less; `eps` keeps a
     distance from 0, and `reduction` is mean or sum.
     """
-    options = {"margin": float(margin), "eps": float(eps), "swap": swap, "reduction": reduction}
-    return _loss_of("triplet", x, None, options, positive=positive, negative=negative)
+    return _loss_of("triplet", locals())
 
 
 @_public
@@ -617,8 +607,7 @@ def contrastive_loss(
     `x` and `other` are [N, D]. `symmetric` takes the mean with that of `other` by `x`; `reduction`
     is mean or sum.
     """
-    options = {"temperature": float(temperature), "symmetric": symmetric, "reduction": reduction}
-    return _loss_of("contrastive", x, None, options, other=other)
+    return _loss_of("contrastive", locals())
 
 
 @_public
@@ -642,9 +631,7 @@ def ctc_loss(
         reduction: "mean" of each loss over its number of labels, or "sum".
         zero_infinity: Whether a sequence without any way counts 0, not inf.
     """
-    options = {"blank": blank, "zero_infinity": zero_infinity, "reduction": reduction}
-    lengths = {"input_lengths": input_lengths, "target_lengths": target_lengths}
-    return _loss_of("ctc", x, target, {**options, "time_major": True}, **lengths)
+    return _loss_of("ctc", locals(), time_major=True)
 
 
 # ---- putting together --------------------------------------------------------------------------
