@@ -1,11 +1,10 @@
-// sm90.cuh: Hopper's mbarrier, TMA, wgmma, stmatrix and cluster instructions, as PTX spells them.
+// sm90.cuh: Hopper's mbarrier, TMA, stmatrix and cluster instructions, as PTX spells them (wgmma.cuh has wgmma).
 #pragma once
 #include "cluster.cuh"
+#include "sm80.cuh"
 
 // A TMA descriptor, built on the host; kernels take it as `const __grid_constant__ TensorMap`.
 struct alignas(64) TensorMap { u64 opaque[16]; };
-
-DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // ---- mbarrier ----
 DEVICE void mbarrier_init(u32 bar, u32 count) {
@@ -169,77 +168,3 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                  : "r"(address)
                  : "memory");
 }
-
-// ---- wgmma: d[64, BN] += a[64, 16] b[16, BN] from 128-byte-swizzled shared memory, or a from registers ----
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-// No arithmetic on d moves across: what is in flight is touched by the wgmma alone.
-template <int N> DEVICE void wgmma_hold(float (&d)[N]) {
-    UNROLLED for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
-}
-// Operand descriptor. k contiguous: 8-row groups lie 1024 bytes apart. m or n contiguous: 8-k groups
-// lie 1024 bytes apart and 64-wide blocks of m or n BLOCK (its k of 128 bytes each).
-template <bool CONTIG_K, int BLOCK = 8192> DEVICE u64 wgmma_descriptor(u32 address) {
-    u64 lead = CONTIG_K ? 1 : BLOCK >> 4;
-    return (u64)((address & 0x3ffff) >> 4) | lead << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-// The lower word of a descriptor, by which operands differ: one that lies further on by 16 n bytes has n more.
-template <bool CONTIG_K, int BLOCK = 8192> DEVICE u32 wgmma_low(u32 address) {
-    return (u32)wgmma_descriptor<CONTIG_K, BLOCK>(address);
-}
-DEVICE u64 wgmma_at(u32 low) {
-    u64 made;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(made) : "r"(low), "n"(1024 >> 4 | 1 << 30));
-    return made;
-}
-
-#define R10_(p)                                                                                    \
-    "%" #p "0,%" #p "1,%" #p "2,%" #p "3,%" #p "4,%" #p "5,%" #p "6,%" #p "7,%" #p "8,%" #p "9,"
-#define R30_ "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," R10_(1) R10_(2)
-#define R60_ R30_ R10_(3) R10_(4) R10_(5)
-#define R90_ R60_ R10_(6) R10_(7) R10_(8)
-#define R120_ R90_ R10_(9) R10_(10) R10_(11)
-#define F8_(i)                                                                                     \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
-        "+f"(d[i + 6]), "+f"(d[i + 7])
-#define F32_(i) F8_(i), F8_(i + 8), F8_(i + 16), F8_(i + 24)
-#define WGMMA_(n, type, regs, da, db, sc, ta, tb, ...)                                             \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, "   \
-                 "%" #da ", %" #db ", p, 1, 1, %" #ta ", %" #tb ";\n}"                             \
-                 : __VA_ARGS__                                                                     \
-                 : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB))
-
-// a in registers, in the layout of an accumulator's 16 columns
-#define WGMMA_A_(n, type, regs, a0, a1, a2, a3, db, sc, tb, ...)                                   \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, "   \
-                 "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #db ", p, 1, 1, %" #tb ";\n}"       \
-                 : __VA_ARGS__                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TB))
-
-// `add` 0 starts the sum; TA, TB: 1 where m or n is the contiguous dimension.
-template <class E, int WIDTH, int TA, int TB> struct Wgmma;
-// i0 to i6 are the numbers behind those of the sums' registers.
-#define WGMMA_WIDTH_(E_, type, n, half, regs, i0, i1, i2, i3, i4, i5, i6, ...)                     \
-    template <int TA, int TB> struct Wgmma<E_, n, TA, TB> {                                        \
-        DEVICE static void run(float (&d)[half], u64 a, u64 b, int add) {                          \
-            WGMMA_(n, type, regs, i0, i1, i2, i3, i4, __VA_ARGS__);                                \
-        }                                                                                          \
-        DEVICE static void run(float (&d)[half], const u32* a, u64 b, int add) {                   \
-            WGMMA_A_(n, type, regs, i0, i1, i2, i3, i4, i5, i6, __VA_ARGS__);                      \
-        }                                                                                          \
-    };
-#define WGMMA_TYPE_(E_, type)                                                                      \
-    WGMMA_WIDTH_(E_, type, 64, 32, R30_ "%30,%31", 32, 33, 34, 35, 36, 37, 38, F32_(0))            \
-    WGMMA_WIDTH_(E_, type, 128, 64, R60_ "%60,%61,%62,%63", 64, 65, 66, 67, 68, 69, 70, F32_(0),   \
-                 F32_(32))                                                                         \
-    WGMMA_WIDTH_(E_, type, 192, 96, R90_ "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, 100, 101, 102, \
-                 F32_(0), F32_(32), F32_(64))                                                      \
-    WGMMA_WIDTH_(E_, type, 256, 128, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129,    \
-                 130, 131, 132, 133, 134, F32_(0), F32_(32), F32_(64), F32_(96))
-WGMMA_TYPE_(bf16, "bf16")
-WGMMA_TYPE_(f16, "f16")

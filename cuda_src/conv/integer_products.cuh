@@ -1,7 +1,7 @@
 // conv/integer_products.cuh: wgmma of 8-bit integers, d[64, WIDTH] += a[64, 32] b[32, WIDTH] with sums in 32 bits, and
 // the descriptors of its operands' rows.
 #pragma once
-#include "sm90.cuh"
+#include "wgmma.cuh"
 
 #define I8_(i)                                                                                     \
     "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]),    \

@@ -14,7 +14,7 @@
 // Numerics : f32 sums, pixels in order.
 // Bound    : tensor cores, or HBM where a filter has one tap; L2 for what the tiles share.
 #include "conv/geometry.cuh"
-#include "sm90.cuh"
+#include "wgmma.cuh"
 #include "gemm/im2col.cuh"
 
 constexpr int BK = 64, BOX = BK * 128;                // bytes of 64 pixels of 64 filters or channels

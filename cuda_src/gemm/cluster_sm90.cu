@@ -23,7 +23,7 @@
 // Numerics : f32 sums, each CTA's k in order, CTAs in order: bits depend on K and SPLIT alone.
 // Bound    : bytes of b from memory; latency below a few MB.
 #include "gemm/epilogue.cuh"
-#include "sm90.cuh"
+#include "wgmma.cuh"
 #include "gemm/im2col.cuh"
 #ifndef STATS
 #define STATS 0
@@ -56,22 +56,6 @@ constexpr int SUM_AT = RING_AT + STAGES * STAGE, SUM_BYTES = (SPLIT - 1) * GROUP
 constexpr int MOMENT_AT = SUM_AT + SUM_BYTES, MOMENT_BYTES = STATS ? SPLIT * ROWS * 8 : 0;
 constexpr int COLUMN_AT = MOMENT_AT + MOMENT_BYTES, GAIN_AT = COLUMN_AT + EPI_COLS * WIDTH * 4;
 constexpr int BAR_AT = GAIN_AT + HELD * BK * 4;  // gamma and beta of this CTA's k
-
-#define NARROW_(E_, type)                                                                          \
-    template <int TA, int TB> struct Wgmma<E_, 32, TA, TB> {                                       \
-        DEVICE static void run(float (&d)[16], u64 a, u64 b, int add) {                            \
-            WGMMA_(32, type, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", 16, 17, 18,  \
-                   19, 20, F8_(0), F8_(8));                                                        \
-        }                                                                                          \
-    };                                                                                             \
-    template <int TA, int TB> struct Wgmma<E_, 96, TA, TB> {                                       \
-        DEVICE static void run(float (&d)[48], u64 a, u64 b, int add) {                            \
-            WGMMA_(96, type, R30_ R10_(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, 51, 52,   \
-                   F32_(0), F8_(32), F8_(40));                                                     \
-        }                                                                                          \
-    };
-NARROW_(bf16, "bf16")
-NARROW_(f16, "f16")
 
 // The address in CTA `rank` of the cluster that `address` has in this one.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
@@ -117,12 +101,6 @@ template <int N> DEVICE void transpose(u32 (&v)[N]) {
             if (odd) v[i] = got;
             else v[i + step] = got;
         }
-}
-// One lane of the producer's warp, which the compiler knows to be one.
-DEVICE bool one_lane() {
-    u32 chosen;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-    return chosen;
 }
 DEVICE float2 two(Vec<TO, 2> v) { return make_float2(to_float(v.at[0]), to_float(v.at[1])); }
 // Neighbours at p, of which `count` exist: both or none where N is even.
@@ -343,7 +321,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 #if LATE
         const bool ahead = 3 * tile < 2 * (int)(gridDim.x / CLUSTER);
 #endif
-        if (one_lane()) {
+        if (elect()) {
             tma_prefetch(map_b);
             tma_prefetch(map_a);
             for (int s = 0; s < STAGES; s++) {
@@ -368,7 +346,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         if (CLUSTER == 1) bar_arrive(PRODUCT, PRODUCT_THREADS);
         if (CLUSTER == 1 && STATS && !NORM) bar_arrive(MOMENTS_START, MOMENTS_THREADS);
         if (SHARE > 1) wait(0, 0);
-        if (one_lane()) {
+        if (elect()) {
             grid_dependency_wait();
             if (NORM)
                 for (int step = 0; step < steps; step++) load_a(step);
@@ -384,7 +362,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         __syncwarp();
         // before it needs what the others do after theirs: under racecheck all wait, or none passes
         if (SHARE == 1 && CLUSTER > 1) wait(0, 0);
-        if (RING && one_lane())
+        if (RING && elect())
             for (int step = STAGES; step < steps; step++) {
                 mbarrier_wait(empty + step % STAGES * 8, step / STAGES - 1 & 1);
                 load_b(step);

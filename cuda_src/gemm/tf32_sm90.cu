@@ -16,29 +16,12 @@
 #define T float
 #define TO float
 #include "gemm/portable.cuh"
-#include "sm90.cuh"
+#include "wgmma.cuh"
 #include "gemm/im2col.cuh"
 
 constexpr int BM = 128, BK = 32;                      // of 128 bytes, a line of the swizzle
 constexpr int A_BYTES = BM * 128, STAGE = A_BYTES + BN * 128;
 constexpr int CONSUMERS = 8;                          // warps
-
-#define TF32_(n, regs, da, db, sc, ...)                                                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 {" regs "}, %" #da       \
-                 ", %" #db ", p, 1, 1;\n}"                                                         \
-                 : __VA_ARGS__                                                                     \
-                 : "l"(a), "l"(b), "r"(add))
-DEVICE void multiply(float (&d)[32], u64 a, u64 b, int add) {
-    TF32_(64, R30_ "%30,%31", 32, 33, 34, F32_(0));
-}
-DEVICE void multiply(float (&d)[64], u64 a, u64 b, int add) {
-    TF32_(128, R60_ "%60,%61,%62,%63", 64, 65, 66, F32_(0), F32_(32));
-}
-DEVICE void multiply(float (&d)[128], u64 a, u64 b, int add) {
-    TF32_(256, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, F32_(0), F32_(32), F32_(64),
-          F32_(96));
-}
 
 extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     gemm_tf32(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
@@ -98,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
         mbarrier_wait(full + s * 8, phase);
         wgmma_fence();
         UNROLLED for (int q = 0; q < 4; q++)
-            multiply(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), step > 0 || q > 0);
+            WgmmaAlongK<0, BN>::run(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), step > 0 || q > 0);
         wgmma_commit();
         if (step > 0) {  // the step before is done: its stage is free
             wgmma_wait<1>();

@@ -19,8 +19,10 @@
 //            COLUMNS: part [ceil(M / 64), K] f32, column sums of a (SINGLE, PASSES 1, not TRANS_A); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
 //            IM2COL: a is gathered from images (gemm/im2col.cuh).
-//            EIGHT: a and b are float8, k contiguous, and the rest of this text counts pairs of their
-//            elements (gemm/eight.cuh); row2 and row3 are one number each, and y is their product's multiple.
+//            EIGHT: a and b are float8 (1: e4m3; 2: a is e5m2; 3: b is), k contiguous, and the rest of this text
+//            counts pairs of their elements, of which a swizzled row has 64; row2 and row3 are one number each,
+//            and y is their product's multiple. The tensor core keeps about 14 bits of a sum of 8-bit products:
+//            it sums 128 of k from zero, and floats add up these sums in the order of k.
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 //            STREAM: CTAs share the k-steps of all tiles evenly (gemm/stream.cuh; SINGLE, PINGPONG 0, CLUSTER 1, no SIDE).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
@@ -42,12 +44,9 @@
 #endif
 #include "gemm/epilogue.cuh"
 #include "gemm/side.cuh"
-#include "sm90.cuh"
+#include "wgmma.cuh"
 #include "gemm/im2col.cuh"
 #include "gemm/stream.cuh"
-#if EIGHT
-#include "gemm/eight.cuh"
-#endif
 #include "gemm/column_moments.cuh"
 #ifndef PASSES
 #define PASSES 1
@@ -127,16 +126,6 @@ constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread:
 #endif
 constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
 constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
-
-#define WGMMA_144_(E_, type)                                                                       \
-    template <int TA, int TB> struct Wgmma<E_, 144, TA, TB> {                                      \
-        DEVICE static void run(float (&d)[72], u64 a, u64 b, int add) {                            \
-            WGMMA_(144, type, R60_ R10_(6) "%70,%71", 72, 73, 74, 75, 76, F32_(0), F32_(32),       \
-                   F8_(64));                                                                       \
-        }                                                                                          \
-    };
-WGMMA_144_(bf16, "bf16")
-WGMMA_144_(f16, "f16")
 
 // Planes of pass p: smallest products first, hi . hi last.
 DEVICE int plane_a(int p) {
@@ -518,7 +507,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         float sum[PART / 2];
                         wgmma_fence();
                         UNROLLED for (int q = 0; q < 4; q++)
-                            Eight<EIGHT_A, EIGHT_B, PART>::run(
+                            WgmmaAlongK<EIGHT, PART>::run(
                                 sum, wgmma_descriptor<true>(a + i * 8192 + q * 32),
                                 wgmma_descriptor<true>(b + at * 128 + q * 32), q);
                         wgmma_commit();

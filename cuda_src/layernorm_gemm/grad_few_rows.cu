@@ -24,9 +24,7 @@
 // Bound    : bytes of w and dw for M <= 32, then the tensor cores.
 #include "sm80.cuh"
 #if WG
-#define smem_address smem_address_90  // both headers give it
-#include "sm90.cuh"
-#undef smem_address
+#include "wgmma.cuh"
 #endif
 constexpr int THREADS = 32 * WARPS, N_STEP = 64;
 // warps over g's tile, and over dw's

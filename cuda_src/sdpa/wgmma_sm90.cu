@@ -18,7 +18,7 @@
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
-#include "sdpa/wgmma_widths.cuh"
+#include "wgmma.cuh"
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
@@ -72,7 +72,7 @@ static_assert(ONE || STAGES > 1, "the next tile of keys is awaited before this o
 DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
     wgmma_fence();
     UNROLLED for (int i = 0; i < (D + 15) / 16; i++)
-        WideWgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
+        Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
                                   wgmma_at(wgmma_low<true>(k) + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
 }
@@ -80,7 +80,7 @@ DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
 DEVICE void gather(float (&acc)[VN / 2], const u32 (&p)[TILE / 4], u32 v, int add) {
     wgmma_fence();
     UNROLLED for (int i = 0; i < TILE / 16; i++)
-        WideWgmma<T, VN, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
+        Wgmma<T, VN, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
     wgmma_commit();
 }
 // What a row mask's tile holds for a key: what is added, or +inf where a logit is kept, else what it is.
