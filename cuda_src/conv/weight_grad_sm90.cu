@@ -14,7 +14,7 @@
 // Numerics : f32 sums, pixels in order.
 // Bound    : tensor cores, or HBM where a filter has one tap; L2 for what the tiles share.
 #include "conv/geometry.cuh"
-#include "wgmma.cuh"
+#include "tma_ring.cuh"
 #include "gemm/im2col.cuh"
 
 constexpr int BK = 64, BOX = BK * 128;                // bytes of 64 pixels of 64 filters or channels
@@ -59,17 +59,14 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     conv_weight_grad_wgmma(const __grid_constant__ TensorMap map_dy, const __grid_constant__ TensorMap map_x,
                            PART* part, u32 pixels, int channels, int filters, PIXEL_SIZES, u32 chunk) {
     extern __shared__ __align__(1024) u8 smem[];
-    const u32 base = smem_address(smem), full = base + STAGES * STAGE, empty = full + STAGES * 8;
+    const u32 base = smem_address(smem), barriers = base + STAGES * STAGE;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int blocks = (channels + 63) / 64, tiles_n = (TAPS * blocks + B_BOXES - 1) / B_BOXES;
     const int m0 = blockIdx.x / tiles_n * BM, first_block = blockIdx.x % tiles_n * B_BOXES;
     const u32 first = blockIdx.y * chunk, last = min(first + chunk, pixels);
     const int steps = (int)((last - first + BK - 1) / BK);
     if (warp == CONSUMERS && elect()) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CONSUMERS);
-        }
+        Ring<STAGES>(barriers, true).set_up(CONSUMERS);
         fence_barrier_init();
         tma_prefetch(map_dy);
         tma_prefetch(map_x);
@@ -89,40 +86,29 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
 #else
             Walk at(first, 1, oh, ow);
 #endif
-            int s = 0;
-            u32 phase = 1;
-            ROLLED for (int step = 0; step < steps; step++) {
-                const u32 a = base + s * STAGE, bar = full + s * 8;
-                mbarrier_wait(empty + s * 8, phase);
-                mbarrier_expect(bar, STAGE);
+            Ring<STAGES> ring(barriers, true);
+            ROLLED for (int step = 0; step < steps; step++, ring.next()) {
+                const u32 a = base + ring.s * STAGE, bar = ring.claim(STAGE);
                 UNROLLED for (int i = 0; i < A_BOXES; i++)
                     tma_load(a + i * BOX, map_dy, bar, m0 + i * 64, first + step * BK, 0);
                 UNROLLED for (int i = 0; i < B_BOXES; i++)
                     load_pixels(a + (A_BOXES + i) * BOX, map_x, bar, channel[i], at.pixel(), tap[i]);
                 at.next();
-                if (++s == STAGES) s = 0, phase ^= 1;
             }
         }
     } else {  // ---- consumers ----
         const int group = warp / 4, below = DOWN == 2 ? group * MI : 0, n0 = DOWN == 2 ? 0 : group * OWN;
         float acc[MI][OWN / 2];
-        int s = 0;
-        u32 phase = 0;
-        ROLLED for (int step = 0; step < steps; step++) {
+        Ring<STAGES> ring(barriers, false);
+        ring.multiply(steps, lane, [&](int s, bool more) {
             const u32 a = base + s * STAGE + below * BOX, b = base + s * STAGE + (A_BOXES + n0 / 64) * BOX;
-            mbarrier_wait(full + s * 8, phase);
+            ring.await();
             wgmma_fence();
             UNROLLED for (int q = 0; q < BK / 16; q++)
                 UNROLLED for (int i = 0; i < MI; i++)
                     Wgmma<T, OWN, 1, 1>::run(acc[i], wgmma_descriptor<false>(a + i * BOX + q * 2048),
-                                             wgmma_descriptor<false>(b + q * 2048), step > 0 || q > 0);
-            wgmma_commit();
-            if (step > 0) {  // the step before is done: its stage is free
-                wgmma_wait<1>();
-                if (lane == 0) mbarrier_arrive(empty + (s == 0 ? STAGES - 1 : s - 1) * 8);
-            }
-            if (++s == STAGES) s = 0, phase ^= 1;
-        }
+                                             wgmma_descriptor<false>(b + q * 2048), more || q > 0);
+        });
         wgmma_wait<0>();
         part += (i64)blockIdx.y * filters * TAPS * channels;
         UNROLLED for (int i = 0; i < MI; i++) {

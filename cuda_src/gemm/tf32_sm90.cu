@@ -16,7 +16,7 @@
 #define T float
 #define TO float
 #include "gemm/portable.cuh"
-#include "wgmma.cuh"
+#include "tma_ring.cuh"
 #include "gemm/im2col.cuh"
 
 constexpr int BM = 128, BK = 32;                      // of 128 bytes, a line of the swizzle
@@ -27,15 +27,12 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     gemm_tf32(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
               GEMM_PARAMS, int chunk IM2COL_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
-    const u32 base = smem_address(smem), full = base + STAGES * STAGE, empty = full + STAGES * 8;
+    const u32 base = smem_address(smem), barriers = base + STAGES * STAGE;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int tiles_n = (N + BN - 1) / BN, m0 = blockIdx.x / tiles_n * BM, n0 = blockIdx.x % tiles_n * BN;
     const int begin = blockIdx.y * chunk, steps = min(chunk, (K + BK - 1) / BK - begin);
     if (warp == CONSUMERS && elect()) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CONSUMERS);
-        }
+        Ring<STAGES>(barriers, true).set_up(CONSUMERS);
         fence_barrier_init();
         tma_prefetch(map_a);
         tma_prefetch(map_b);
@@ -45,18 +42,15 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
 
     if (warp == CONSUMERS) {  // ---- producer ----
         if (elect()) {
-            int s = 0;
-            u32 phase = 1;
 #if IM2COL
             const Pixel pixel = first_pixel(m0, PIXELS_OF_Y);
             int tap = begin / blocks, at = begin % blocks * BK;
 #else
             int at = begin * BK;
 #endif
-            ROLLED for (int step = 0; step < steps; step++) {
-                const u32 to = base + s * STAGE, bar = full + s * 8;
-                mbarrier_wait(empty + s * 8, phase);
-                mbarrier_expect(bar, STAGE);
+            Ring<STAGES> ring(barriers, true);
+            ROLLED for (int step = 0; step < steps; step++, ring.next()) {
+                const u32 to = base + ring.s * STAGE, bar = ring.claim(STAGE);
 #if IM2COL
                 load_pixels(to, map_a, bar, at, pixel, tap);
                 tma_load(to + A_BYTES, map_b, bar, at, n0, tap);
@@ -66,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
                 tma_load(to + A_BYTES, map_b, bar, at, n0, 0);
                 at += BK;
 #endif
-                if (++s == STAGES) s = 0, phase ^= 1;
             }
         }
         return;
@@ -74,21 +67,14 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     // ---- consumers ----
     const int group = warp / 4;
     float acc[BN / 2];
-    int s = 0;
-    u32 phase = 0;
-    ROLLED for (int step = 0; step < steps; step++) {
+    Ring<STAGES> ring(barriers, false);
+    ring.multiply(steps, lane, [&](int s, bool more) {
         const u32 u = base + s * STAGE + group * 64 * 128, v = base + s * STAGE + A_BYTES;
-        mbarrier_wait(full + s * 8, phase);
+        ring.await();
         wgmma_fence();
         UNROLLED for (int q = 0; q < 4; q++)
-            WgmmaAlongK<0, BN>::run(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), step > 0 || q > 0);
-        wgmma_commit();
-        if (step > 0) {  // the step before is done: its stage is free
-            wgmma_wait<1>();
-            if (lane == 0) mbarrier_arrive(empty + (s == 0 ? STAGES - 1 : s - 1) * 8);
-        }
-        if (++s == STAGES) s = 0, phase ^= 1;
-    }
+            WgmmaAlongK<0, BN>::run(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), more || q > 0);
+    });
     wgmma_wait<0>();
     wgmma_hold(acc);
     const int m = m0 + group * 64 + warp % 4 * 16 + lane / 4, n = n0 + lane % 4 * 2, columns = N - n;

@@ -44,7 +44,7 @@
 #endif
 #include "gemm/epilogue.cuh"
 #include "gemm/side.cuh"
-#include "wgmma.cuh"
+#include "tma_ring.cuh"
 #include "gemm/im2col.cuh"
 #include "gemm/stream.cuh"
 #include "gemm/column_moments.cuh"
@@ -109,12 +109,12 @@ constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
 constexpr int READERS = CONSUMER_WARPS * CLUSTER + 3;
 #define SUM_A                                                                                      \
     for (int row = 0; row < BM && t.m + row < M; row += 64)                                        \
-    side_columns<64, T>(smem + s * STAGE_BYTES + row * 128,                                        \
+    side_columns<64, T>(smem + ring.s * STAGE_BYTES + row * 128,                                        \
                         part + (i64)((t.m + row) / 64) * K + step * BK, K - step * BK)
 #else
 constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : ALONE ? 4 : 0);
 #define SUM_A                                                                                      \
-    side_columns<BM, T>(smem + s * STAGE_BYTES,                                                    \
+    side_columns<BM, T>(smem + ring.s * STAGE_BYTES,                                                    \
                         part + (i64)(t.m / BM) * K + step * BK, K - step * BK)
 #endif
 #if EIGHT
@@ -184,7 +184,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS STREAM_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
-    u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
+    u32 barriers = base + BAR_AT, c_bar = barriers + STAGES * 16;
+    typedef Ring<STAGES, CLUSTER> Stages;
     int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
     float2* own = (float2*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8 + 16);  // ALONE: rstd, mean
 #if COLUMN_MOMENTS
@@ -237,10 +238,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                    k + rank * 32, zb, 3);
     };
     if (warp == 0 && elect()) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, READERS);
-        }
+        Stages(barriers, true).set_up(READERS);
         for (int i = 0; i < 8 * C_BOXES; i++) mbarrier_init(c_bar + i * 8, 1);
         *limit = 0;
         fence_barrier_init();
@@ -248,9 +246,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         // no more than the first step's: a's would wait behind it
 #if IM2COL
         int early = t.split * per_split, tap = early / blocks;
-        if (STATIC_B) load_b(base + A_BYTES, full, (early - tap * blocks) * BK, t.n, tap);
+        if (STATIC_B) load_b(base + A_BYTES, barriers, (early - tap * blocks) * BK, t.n, tap);
 #else
-        if (STATIC_B) load_b(base + A_BYTES, full, t.split * per_split * BK, t.n, t.batch * batch_b);
+        if (STATIC_B) load_b(base + A_BYTES, barriers, t.split * per_split * BK, t.n, t.batch * batch_b);
 #endif
         tma_prefetch(map_a);
         if (!DIRECT) tma_prefetch(map_y);
@@ -265,20 +263,19 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         if (warp > 0) {
             if (STATIC_B) after_previous_launch();
 #if SIDE == TILES || SIDE == COLUMNS
-            int s = 0, turn = warp - 1;
-            u32 phase = 0;
+            int turn = warp - 1;
+            Stages ring(barriers, false);
             for (int id = start; id < count; next(id)) {
                 int mine = t.n / BN;  // of each work.tiles_n k-steps
-                for (int step = 0; step < all_steps; step++) {
-                    mbarrier_wait(full + s * 8, phase);
+                for (int step = 0; step < all_steps; step++, ring.next()) {
+                    ring.await();
                     if (step == mine) {
                         mine += work.tiles_n;
                         if (turn == 0) SUM_A;
                         turn = turn == 0 ? 2 : turn - 1;
                     }
                     __syncwarp();
-                    if (lane == 0) mbarrier_arrive(empty + s * 8);
-                    if (++s == STAGES) s = 0, phase ^= 1;
+                    if (lane == 0) mbarrier_arrive(ring.empty + ring.s * 8);
                 }
             }
 #if SIDE == TILES
@@ -289,8 +286,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             side_done(sync, gridDim.x * 11);
 #endif
         } else if (elect()) {
-            int s = 0;
-            u32 phase = 1;
+            Stages ring(barriers, true);
             if (STATIC_B) after_previous_launch();
             if (NEXT_ALONE) launch_dependents();
             for (int id = start; id < count; next(id)) {
@@ -307,8 +303,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
 #if IM2COL
                     zb = at / blocks, k = (at - zb * blocks) * BK;
 #endif
-                    u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
-                    mbarrier_wait(empty + s * 8, phase);
+                    u32 a = base + ring.s * STAGE_BYTES, b = a + A_BYTES, bar = ring.full + ring.s * 8;
+                    ring.await_free();
                     if (!STATIC_B || id > start || step > 0) load_b(b, bar, k, t.n, zb);
 #if IM2COL
                     load_pixels(a, map_a, bar, k, pixel, zb);
@@ -319,7 +315,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
 #endif
-                    if (++s == STAGES) s = 0, phase ^= 1;
+                    ring.next();
                     if (EVEN) {  // rows of c: they are in L2 when the epilogue asks for them
                         int to = BM - (steps - 1 - step) * 4, wide = (N - t.n < BN ? N - t.n : BN) * 4;
                         ROLLED for (int row = step ? to - 4 : 0; row < to; row++)
@@ -344,8 +340,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         u32 cin = base + C_AT + (warp - 4) * C_BOXES * BOX, cbar = c_bar + (warp - 4) * C_BOXES * 8;
         // where this lane's ldmatrix / stmatrix row lies in a box, but for the 16-byte chunk
         int brow = lane % 16, bchunk = lane / 16;
-        int s = 0, turn = 0, out_slot = 0, c_slot = 0, c_load = 0;
-        u32 phase = 0, c_phase = 0;
+        Stages ring(barriers, false);
+        int turn = 0, out_slot = 0, c_slot = 0, c_load = 0;
+        u32 c_phase = 0;
         if (PINGPONG && group == 1) bar_arrive(2, 256);  // group 0 multiplies first
 #if SIDE == OWN || SIDE == OWN_RMS
         if (group == 1) {  // it has no tile
@@ -358,12 +355,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             float2 found = side_own<SIDE == OWN_RMS, T>(
                 K, epsilon,
                 [&](int step) {
-                    mbarrier_wait(full + step % STAGES * 8, step / STAGES & 1);
+                    mbarrier_wait(ring.full + step % STAGES * 8, step / STAGES & 1);
                     return (const u8*)smem + step % STAGES * STAGE_BYTES;
                 },
                 [&](int step) {
                     __syncwarp();
-                    if (lane == 0) mbarrier_arrive(empty + step % STAGES * 8);
+                    if (lane == 0) mbarrier_arrive(ring.empty + step % STAGES * 8);
                 });
             if (lane % 2 == 0) own[row] = found;
             bar_arrive(6, 256);
@@ -383,9 +380,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         for (int id = start; id < count; next(id), turn++) {
             int steps = steps_of(t.split);
             if (PINGPONG && turn % 2 != group) {
-                s += steps;
-                phase ^= s / STAGES & 1;
-                s %= STAGES;
+                ring.skip(steps);
                 continue;
             }
             // what the epilogue will need starts its way before the multiplication
@@ -498,10 +493,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (PINGPONG) bar_sync(2 + group, 256);
             UNROLLED for (int i = 0; i < MI; i++)
                 UNROLLED for (int e = 0; e < BN / 2; e++) acc[i][e] = 0;
-            ROLLED for (int step = 0; step < steps; step++) {
-                u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
-                u32 b = base + s * STAGE_BYTES + A_BYTES;
-                mbarrier_wait(full + s * 8, phase);
+            ROLLED for (int step = 0; step < steps; step++, ring.next()) {
+                u32 a = base + ring.s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
+                u32 b = base + ring.s * STAGE_BYTES + A_BYTES;
+                ring.await();
                 UNROLLED for (int i = 0; i < MI; i++)
                     UNROLLED for (int at = 0; at < BN; at += PART) {
                         float sum[PART / 2];
@@ -515,55 +510,27 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         wgmma_hold(sum);
                         UNROLLED for (int e = 0; e < PART / 2; e++) acc[i][at / 2 + e] += sum[e];
                     }
-                if (CLUSTER == 1) {
-                    if (lane == 0) mbarrier_arrive(empty + s * 8);
-                } else if (lane < CLUSTER) {
-                    mbarrier_arrive_remote(empty + s * 8, lane);
-                }
-                if (++s == STAGES) s = 0, phase ^= 1;
+                ring.release(lane);
             }
             if (PINGPONG) bar_arrive(3 - group, 256);
 #else
-            auto multiply = [&](bool more, bool first) {
+            if (PINGPONG) bar_sync(2 + group, 256);
+            ring.template multiply<BIG>(steps, lane, [&](int s, bool more) {
                 u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
                 u32 b = base + s * STAGE_BYTES + A_BYTES;
-                mbarrier_wait(full + s * 8, phase);
+                ring.await();
                 wgmma_fence();
                 UNROLLED for (int q = 0; q < BK / 16; q++) {
                     u64 db = wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048));
                     UNROLLED for (int i = 0; i < MI; i++)
                         Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
                             acc[i],
-                            wgmma_descriptor<!TRANS_A>(a + i * 8192 + q * (TRANS_A ? 2048 : 32)), db,
-                            first ? q : more || q);
+                            wgmma_descriptor<!TRANS_A>(a + i * 8192 + q * (TRANS_A ? 2048 : 32)), db, more || q);
                 }
-                wgmma_commit();
-                if (!first && more) {  // the step before is done: its stage is free
-                    wgmma_wait<1>();
-                    int before = s == 0 ? STAGES - 1 : s - 1;
-                    if (CLUSTER == 1) {
-                        if (lane == 0) mbarrier_arrive(empty + before * 8);
-                    } else if (lane < CLUSTER) {
-                        mbarrier_arrive_remote(empty + before * 8, lane);
-                    }
-                }
-                if (++s == STAGES) s = 0, phase ^= 1;
-            };
-            if (PINGPONG) bar_sync(2 + group, 256);
-            // BIG: the first step apart, ptxas sees that it needs no sums of the tile before, whose
-            // registers are then free as its epilogue goes on
-            if (BIG) multiply(false, true);
-            ROLLED for (int step = BIG; step < steps; step++) multiply(step > 0, false);
+            });
             if (PINGPONG) bar_arrive(3 - group, 256);
             wgmma_wait<0>();
-            {
-                int before = s == 0 ? STAGES - 1 : s - 1;
-                if (CLUSTER == 1) {
-                    if (lane == 0) mbarrier_arrive(empty + before * 8);
-                } else if (lane < CLUSTER) {
-                    mbarrier_arrive_remote(empty + before * 8, lane);
-                }
-            }
+            ring.release_before(lane);
 #endif
 #if STREAM
             if (!ends) {
