@@ -103,7 +103,7 @@ template <int V, class E> DEVICE void store(E* p, const Vec<E, V>& v) { *(Vec<E,
 
 // ---- reductions whose order depends on the thread count alone ----
 // Of a quad of lanes, which hold a row of a product's accumulators.
-DEVICE float quad_sum(float x) {
+template <class S> DEVICE S quad_sum(S x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }

@@ -11,6 +11,13 @@ DEVICE void cp_async_16(u32 to, const void* from, int bytes) {
 DEVICE void cp_async_4(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
+// 16 bytes to shared memory where they are `there`, else a word four times; nothing else is read.
+DEVICE void cp_async_or_fill(u32 to, const void* from, int bytes, bool there, u32 word) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+                 "@!p st.shared.v4.u32 [%0], {%4, %4, %4, %4};\n}" ::"r"(to), "l"(from), "r"(bytes), "r"((int)there),
+                 "r"(word)
+                 : "memory");
+}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
 
@@ -54,4 +61,10 @@ DEVICE u32 to_tf32(float x) {
     u32 y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
     return y;
+}
+// Two float32 numbers as pairs of bf16: what they round to, and what that leaves.
+DEVICE void split(float x0, float x1, u32& hi, u32& lo) {
+    hi = pack2<bf16>(x0, x1);
+    const float2 h = unpack2<bf16>(hi);
+    lo = pack2<bf16>(x0 - h.x, x1 - h.y);
 }

@@ -41,13 +41,6 @@ static_assert(A_ROWS > 0 && B_ROWS > 0 && NT % 2 == 0 && ROWS % 8 == 0, "tile an
 
 // The place of a chunk of 16 bytes in its row.
 DEVICE int turned(int row, int chunk) { return (chunk ^ row / LINES % CHUNKS) * 16; }
-// 16 bytes to shared memory: those at `from`, past `bytes` zeros, or a word four times; nothing else is read.
-DEVICE void copy_or_fill(u32 to, const void* from, int bytes, bool there, u32 word) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
-                 "@!p st.shared.v4.u32 [%0], {%4, %4, %4, %4};\n}" ::"r"(to), "l"(from), "r"(bytes), "r"((int)there),
-                 "r"(word)
-                 : "memory");
-}
 // Two neighbours of an operand, the second where it is there.
 template <class E> DEVICE void pair_of(const E* p, bool both, E (&to)[2]) {
     if (VEC > 1) {
@@ -102,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const bool in = (unsigned)(iy[i] + dy) < (unsigned)h &&
                                 (FLAT || (unsigned)(ix[i] + dx) < (unsigned)w) &&
                                 (!DEEP || (unsigned)(iz[i] + dz) < (unsigned)d);
-                copy_or_fill(to + i * ROWS * BK, from[i] + on, bytes, in, border);
+                cp_async_or_fill(to + i * ROWS * BK, from[i] + on, bytes, in, border);
             }
             const signed char* b = filter + (TAPS > 1 ? (i64)tap * ldw : 0) + c0;
             UNROLLED for (int i = 0; i < B_ROWS; i++, b += rows_b)

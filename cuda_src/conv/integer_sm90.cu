@@ -27,13 +27,6 @@ static_assert(A_ROWS > 0 && B_ROWS > 0 && ROWS % 8 == 0 && BN % 64 == 0, "tile a
 DEVICE int turned(int row, int chunk) { return (chunk ^ row * CHUNKS / 8 % CHUNKS) * 16; }
 // The filter of a row of shared memory: a permutation of bits.
 DEVICE constexpr int filter_of(int row) { return row / 64 * 64 + row % 8 / 2 * RUN + row % 64 / 8 * 2 + row % 2; }
-// 16 bytes to shared memory: those at `from`, past `bytes` zeros, or a word four times; nothing else is read.
-DEVICE void copy_or_fill(u32 to, const void* from, int bytes, bool there, u32 word) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
-                 "@!p st.shared.v4.u32 [%0], {%4, %4, %4, %4};\n}" ::"r"(to), "l"(from), "r"(bytes), "r"((int)there),
-                 "r"(word)
-                 : "memory");
-}
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 // Elements of an operand from `at` on, if there is one.
@@ -90,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const signed char* b = filter + (TAPS > 1 ? (i64)s.tap * ldw : 0) + s.c0;
         const int bytes = s.c0 + at < ldw ? 16 : 0;
         UNROLLED for (int i = 0; i < B_ROWS; i++)
-            copy_or_fill(to0 + step % STAGES * STAGE + BM * BK + i * ROWS * BK, b + filter_of(i * ROWS) * line_b,
+            cp_async_or_fill(to0 + step % STAGES * STAGE + BM * BK + i * ROWS * BK, b + filter_of(i * ROWS) * line_b,
                          b0 + filter_of(i * ROWS) < left_n ? bytes : 0, true, 0);
     };
     auto copy_a = [&](int step, const Step& s) {
@@ -100,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         UNROLLED for (int i = 0; i < A_ROWS; i++) {
             const bool in = (unsigned)(iy[i] + dy) < (unsigned)h && (FLAT || (unsigned)(ix[i] + dx) < (unsigned)w) &&
                             (!DEEP || (unsigned)(iz[i] + dz) < (unsigned)d);
-            copy_or_fill(to0 + step % STAGES * STAGE + i * ROWS * BK, image + (i64)from[i] * 16 + on,
+            cp_async_or_fill(to0 + step % STAGES * STAGE + i * ROWS * BK, image + (i64)from[i] * 16 + on,
                          left >= 16 ? 16 : left > 0 ? left : 0, in, border);
         }
     };

@@ -25,12 +25,7 @@ constexpr int A_ROWS = BM / ROWS, B_ROWS = BN / ROWS, MT = WM / 16, NT = WN / 8;
 constexpr int STAGE = (BM + BN) * PITCH, OUT = BN + 4;
 static_assert(A_ROWS > 0 && B_ROWS > 0 && NT % 2 == 0, "tile and threads");
 
-// Two float32 elements as bf16 pairs: what they round to, and what that leaves.
-DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) {
-    hi = pack2<bf16>(__uint_as_float(x0), __uint_as_float(x1));
-    const float2 h = unpack2<bf16>(hi);
-    lo = pack2<bf16>(__uint_as_float(x0) - h.x, __uint_as_float(x1) - h.y);
-}
+DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) { split(__uint_as_float(x0), __uint_as_float(x1), hi, lo); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,

@@ -90,6 +90,12 @@ template <class S> DEVICE TO stored(S v, const TO* y) {
 }
 
 struct Row { float r0, r1, r2, r3; };
+// The numbers of a row, and of a column, that the epilogue reads from the kernel's parameters.
+#define GEMM_ROW(m)                                                                                \
+    Row{EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_R1 ? to_float(row1[m]) : 0.0f,                \
+        EPI_R2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f}
+#define GEMM_COL0(n) (EPI_COLS > 1 ? to_float(col0[n]) : 0.0f)
+#define GEMM_COL1(n) (EPI_COLS > 0 ? to_float(col1[n]) : 0.0f)
 struct Dots { float gamma, beta; };  // EPI_DW's sums of a row, or of a column
 
 template <class S> struct Activate {

@@ -60,12 +60,6 @@ template <int ROWS, bool CONTIG_K> struct Tile {
 typedef Tile<BM, !TRANS_A> TileA;
 typedef Tile<BN, TRANS_B> TileB;
 
-DEVICE void split(float x0, float x1, u32& hi, u32& lo) {
-    hi = pack2<bf16>(x0, x1);
-    float2 h = unpack2<bf16>(hi);
-    lo = pack2<bf16>(x0 - h.x, x1 - h.y);
-}
-
 extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 smem[];

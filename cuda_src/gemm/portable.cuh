@@ -20,10 +20,6 @@
         if (SAVE_Z) z += (i64)blockIdx.z * M * N;                                                  \
     }
 
-#define GEMM_ROW(m) \
-    Row{EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_R1 ? to_float(row1[m]) : 0.0f,                \
-        EPI_R2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f}
-
 // Finish accumulator v of element (m, n), which lies inside.
 #define GEMM_STORE(S, v, m, n, row, dots)                                                          \
     {                                                                                              \

@@ -14,8 +14,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
     after_previous_launch();
     __shared__ float scratch[8];
     int m = blockIdx.x;
-    Row row = {EPI_ROWS > 0 ? to_float(row0[m]) : 0.0f, EPI_R1 ? to_float(row1[m]) : 0.0f,
-               EPI_R2 ? to_float(row2[m]) : 0.0f, EPI_ROWS > 3 ? to_float(row3[m]) : 0.0f};
+    Row row = GEMM_ROW(m);
     Dots dots = {};
     int to = (blockIdx.y + 1) * 1024 < N ? (blockIdx.y + 1) * 1024 : N;
 #if GATE
@@ -27,10 +26,8 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
             float2 term = *(const float2*)(partial + ((i64)s * M + m) * N + n);
             v.x += term.x, v.y += term.y;
         }
-        v.x = before_act(v.x, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
-                         EPI_COLS > 0 ? to_float(col1[n]) : 0.0f, 0.0f, alpha, beta, zz);
-        v.y = before_act(v.y, row, EPI_COLS > 1 ? to_float(col0[n + 1]) : 0.0f,
-                         EPI_COLS > 0 ? to_float(col1[n + 1]) : 0.0f, 0.0f, alpha, beta, zz);
+        v.x = before_act(v.x, row, GEMM_COL0(n), GEMM_COL1(n), 0.0f, alpha, beta, zz);
+        v.y = before_act(v.y, row, GEMM_COL0(n + 1), GEMM_COL1(n + 1), 0.0f, alpha, beta, zz);
         y[(i64)m * (N / 2) + gate_column(n)] = from_float<TO>(gated<float>(v.x, v.y, act_alpha));
     }
     return;
@@ -40,9 +37,8 @@ extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
         float v = 0, zz = 0;
 #pragma unroll 8
         for (int s = 0; s < splits; s++) v += partial[(i64)s * M * N + at];
-        v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
-                            EPI_COLS > 0 ? to_float(col1[n]) : 0.0f,
-                            EPI_OPERAND ? to_float(c[at]) : 0.0f, alpha, beta, act_alpha, zz, dots);
+        v = epilogue<float>(v, row, GEMM_COL0(n), GEMM_COL1(n), EPI_OPERAND ? to_float(c[at]) : 0.0f, alpha, beta,
+                            act_alpha, zz, dots);
         y[at] = stored<float>(v, y + at);
         if (SAVE_Z) z[at] = from_float<TO>(zz);
     }

@@ -106,12 +106,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_vector(
         if (EPI_OPERAND) of_c = to_float(c[n]);
         if (EPI_COLS > 0) of_col1 = to_float(col1[n]);
         if (EPI_COLS > 1) of_col0 = to_float(col0[n]);
-        if (!LN && EPI_ROWS > 0) {
-            row.r0 = to_float(row0[0]);
-            if (EPI_R1) row.r1 = to_float(row1[0]);
-            if (EPI_R2) row.r2 = to_float(row2[0]);
-            if (EPI_ROWS > 3) row.r3 = to_float(row3[0]);
-        }
+        if (!LN && EPI_ROWS > 0) row = GEMM_ROW(0);
     }
 #if TRANS_B
     UNROLLED for (int i = 0; i < STEPS; i++)

@@ -270,26 +270,18 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
         if (m >= M || n >= N) continue;
         Row row = {};
         if (LN == 1) row.r0 = stats[1][r], row.r1 = stats[0][r];
-        else if (EPI_ROWS > 0) {
-            row.r0 = to_float(row0[m]);
-            if (EPI_R1) row.r1 = to_float(row1[m]);
-            if (EPI_R2) row.r2 = to_float(row2[m]);
-            if (EPI_ROWS > 3) row.r3 = to_float(row3[m]);
-        }
+        else row = GEMM_ROW(m);
         float zz = 0;
 #if GATE
-        v = before_act(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
-                       EPI_COLS > 0 ? to_float(col1[n]) : 0.0f, 0.0f, alpha, beta, zz);
-        through = before_act(through, row, EPI_COLS > 1 ? to_float(col0[n + 1]) : 0.0f,
-                             EPI_COLS > 0 ? to_float(col1[n + 1]) : 0.0f, 0.0f, alpha, beta, zz);
+        v = before_act(v, row, GEMM_COL0(n), GEMM_COL1(n), 0.0f, alpha, beta, zz);
+        through = before_act(through, row, GEMM_COL0(n + 1), GEMM_COL1(n + 1), 0.0f, alpha, beta, zz);
         y[(i64)m * (N / 2) + gate_column(n)] = from_float<TO>(gated<float>(v, through, act_alpha));
         continue;
 #endif
         Dots dots = {};
         i64 out = (i64)m * N + n;
-        v = epilogue<float>(v, row, EPI_COLS > 1 ? to_float(col0[n]) : 0.0f,
-                            EPI_COLS > 0 ? to_float(col1[n]) : 0.0f,
-                            EPI_OPERAND ? to_float(c[out]) : 0.0f, alpha, beta, act_alpha, zz, dots);
+        v = epilogue<float>(v, row, GEMM_COL0(n), GEMM_COL1(n), EPI_OPERAND ? to_float(c[out]) : 0.0f, alpha, beta,
+                            act_alpha, zz, dots);
         y[out] = stored<float>(v, y + out);
         if (SAVE_Z) z[out] = from_float<TO>(zz);
     }

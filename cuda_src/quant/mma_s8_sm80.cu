@@ -31,10 +31,6 @@ DEVICE void mma_s8(int (&d)[4], const u32 (&a)[4], const u32* b) {
 template <bool SIGNED> DEVICE int sum4(u32 x, int sum) {
     return SIGNED ? __dp4a((int)x, 0x01010101, sum) : (int)__dp4a(x, 0x01010101u, (u32)sum);
 }
-DEVICE int quad(int x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 template <bool SIGNED> DEVICE int integer(const u8* p, int i) { return SIGNED ? (int)(signed char)p[i] : (int)p[i]; }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
@@ -101,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_s8_sm80(
         }
     }
     if (ZB)
-        UNROLLED for (int i = 0; i < MI; i++) of_row[i][0] = quad(of_row[i][0]), of_row[i][1] = quad(of_row[i][1]);
+        UNROLLED for (int i = 0; i < MI; i++) of_row[i][0] = quad_sum(of_row[i][0]), of_row[i][1] = quad_sum(of_row[i][1]);
     UNROLLED for (int j = 0; j < NI; j++) {
-        const int total = ZA ? quad(of_column[j]) : 0;
+        const int total = ZA ? quad_sum(of_column[j]) : 0;
         UNROLLED for (int e = 0; e < 2; e++) {
             const int column = ZA ? __shfl_sync(~0u, total, (lane % 4 * 2 + e) * 4) : 0;
             const int n = n0 + (wn * NI + j) * 8 + lane % 4 * 2 + e;
