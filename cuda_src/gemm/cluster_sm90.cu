@@ -284,21 +284,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             int s = step % STAGES, k = (first + step) * BK;
             u32 b = base + B_AT + s * STAGE, bar = full + s * 8;
             mbarrier_expect(bar, STAGE);
-#if IM2COL
-            int tap = (first + step) / blocks;
-            tma_load(b, map_b, bar, k - tap * blocks * BK, n0, tap);
-#else
-            if (TRANS_B)
-                tma_load(b, map_b, bar, k, n0, 0);
+            const int tap = IM2COL ? (first + step) / blocks : 0;
+            if (IM2COL || TRANS_B)
+                tma_load(b, map_b, bar, k - tap * blocks * BK, n0, tap);
             else if (N_STEP == 64)  // 64-wide blocks of n are the map's third dimension
                 tma_load(b, map_b, bar, 0, k, n0 / 64);
             else
                 UNROLLED for (int i = 0; i < BN / 64; i++) tma_load(b + i * 8192, map_b, bar, n0 + i * 64, k, 0);
-#endif
         };
-#if IM2COL
         Pixel pixel = first_pixel(m0 + side * (ROWS / SHARE), PIXELS_OF_Y);
-#endif
         auto load_a = [&](int step) {  // this CTA's share of the rows (TRANS_A: of k), to all sharers
             int s = step % STAGES, k = (first + step) * BK;
             u32 a = base + (NORM ? step * A_BYTES : s * STAGE), bar = NORM ? here + step * 8 : full + s * 8;
@@ -309,12 +303,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 u32 to = a + i * 8192 + side * ((TRANS_A ? BK : ROWS) / SHARE * 128);
                 int x = TRANS_A ? m0 + i * 64 : k;
                 int row = TRANS_A ? k + side * (BK / SHARE) : m0 + side * (ROWS / SHARE);
-#if IM2COL
-                int tap = (first + step) / blocks;
-                load_pixels(to, map_a, bar, k - tap * blocks * BK, pixel, tap, SHARE > 1 ? sharers : 0);
-                continue;
-#endif
-                if (SHARE == 1) tma_load(to, map_a, bar, x, row, 0);
+                const int tap = IM2COL ? (first + step) / blocks : 0;
+                if (IM2COL) load_pixels(to, map_a, bar, k - tap * blocks * BK, pixel, tap, SHARE > 1 ? sharers : 0);
+                else if (SHARE == 1) tma_load(to, map_a, bar, x, row, 0);
                 else tma_load_multicast(to, map_a, bar, x, row, 0, sharers);
             }
         };

@@ -55,6 +55,10 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixe
 #define IM2COL 0
 #define IM2COL_PARAMS
 #define PIXELS_OF_Y 0, 0
+enum { blocks = 1 };  // what no product reads that gathers nothing
+struct Pixel {};
+DEVICE Pixel first_pixel(int, int, int) { return {}; }
+DEVICE void load_pixels(u32, const TensorMap&, u32, int, const Pixel&, int, u16 = 0) {}
 #endif
 // GAPS: y's pixels stand apart, as of one phase of a transposed convolution's stride.
 #ifndef GAPS

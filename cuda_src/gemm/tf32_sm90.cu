@@ -42,24 +42,15 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
 
     if (warp == CONSUMERS) {  // ---- producer ----
         if (elect()) {
-#if IM2COL
             const Pixel pixel = first_pixel(m0, PIXELS_OF_Y);
-            int tap = begin / blocks, at = begin % blocks * BK;
-#else
-            int at = begin * BK;
-#endif
+            int tap = IM2COL ? begin / blocks : 0, at = (IM2COL ? begin % blocks : begin) * BK;
             Ring<STAGES> ring(barriers, true);
             ROLLED for (int step = 0; step < steps; step++, ring.next()) {
                 const u32 to = base + ring.s * STAGE, bar = ring.claim(STAGE);
-#if IM2COL
-                load_pixels(to, map_a, bar, at, pixel, tap);
+                if (IM2COL) load_pixels(to, map_a, bar, at, pixel, tap);
+                else tma_load(to, map_a, bar, at, m0, 0);
                 tma_load(to + A_BYTES, map_b, bar, at, n0, tap);
-                if ((at += BK) == blocks * BK) at = 0, tap++;
-#else
-                tma_load(to, map_a, bar, at, m0, 0);
-                tma_load(to + A_BYTES, map_b, bar, at, n0, 0);
-                at += BK;
-#endif
+                if ((at += BK) == blocks * BK && IM2COL) at = 0, tap++;
             }
         }
         return;

@@ -105,18 +105,7 @@ constexpr int COL_SETS = PINGPONG && !ALONE ? 2 : 1;  // cooperative warpgroups 
 constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX;
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
-#if SIDE == COLUMNS
-constexpr int READERS = CONSUMER_WARPS * CLUSTER + 3;
-#define SUM_A                                                                                      \
-    for (int row = 0; row < BM && t.m + row < M; row += 64)                                        \
-    side_columns<64, T>(smem + ring.s * STAGE_BYTES + row * 128,                                        \
-                        part + (i64)((t.m + row) / 64) * K + step * BK, K - step * BK)
-#else
-constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : ALONE ? 4 : 0);
-#define SUM_A                                                                                      \
-    side_columns<BM, T>(smem + ring.s * STAGE_BYTES,                                                    \
-                        part + (i64)(t.m / BM) * K + step * BK, K - step * BK)
-#endif
+constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == COLUMNS || SIDE == TILES ? 3 : ALONE ? 4 : 0);
 #if EIGHT
 constexpr int PART = BN > 192 ? 128 : BN;          // columns that are summed from zero at once
 constexpr bool BIG = MI * BN + PART > 256;
@@ -244,12 +233,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         fence_barrier_init();
         tma_prefetch(map_b);
         // no more than the first step's: a's would wait behind it
-#if IM2COL
-        int early = t.split * per_split, tap = early / blocks;
-        if (STATIC_B) load_b(base + A_BYTES, barriers, (early - tap * blocks) * BK, t.n, tap);
-#else
-        if (STATIC_B) load_b(base + A_BYTES, barriers, t.split * per_split * BK, t.n, t.batch * batch_b);
-#endif
+        int early = t.split * per_split, tap = IM2COL ? early / blocks : 0;
+        if (STATIC_B)
+            load_b(base + A_BYTES, barriers, (early - tap * blocks) * BK, t.n, IM2COL ? tap : t.batch * batch_b);
         tma_prefetch(map_a);
         if (!DIRECT) tma_prefetch(map_y);
         if (C_BOXES) tma_prefetch(map_c);
@@ -271,7 +257,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     ring.await();
                     if (step == mine) {
                         mine += work.tiles_n;
-                        if (turn == 0) SUM_A;
+                        const u8* tile = smem + ring.s * STAGE_BYTES;
+                        if (turn == 0 && SIDE == TILES)
+                            side_columns<BM, T>(tile, part + (i64)(t.m / BM) * K + step * BK, K - step * BK);
+                        for (int row = 0; SIDE == COLUMNS && turn == 0 && row < BM && t.m + row < M; row += 64)
+                            side_columns<64, T>(tile + row * 128, part + (i64)((t.m + row) / 64) * K + step * BK, K - step * BK);
                         turn = turn == 0 ? 2 : turn - 1;
                     }
                     __syncwarp();
@@ -291,30 +281,24 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (NEXT_ALONE) launch_dependents();
             for (int id = start; id < count; next(id)) {
                 int steps = steps_of(t.split);
-#if IM2COL
                 Pixel pixel = first_pixel(t.m, PIXELS_OF_Y);
-#endif
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
                 ROLLED for (int step = 0; step < steps; step++) {
                     int at = t.split * per_split + step, pass = PASSES > 1 ? at / k_steps : 0;
                     int k = (at - pass * k_steps) * BK;
                     int za = PASSES > 1 ? plane_a(pass) : t.batch * batch_a;
                     int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
-#if IM2COL
-                    zb = at / blocks, k = (at - zb * blocks) * BK;
-#endif
+                    if (IM2COL) zb = at / blocks, k = (at - zb * blocks) * BK;
                     u32 a = base + ring.s * STAGE_BYTES, b = a + A_BYTES, bar = ring.full + ring.s * 8;
                     ring.await_free();
                     if (!STATIC_B || id > start || step > 0) load_b(b, bar, k, t.n, zb);
-#if IM2COL
-                    load_pixels(a, map_a, bar, k, pixel, zb);
-#else
-                    if (TRANS_A)
+                    if (IM2COL)
+                        load_pixels(a, map_a, bar, k, pixel, zb);
+                    else if (TRANS_A)
                         UNROLLED for (int i = 0; i < BM / 64; i++)
                             tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
-#endif
                     ring.next();
                     if (EVEN) {  // rows of c: they are in L2 when the epilogue asks for them
                         int to = BM - (steps - 1 - step) * 4, wide = (N - t.n < BN ? N - t.n : BN) * 4;

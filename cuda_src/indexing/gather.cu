@@ -3,12 +3,6 @@
 //          An index counts from the end if negative; outside the axis it gives zeros.
 // Launch : one thread a unit of y.
 #include "common.cuh"
-#ifndef T
-#define T u32
-#endif
-#ifndef IDX
-#define IDX i64
-#endif
 struct alignas(16) u128 { u64 lo, hi; };
 
 DEVICE i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }

@@ -6,15 +6,6 @@
 //            accumulators, scatter_nd a block of 128 threads an update.
 // Numerics : in order; scatter_lines rounds sums of 16-bit floats once.
 // Bound    : scatter_lines memory, each operand once; the others the latency of few threads.
-#ifndef T
-#define T float
-#endif
-#ifndef IDX
-#define IDX i64
-#endif
-#ifndef REDUCE
-#define REDUCE 1
-#endif
 #define ELEMENTS 0
 #include "indexing/combine.cuh"
 #include "indexing/places.cuh"

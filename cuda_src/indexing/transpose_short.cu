@@ -7,15 +7,6 @@
 // Launch   : one block of 256 threads for 256 columns; IDX counts elements. dp is at most 23.
 // Bound    : bytes.
 #include "common.cuh"
-#ifndef T
-#define T float
-#endif
-#ifndef VEC
-#define VEC 1
-#endif
-#ifndef IDX
-#define IDX int
-#endif
 
 extern "C" __global__ void __launch_bounds__(256)
     transpose_short(const T* x, T* y, IDX dp, IDX dq, IDX y_p, IDX d1, IDX d2, IDX x_0, IDX x_1, IDX x_2,
