@@ -15,6 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import __version__, progress, rewrite, session
+from onnx_fuse.adapters.columns import AdaptedWeight, AdapterColumns, Ends, rows_for
+from onnx_fuse.adapters.held import AdaptedFile
+from onnx_fuse.adapters.inputs import add_inputs, chosen
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_hash
@@ -27,12 +30,13 @@ from onnx_fuse.ir.constants import DEFAULT, Model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.program import template
-from onnx_fuse.program.call import Call, NeedsValues, Program
+from onnx_fuse.program.call import Call, NeedsValues, Program, dtype_of
 from onnx_fuse.program.call import Shapes as TypedShapes
 from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
+from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.encoding import FORMAT
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -77,6 +81,8 @@ def compile(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     precision: str = "fp32",
     level: int = 2,
+    adapter_rank: int = 0,
+    adapter_weights: Sequence[str] = ("*",),
 ) -> Compiled:
     """Fuse and compile `model` for `targets` into one file that runs without a compiler.
 
@@ -92,16 +98,78 @@ def compile(
             serve them, and `shapes` may leave those sizes out.
         precision: As in InferenceSession.
         level: Level of the fusions, 0 to 3.
+        adapter_rank: The most ranks that the low-rank adapters of a batch may have together,
+            rounded up to a power of two of at least 16; 0 for a file without adapters
+            (docs/howto/adapters.md). Runs with and without adapters have programs of their own.
+        adapter_weights: Globs over the names of the weights, or of their PyTorch modules, that
+            adapters may have.
 
     Raises:
-        UsageError: The shape of an input stays free.
+        UsageError: The shape of an input stays free, or a glob matches no weight.
         ModelError: The model is malformed, an operator has no kernel, or sizes depend on data.
         DeviceError: NVRTC is missing.
     """
     graph = session.load(model)
-    rewrite.optimize(graph, level=level, own_kernels=True)
-    graph, math = in_precision(graph, precision)
-    return _compiled(graph, path, targets, shapes, ranges or {}, precision, math)
+    adapted = _with_adapters(graph, adapter_rank, adapter_weights, precision)
+    graphs = [graph, *([adapted.graph] if adapted else [])]
+    for each in graphs:
+        rewrite.optimize(each, level=level, own_kernels=True)
+    ready, maths = zip(*(in_precision(each, precision) for each in graphs), strict=True)
+    if adapted:
+        adapted = replace(adapted, graph=_apart(*ready))
+    return _compiled(
+        ready[0], path, targets, shapes, ranges or {}, precision, maths[0], adapted=adapted
+    )
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """A graph with inputs for adapters."""
+
+    graph: ir.Model
+    ends: Ends
+    layout: AdapterColumns
+    weights: list[AdaptedWeight]
+    ranks: int
+
+    def shapes(self, shapes: Shapes) -> Shapes:
+        """Those of all inputs, from those of the model's own."""
+        more = {self.ends.matrices: (self.ranks, self.layout.columns)}
+        if not self.ends.refusal:
+            more[self.ends.mask] = ([*shapes.get(self.ends.batch, ()), -1][0], self.ranks)
+        return {**shapes, **more}
+
+    def manifest(self) -> dict[str, Any]:
+        """What the file says of them."""
+        names = {self.ends.matrices, self.ends.mask}
+        inputs = [list(argument(v)) for v in self.graph.graph.inputs if v.name in names]
+        about = AdaptedFile.manifest(self.ends, self.weights, self.ranks, self.layout)
+        return {"adapters": {"inputs": inputs, **about}}
+
+
+def _with_adapters(
+    graph: ir.Model, ranks: int, globs: Sequence[str], precision: str
+) -> _Adapted | None:
+    if ranks < 1:
+        return None
+    graph = graph.clone()
+    lift_parameters(graph)
+    kind = PRECISIONS[precision][0]
+    weights = chosen(graph, globs)
+    layout = AdapterColumns.of(weights, None if kind == "float32" else dtype_of(kind))
+    return _Adapted(graph, add_inputs(graph, layout), layout, weights, rows_for(ranks))
+
+
+def _apart(graph: ir.Model, other: ir.Model) -> ir.Model:
+    """`other`, whose weights have names of their own where `graph` has others of these names."""
+    for name, value in list(other.graph.initializers.items()):
+        mine = graph.graph.initializers.get(name)
+        if mine is None or mine.const_value is None or value.const_value is None:
+            continue
+        one, two = mine.const_value.numpy(), value.const_value.numpy()
+        if (one.dtype, one.shape, one.tobytes()) != (two.dtype, two.shape, two.tobytes()):
+            value.name = f"{name} beside adapters"
+    return other
 
 
 def compile_training(
@@ -163,23 +231,25 @@ def _compiled(
     precision: str,
     math: str,
     state: Mapping[str, str] | None = None,
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
+    adapted: _Adapted | None = None,
 ) -> Compiled:
     """Write the file of a graph in which everything is fused, with `more` in its manifest."""
     expand_standard_updates(graph)
-    free = _free(graph, ranges)
-    wanted = [_closed(graph, each, free) for each in shapes]
-    wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
+    sets = [(graph, shapes)]
+    if adapted is not None:
+        sets.append((adapted.graph, [adapted.shapes(each) for each in shapes]))
+        more = adapted.manifest()
+    built: list[_Compiled] = []
+    plain: list[Closed] = []
     with cublaslt.left_out():
-        built = []
-        for target, hw in targets.items():
-            programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
-            for i, closed in enumerate(wanted):
-                progress.report(f"lowering for {target}", i, len(wanted))
-                if free:
-                    built += _over(programs, target, closed, free)
-                else:
-                    built.append(_Compiled(target, hw, closed, _lowered(programs, closed).program))
+        for each, its_shapes in sets:
+            free = _free(each, ranges)
+            wanted = [_closed(each, s, free) for s in its_shapes]
+            wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
+            plain = plain or wanted
+            for target, hw in targets.items():
+                built += _built(each, target, hw, math, state, wanted, free)
     members: dict[str, bytes] = {}
     names, table = _modules(built, members)
     modules = list(dict.fromkeys(names.values()))
@@ -193,7 +263,7 @@ def _compiled(
 
     entries = []
     for i, one in enumerate(built):
-        _weights(graph, one.program, tensors)
+        _weights(one.graph, one.program, tensors)
         inputs = {name: [list(shape), dtype] for name, (shape, dtype) in one.shapes.items()}
         member = f"programs/{i}.json"
         entry = {"target": one.target, "inputs": inputs, "member": member}
@@ -231,12 +301,34 @@ def _compiled(
         write(draft, manifest, members, tensors)
         nbytes = draft.stat().st_size
     return Compiled(
-        [{name: shape for name, (shape, _) in s.items()} for s in wanted],
+        [{name: shape for name, (shape, _) in s.items()} for s in plain],
         {name: [one.program for one in built if one.target == name] for name in targets},
         len(modules),
         sum(a.nbytes for a in tensors.values()),
         nbytes,
     )
+
+
+def _built(
+    graph: ir.Model,
+    target: str,
+    hw: Hardware,
+    math: str,
+    state: Mapping[str, str] | None,
+    wanted: Sequence[Closed],
+    free: Free,
+) -> list[_Compiled]:
+    """The programs of a graph for one target."""
+    built: list[_Compiled] = []
+    programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
+    for i, closed in enumerate(wanted):
+        progress.report(f"lowering for {target}", i, len(wanted))
+        if free:
+            built += _over(programs, target, closed, free)
+        else:
+            program = _lowered(programs, closed).program
+            built.append(_Compiled(target, hw, closed, program, graph))
+    return built
 
 
 @dataclass(frozen=True)
@@ -247,6 +339,7 @@ class _Compiled:
     hw: Hardware
     shapes: Closed
     program: Program
+    graph: ir.Model
     served: _SizeRange | None = None
 
 
@@ -328,7 +421,8 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
             if planned.source is None:
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
             served = _SizeRange(planned.source, symbols, [numbers], ends, ranges, symbol_of)
-            compiled.append(_Compiled(target, programs.hw, dict(shapes), planned.program, served))
+            made = planned.program, programs.model, served
+            compiled.append(_Compiled(target, programs.hw, dict(shapes), *made))
     return compiled
 
 

@@ -140,7 +140,7 @@ class InferenceSession:
         if self.device == "cuda" and not recompile and _is_compiled(model):
             from onnx_fuse.runtime import executable
 
-            compiled = Deployed(model)  # type: ignore[arg-type]
+            compiled = model if isinstance(model, Deployed) else Deployed(model)  # type: ignore[arg-type]
             compiled.check_precision(precision)
             self._interface = Interface.of_compiled(compiled)
             self._executable = executable.Executable(compiled, device_id=gpu)
@@ -323,11 +323,15 @@ class InferenceSession:
 
     @cached_property
     def _adapters(self) -> HeldAdapters:
-        from onnx_fuse.adapters.held import HeldAdapters
+        from onnx_fuse.adapters.held import AdaptedFile, HeldAdapters
 
-        sums = "with batch_invariant, sums over ranks would depend on the other rows' adapters"
-        refusal = "" if self._invariant is False else sums
-        return HeldAdapters(self._read, self._alike, self._computes_in, refusal)
+        compiled = self._executable and self._executable.model
+        if isinstance(compiled, Deployed):
+            return HeldAdapters(AdaptedFile(compiled, self._alike))
+        from onnx_fuse.adapters.inputs import AdaptedModel
+
+        model = AdaptedModel(self._read, self._alike, self._computes_in)
+        return HeldAdapters(model, batch_invariant=self._invariant is not False)
 
     def adapted(self, adapter: Rows, batch: int) -> tuple[InferenceSession, dict[str, Any]]:
         """The session that runs a batch with its adapters, and what that is fed besides.
@@ -350,15 +354,10 @@ class InferenceSession:
 
         Raises:
             DataError: The file is no adapter of this model.
-            UsageError: The session is of a compiled file, or has `pack`.
+            UsageError: The session has `pack`, or a file that was compiled without --adapter-rank.
         """
         if self._pack:
             raise UsageError("a session with pack takes no adapters: leave pack out")
-        if _is_compiled(self._source) and self._level is None:
-            raise UsageError(
-                "the programs of a compiled file have no inputs for adapters: open it with "
-                "recompile=True"
-            )
         self._adapters.add(name, path)
 
     def remove_adapter(self, name: str) -> None:
@@ -571,7 +570,8 @@ def _require_graphs() -> None:
 
 
 def _is_compiled(model: object) -> bool:
-    return isinstance(model, str | os.PathLike) and is_container(model)
+    path = isinstance(model, str | os.PathLike)
+    return isinstance(model, Deployed) or (path and is_container(model))  # type: ignore[arg-type]
 
 
 _KEPT = 1 << 16

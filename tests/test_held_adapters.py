@@ -12,15 +12,21 @@ import onnxruntime
 import pytest
 import safetensors.numpy
 from decoders import growing, slotted, whole
+from fake_gpu import FakeGpu
 from support import run, write_adapter
 from test_adapters import BLOCK, FORMS, KEY, MERGED, NUMBERS, Array, adapted, arrays, batch
 
 from onnx_fuse import InferenceSession, Lora, Trainer, generate, rewrite
 from onnx_fuse.adapters.held import HeldAdapters
+from onnx_fuse.adapters.inputs import AdaptedModel
 from onnx_fuse.autodiff.load import load
+from onnx_fuse.deploy import compile
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.training.adapters import merge
 
 FLAT = """net (float[batch, 2, 6] x) => (float[batch, 2, 4] y)
@@ -291,8 +297,64 @@ def test_each_prompt_goes_on_with_its_adapter(form: Any, tmp_path: Path) -> None
 
 def test_rows_of_one_adapter_where_sums_may_not_depend_on_others(tmp_path: Path) -> None:
     model = text_model(FORMS["MatMul"])
-    held = HeldAdapters(lambda: load(model), InferenceSession, None, "a reason")
+    adapted = AdaptedModel(lambda: load(model), InferenceSession, None)
+    held = HeldAdapters(adapted, batch_invariant=True)
     held.add("a", write_adapter(tmp_path / "a.safetensors", model, 2, 0))
     assert held.feeds(["a", "a"], lambda _: 2)[0] is not None
-    with pytest.raises(UsageError, match="rows cannot have different adapters: a reason"):
+    with pytest.raises(UsageError, match="different adapters: with batch_invariant, sums over"):
         held.feeds(["a", None], lambda _: 2)
+
+
+@pytest.mark.parametrize("form", ["twice", "rows in one axis", "one product"])
+@pytest.mark.usefixtures("no_compiler")
+def test_a_compiled_file_has_room_for_adapters(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs by NumPy, on what its session feeds: each row as its merged file."""
+    model, path = tmp_path / "model.onnx", tmp_path / "model.fused"
+    save(text_model(SERVED[form]), model)
+    lead = (2,) if "batch, 2" in SERVED[form] else ()
+    sizes = [{"x": (rows, *lead, 6)} for rows in (0, 1, 4)]
+    h200 = {"h": CHIPS["H200"]}
+    compile(model, tmp_path / "plain.fused", targets=h200, shapes=sizes)
+    made = compile(model, path, targets=h200, shapes=sizes, adapter_rank=20)
+    FakeGpu().use(monkeypatch)
+    assert made.shapes == sizes
+
+    def run_by_numpy(executable: Executable, names: Any, feeds: Any) -> list[Array]:
+        arrays = {name: executable.host_value(value) for name, value in feeds.items()}
+        shapes = {name: (a.shape, a.dtype.name) for name, a in arrays.items()}
+        read = executable.program(shapes)
+        (program,) = (
+            p for p in made.programs["h"] if {n: (t.shape, t.dtype) for n, t in p.inputs} == shapes
+        )
+        assert read.buffers == program.buffers
+        weights = {b.name: executable.model.weight(b.name)
+                   for b in read.buffers if b.kind == "weight"}  # fmt: skip
+        found = interpret(program, arrays, weights, lambda *_: None)
+        return [found[name] for name in names]
+
+    monkeypatch.setattr(Executable, "run", run_by_numpy)
+    session = InferenceSession(path, device="cuda")
+    feeds = {"x": np.random.default_rng(1).normal(size=(4, *lead, 6)).astype(np.float32)}
+    expected = {None: run(model, feeds, optimized=True)[0]}
+    for seed, (name, rank) in enumerate({"one": 1, "five": 5, "wide": 17, "full": 32}.items()):
+        file = write_adapter(tmp_path / f"{name}.safetensors", model, rank, seed)
+        merge(model, file, tmp_path / "merged.onnx")
+        expected[name] = run(tmp_path / "merged.onnx", feeds, optimized=True)[0]
+        session.add_adapter(name, file)
+    for names in ("full", ["wide", None, "one", "five"], [None] * 4):
+        rows = [names] * 4 if isinstance(names, str) else names
+        for count in (4, 1, 0):
+            some = names if names == "full" else rows[:count]
+            (found,) = session.run(None, {"x": feeds["x"][:count]}, adapter=some)
+            want = [expected[name][row] for row, name in enumerate(rows[:count])]
+            # float32 sums in another order
+            np.testing.assert_allclose(found, np.reshape(want, found.shape), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UsageError, match="the adapters of this batch have 33 ranks, and the file"):
+        session.run(None, feeds, adapter=["full", "one", "one", None])
+    large = write_adapter(tmp_path / "a.safetensors", model, 33, 0)
+    with pytest.raises(DataError, match="rank 33, and the file was compiled for 32 in a batch"):
+        session.add_adapter("a", large)
+    with pytest.raises(UsageError, match="no inputs for adapters: compile it with --adapter-rank"):
+        InferenceSession(tmp_path / "plain.fused", device="cuda").add_adapter("a", large)

@@ -8,14 +8,17 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
 from onnx_fuse import files
 from onnx_fuse.adapters import peft
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _METADATA = "onnx_fuse.adapters"
 

@@ -5,29 +5,72 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import onnx_ir as ir
 
 from onnx_fuse import config
+from onnx_fuse.adapters.columns import AdaptedWeight, AdapterColumns, Ends, rows_for
 from onnx_fuse.adapters.files import Adapter, check_shape, read_file
-from onnx_fuse.adapters.inputs import AdapterColumns, Ends, add_inputs
-from onnx_fuse.adapters.products import adaptable
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError, did_you_mean, listed
-from onnx_fuse.ir.build import required
-from onnx_fuse.rewrite.constants import lift_parameters
+from onnx_fuse.program.call import dtype_of
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.deployed import RECOMPILE, Deployed
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
+
+if TYPE_CHECKING:
+    from onnx_fuse.adapters.inputs import AdaptedModel
 
 Pairs: TypeAlias = dict[str, tuple[Array, Array]]
 """Aᵀ [rank, K] and B [rank, N] by weight; the scale is in B."""
 Rows: TypeAlias = str | Sequence[str | None]
 """The adapter of all sequences of a batch, or that of each."""
+
+
+class AdaptedFile:
+    """A compiled file whose programs have inputs for adapters, of some ranks together."""
+
+    def __init__(self, compiled: Deployed, opened: Callable[[Deployed], Any]) -> None:
+        """`opened` gives a session of a file. Raises UsageError and ModelError for another file."""
+        held = compiled.adapters
+        if held is None:
+            raise UsageError(
+                f"{compiled.container.path}: its programs have no inputs for adapters: compile it "
+                f"with --adapter-rank 16, or {RECOMPILE}"
+            )
+        self._compiled, self._opened = compiled, opened
+        try:
+            self.ranks, self.dtype = int(held["ranks"]), dtype_of(held["dtype"])
+            self._ends = Ends(**held["ends"])
+            self.weights = {
+                str(about["weight"]): AdaptedWeight(
+                    Adapter(**about), tuple(map(int, shape)), dtype_of(dtype)
+                )
+                for about, shape, dtype in held["weights"]
+            }
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise compiled.container.fault("damaged: it has no list of adapters") from error
+
+    @staticmethod
+    def manifest(
+        ends: Ends, weights: Sequence[AdaptedWeight], ranks: int, layout: AdapterColumns
+    ) -> dict[str, Any]:
+        """What a file says of its inputs for adapters, as JSON."""
+        return {
+            "ranks": ranks,
+            "dtype": layout.dtype.name,
+            "ends": asdict(ends),
+            "weights": [[asdict(w.adapter), list(w.shape), w.dtype.name] for w in weights],
+        }
+
+    def session(self, _: Collection[str]) -> tuple[Any, Ends, AdapterColumns]:
+        """The session with adapters, its inputs for them, and their layout."""
+        layout = AdapterColumns.of(self.weights.values(), self.dtype)
+        return self._opened(self._compiled.adapted()), self._ends, layout
 
 
 class HeldAdapters:
@@ -37,19 +80,8 @@ class HeldAdapters:
     adapters are filled up with zeros to a power of two, so that others seldom make another shape.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], ir.Model],
-        opened: Callable[[ir.Model], Any],
-        dtype: np.dtype[Any] | None,
-        refusal: str = "",
-    ) -> None:
-        """`read` gives the model as its file has it, `opened` a session of a graph.
-
-        `dtype` is what the session computes in, where that is not the type of the weights, and
-        `refusal` why its rows cannot have different adapters, if so.
-        """
-        self._read, self._opened, self._dtype, self._refusal = read, opened, dtype, refusal
+    def __init__(self, model: AdaptedModel | AdaptedFile, *, batch_invariant: bool = False) -> None:
+        self._model, self._invariant = model, batch_invariant
         self._lock = threading.RLock()
         self._pairs: dict[str, Pairs] = {}
         self._matrices: dict[str, Array] = {}
@@ -62,22 +94,6 @@ class HeldAdapters:
         """The names of all adapters."""
         return list(self._pairs)
 
-    @cached_property
-    def _known(self) -> dict[str, tuple[Adapter, tuple[int, ...], np.dtype[Any]]]:
-        """The adapters that weights can have, with shape and type of the weight."""
-        model = self._model()
-        found = {}
-        for name, adapter in adaptable(model).items():
-            weight = model.graph.initializers[name]
-            shape = tuple(map(int, required(weight.shape).numpy()))
-            found[name] = (adapter, shape, required(weight.dtype).numpy())
-        return found
-
-    def _model(self) -> ir.Model:
-        model = self._read()
-        lift_parameters(model)
-        return model
-
     def add(self, name: str, path: str | os.PathLike[str]) -> None:
         """Hold the adapter of a file under a name, which another may have had.
 
@@ -85,7 +101,9 @@ class HeldAdapters:
         """
         if not isinstance(name, str) or not name:
             raise UsageError(f"an adapter's name is a text that is not empty, not {name!r}")
-        pairs = self._of_file(path)
+        pairs, most = self._of_file(path), self._model.ranks
+        if 0 < most < (rank := max(len(a) for a, _ in pairs.values())):
+            raise DataError(f"{os.fspath(path)}: rank {rank}, {_room(most, rank)}")
         with self._lock:
             self._forget_stacks(name)
             if self._made is not None and pairs.keys() <= self._made[2].places.keys():
@@ -115,10 +133,12 @@ class HeldAdapters:
             del self._stacks[key]
 
     def _of_file(self, path: str | os.PathLike[str]) -> Pairs:
-        known = {name: adapter for name, (adapter, _, _) in self._known.items()}
-        tensors, adapters = read_file(path, list(known.values()), known)
+        known, where = self._model.weights, os.fspath(path)
+        try:
+            tensors, adapters = read_file(path, [each.adapter for each in known.values()], known)
+        except ModuleNotFoundError as error:  # onnx-fuse-runtime installs neither of the two
+            raise UsageError(f"{where}: {error.name} reads it: pip install {error.name}") from error
         pairs: Pairs = {}
-        where = os.fspath(path)
         for each in adapters:
             if each.weight not in known or each.weight in pairs:
                 again = "twice" if each.weight in pairs else "and the model no such linear layer"
@@ -129,11 +149,10 @@ class HeldAdapters:
                     f"{where}: '{each.weight}' has A {list(a.shape)} and B {list(b.shape)}: A must "
                     "be [K, rank] and B [rank, N], of one rank that is 1 or more"
                 )
-            mine, shape, kind = self._known[each.weight]
-            kind = self._dtype or kind
-            check_shape(
-                path, each.weight, shape, (a.shape[0], b.shape[1])[:: -1 if mine.transposed else 1]
-            )
+            mine = known[each.weight]
+            kind = self._model.dtype or mine.dtype
+            shape = (a.shape[0], b.shape[1])[:: -1 if mine.adapter.transposed else 1]
+            check_shape(path, each.weight, mine.shape, shape)
             with np.errstate(over="ignore"):
                 pair = a.T.astype(kind), (b.astype(np.float64) * each.scale).astype(kind)
             if not all(np.isfinite(part.astype(np.float64)).all() for part in pair):
@@ -169,12 +188,8 @@ class HeldAdapters:
     def _ready(self) -> tuple[Any, Ends, AdapterColumns]:
         """The session of the graph that reads adapters, its inputs for them, and their layout."""
         if self._made is None:
-            model = self._model()
             wanted = {weight for pairs in self._pairs.values() for weight in pairs}
-            weights = [a for name, (a, _, _) in self._known.items() if name in wanted]
-            layout = AdapterColumns.of(model, weights, self._dtype)
-            ends = add_inputs(model, layout)
-            session = self._opened(model)
+            session, ends, layout = self._model.session(wanted)
             for name, pairs in self._pairs.items():
                 self._pairs[name] = self._packed(name, pairs, layout, session._executable)
             self._made = session, ends, layout
@@ -206,7 +221,7 @@ class HeldAdapters:
                     f"adapter has {len(rows)} names, and '{ends.batch}' has {batch} rows: give one "
                     "name, or one for each row"
                 )
-            refusal = self._refusal or ends.refusal
+            refusal = _SUMS_OF_ROWS if self._invariant else ends.refusal
             if refusal and len(set(rows)) > 1:
                 raise UsageError(f"rows cannot have different adapters: {refusal}")
             ordered = tuple(sorted(names))
@@ -228,7 +243,10 @@ class HeldAdapters:
         session, _, layout = self._ready()
         parts = [self._matrices[name] for name in names]
         ranks = sum(map(len, parts))
-        shape = max(LEAST_RANKS, 1 << (ranks - 1).bit_length()), layout.columns
+        most = self._model.ranks
+        if 0 < most < ranks:
+            raise UsageError(f"the adapters of this batch have {ranks} ranks, {_room(most, ranks)}")
+        shape = most or rows_for(ranks), layout.columns
         executable: Executable | None = session._executable
         stack: Any
         if executable is None:
@@ -265,5 +283,10 @@ class HeldAdapters:
         return tensor
 
 
-LEAST_RANKS = 16
-"""The fewest rows of a stack: what tensor cores multiply at once in 16 bits."""
+_SUMS_OF_ROWS = "with batch_invariant, sums over ranks would depend on the other rows' adapters"
+
+
+def _room(most: int, ranks: int) -> str:
+    return (
+        f"and the file was compiled for {most} in a batch: compile it with --adapter-rank {ranks}"
+    )

@@ -8,88 +8,88 @@ These are two matrix multiplications, however many adapters there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.adapters.files import Adapter
-from onnx_fuse.adapters.products import LowRank, add_beside, products_of, write_out
-from onnx_fuse.arrays import Array
+from onnx_fuse.adapters.columns import AdaptedWeight, AdapterColumns, Ends, WeightColumns
+from onnx_fuse.adapters.products import LowRank, adaptable, add_beside, products_of, write_out
+from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
 from onnx_fuse.ops.rules import cast_to, typed
+from onnx_fuse.rewrite.constants import lift_parameters
 
 
-@dataclass(frozen=True)
-class WeightColumns:
-    """The columns of a weight's adapter: K from `begin` on are Aᵀ, and N behind them are B."""
+class AdaptedModel:
+    """A model, of which a graph with inputs for adapters is made for the weights that have any."""
 
-    begin: int
-    k: int
-    n: int
+    ranks = 0
+    """The most ranks that a batch may have together, 0: as many as come."""
 
-    @property
-    def parts(self) -> tuple[slice, slice]:
-        """The columns of Aᵀ and those of B."""
-        middle = self.begin + self.k
-        return slice(self.begin, middle), slice(middle, middle + self.n)
+    def __init__(
+        self,
+        read: Callable[[], ir.Model],
+        opened: Callable[[ir.Model], Any],
+        dtype: np.dtype[Any] | None,
+    ) -> None:
+        """`read` gives the model as its file has it, `opened` a session of a graph.
 
+        `dtype` is what the session computes in, where that is not the type of the weights.
+        """
+        self._read, self._opened, self.dtype = read, opened, dtype
 
-@dataclass(frozen=True)
-class AdapterColumns:
-    """Where a matrix [rank, columns] has the adapters of weights."""
-
-    places: Mapping[str, WeightColumns]
-    dtype: np.dtype[Any]
-
-    @staticmethod
-    def of(
-        model: ir.Model, adapters: Iterable[Adapter], dtype: np.dtype[Any] | None = None
-    ) -> AdapterColumns:
-        """That of the weights of a model which these adapters are for, in their type or `dtype`."""
-        places, begin, kinds = {}, 0, set()
-        for each in adapters:
-            weight = model.graph.initializers[each.weight]
-            k, n = required(weight.shape).numpy()[:: -1 if each.transposed else 1]
-            places[each.weight] = WeightColumns(begin, int(k), int(n))
-            begin += int(k + n)
-            kinds.add(required(weight.dtype).numpy())
-        return AdapterColumns(
-            places, dtype or (kinds.pop() if len(kinds) == 1 else np.dtype(np.float32))
-        )
+    def _model(self) -> ir.Model:
+        model = self._read()
+        lift_parameters(model)
+        return model
 
     @cached_property
-    def columns(self) -> int:
-        """The number of columns."""
-        return sum(place.k + place.n for place in self.places.values())
+    def weights(self) -> dict[str, AdaptedWeight]:
+        """The weights that can have an adapter."""
+        return weights_of(self._model())
 
-    def matrix(self, pairs: Mapping[str, tuple[Array, Array]]) -> Array:
-        """The matrix with these Aᵀ [r, K] and B [r, N] by weight, of the highest r."""
-        rank = max(len(a) for a, _ in pairs.values())
-        matrix = np.zeros((rank, self.columns), self.dtype)
-        for weight, pair in pairs.items():
-            for part, columns in zip(pair, self.places[weight].parts, strict=True):
-                matrix[: len(part), columns] = part
-        return matrix
+    def session(self, names: Collection[str]) -> tuple[Any, Ends, AdapterColumns]:
+        """The session whose weights of these `names` have adapters, its inputs, their layout."""
+        model = self._model()
+        weights = [each for name, each in self.weights.items() if name in names]
+        layout = AdapterColumns.of(weights, self.dtype)
+        ends = add_inputs(model, layout)
+        return self._opened(model), ends, layout
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The inputs that a graph has for its adapters."""
+def weights_of(model: ir.Model) -> dict[str, AdaptedWeight]:
+    """The weights that can have an adapter; what is fused with one is written out, in place."""
+    found = {}
+    for name, adapter in adaptable(model).items():
+        weight = model.graph.initializers[name]
+        shape = tuple(map(int, required(weight.shape).numpy()))
+        found[name] = AdaptedWeight(adapter, shape, required(weight.dtype).numpy())
+    return found
 
-    matrices: str
-    """Its name, [ranks, columns]."""
-    mask: str
-    """Its name, bool [batch, ranks]: which columns of x·A count for a sequence."""
-    batch: str
-    """The input whose first axis is the batch."""
-    refusal: str
-    """Why rows of a batch cannot have different adapters, "" where they can; then no mask is."""
+
+def chosen(model: ir.Model, globs: Collection[str]) -> list[AdaptedWeight]:
+    """Those of `weights_of` that globs name, by their names or their modules'.
+
+    Raises UsageError for one that names none.
+    """
+    found: dict[str, AdaptedWeight] = {}
+    weights = weights_of(model)
+    for glob in globs:
+        named = {
+            name: each
+            for name, each in weights.items()
+            if fnmatchcase(name, glob) or fnmatchcase(each.adapter.module, glob)
+        }
+        if not named:
+            raise UsageError(f"'{glob}' matches no weight of the model that could have an adapter")
+        found |= named
+    return [each for name, each in weights.items() if name in found]
 
 
 def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:

@@ -14,14 +14,16 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
 from onnx_fuse import files
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

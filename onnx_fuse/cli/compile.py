@@ -33,6 +33,10 @@ OPTIONS = """
         repeated name begins another program.
     dims (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
         for them: 8, several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.
+    adapter_rank (--adapter-rank, 1 or more): Compile programs for low-rank adapters, too, which
+        session.add_adapter reads: those of a batch may have this many ranks together.
+    adapter_weights (--adapter-weights GLOB ...): Let only these weights have adapters. The default
+        is all matrices that linear layers read.
     train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
         train --config in this file, for each of its `gpus`. OUT is then a folder, for onnx-fuse
         train --compiled.
@@ -50,6 +54,8 @@ def compile(
     level: int = 2,
     shapes: list[str] | None = None,
     dims: list[str] | None = None,
+    adapter_rank: int | None = None,
+    adapter_weights: list[str] | None = None,
     train: Path | None = None,
     reports: show.Reports,
 ) -> None:
@@ -71,6 +77,10 @@ def compile(
             f"this machine has no usable GPU ({error}): name the one that will run the file, as in "
             "--target h200"
         ) from error
+    if adapter_rank is None and adapter_weights:
+        raise UsageError("--adapter-weights is for --adapter-rank: give both")
+    if adapter_rank is not None and train is not None:
+        raise UsageError("--adapter-rank is for files of inference: leave it or --train out")
     named, ranges = size_ranges(dims)
     largest = [f"{symbol}={high}" for symbol, (_, high) in ranges.items()]
     started = time.perf_counter()
@@ -98,6 +108,8 @@ def compile(
             ranges=ranges,
             precision=precision,
             level=level,
+            adapter_rank=adapter_rank or 0,
+            adapter_weights=adapter_weights or ("*",),
         ),
     )
     seconds = time.perf_counter() - started

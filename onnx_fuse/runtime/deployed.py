@@ -6,6 +6,7 @@ imports. The fused ONNX graph is in the file as well: `onnx.load.read` reads it.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Mapping
@@ -49,7 +50,10 @@ class Deployed:
             modules = [_module(m) for m in manifest["modules"]]
             self._modules: list[Module] = [module for module, _ in modules]
             self._cubins = [cubins for _, cubins in modules]
-            self.entries = [_Entry(p) for p in manifest["programs"]]
+            self._entries = [_Entry(p) for p in manifest["programs"]]
+            self.adapters: Any = manifest.get("adapters")
+            """What it says of its inputs for adapters (`adapters.held.AdaptedFile`), or None."""
+            self._added = [_end(e) for e in self.adapters["inputs"]] if self.adapters else []
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
@@ -58,6 +62,18 @@ class Deployed:
 
     def _fault(self, what: str) -> ModelError:
         return self.container.fault(what)
+
+    @property
+    def entries(self) -> list[_Entry]:
+        """The programs for these inputs."""
+        names = {end.name for end in self.inputs}
+        return [entry for entry in self._entries if entry.shapes.keys() == names]
+
+    def adapted(self) -> Deployed:
+        """The same file with the programs that have inputs for adapters."""
+        other = copy.copy(self)
+        other.inputs = [*self.inputs, *self._added]
+        return other
 
     @property
     def defaults(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -193,7 +209,7 @@ class Deployed:
             if arch in cubins:
                 give(source, defines, arch, self.container.member(cubins[arch]))
                 keys.append((source, defines, arch))
-        weakref.finalize(self, take_back, keys).atexit = False
+        weakref.finalize(self.container, take_back, keys).atexit = False
 
 
 class _Entry:

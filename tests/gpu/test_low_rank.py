@@ -11,7 +11,9 @@ from support import run as run_on_cpu
 from support import write_adapter
 
 from onnx_fuse import InferenceSession, Lora, Trainer, generate, optim
+from onnx_fuse.deploy import compile
 from onnx_fuse.importer.save import save
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.training.adapters import merge
 
 pytestmark = pytest.mark.gpu
@@ -137,6 +139,19 @@ def test_each_row_runs_with_its_adapter(precision: str, tmp_path: Path) -> None:
             most = SERVED[precision] * np.abs(expected[name][row]).max()
             np.testing.assert_allclose(found[row], expected[name][row], atol=most, rtol=0)
     np.testing.assert_array_equal(session.run(None, ids, adapter=[None] * 4)[0], plain)
+    fused, here = tmp_path / "model.fused", {"here": Hardware.detect()}
+    sizes = [{"input_ids": (4, 33)}]
+    compile(path, fused, targets=here, shapes=sizes, precision=precision, adapter_rank=68)
+    compiled = InferenceSession(fused, device="cuda")
+    for name in "abc":
+        compiled.add_adapter(name, tmp_path / f"{name}.safetensors")
+    np.testing.assert_array_equal(compiled.run(None, ids)[0], plain)
+    names = ["a", "b", None, "c"]  # of as many ranks as the file has room for
+    found = [each.run(None, ids, adapter=names)[0] for each in (compiled, session)]
+    np.testing.assert_array_equal(*found)
+    found = compiled.run(None, ids, adapter="a")[0]
+    most = SERVED[precision] * np.abs(expected["a"]).max()
+    np.testing.assert_allclose(found, expected["a"], atol=most, rtol=0)
     session.add_adapter("a", tmp_path / "b.safetensors")
     found = session.run(None, ids, adapter="a")[0]
     np.testing.assert_array_equal(found, session.run(None, ids, adapter="b")[0])
