@@ -12,15 +12,16 @@ import safetensors.numpy
 from cases import real_cases
 from support import answers, assert_near, assert_same, run, stock
 
-from onnx_fuse import rewrite
+from onnx_fuse import InferenceSession, rewrite
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.importer.save import inline, save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.low_rank import LoraCosts, LowRank
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.adapters import Lora, attach, merge
+from onnx_fuse.training.losses import Term
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
@@ -472,3 +473,174 @@ def test_weights_without_the_names_of_modules_go_into_no_folder(tmp_path: Path) 
             trainer.save_adapters(tmp_path / "adapters")
     with pytest.raises(DataError, match=r"adapter_config\.json: No such file"):
         adapted().load_adapters(tmp_path)
+
+
+# ---- several at once ----------------------------------------------------------------------------
+
+SEVERAL = {"one": Lora(2, 3.0), "two": Lora(5, 10.0)}
+ROWS = (
+    ["one", "two", "one", None, "two", "two", "one", None],
+    ["one"] * 3 + [None] * 5,
+    ["two", "one"] * 4,
+)
+ADAM = optim.AdamW(lr=0.05)
+
+
+def classes(i: int) -> dict[str, Array]:
+    labels = np.random.default_rng(i).integers(0, 4, (8, 2))
+    labels[[0, 5], 1] = -100
+    return {"x": batch("three", i)["x"], "labels": labels}
+
+
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "no bias": ("MatMul", {"optimizer": ADAM, "ema": 0.5}),
+    "one product": ("one product", {"optimizer": ADAM, "level": 2, "clip_norm": 0.05}),
+    "other weights": (
+        "one product",
+        {"lora": {"one": Lora(2, 3.0, ("q", "v")), "two": Lora(5, 1.0, ("k", "v"))}},
+    ),
+    "rows in one axis": ("twice", {"optimizer": optim.SGD(lr=0.1, momentum=0.9)}),
+    "a shared slot": ("MatMul", {"optimizer": optim.NAdam(lr=0.05)}),
+    "a late group": (
+        "MatMul",
+        {"optimizer": optim.AdamW(groups=(optim.Group(("*.lora_b",), scale=3.0, start=2),))},
+    ),
+    "a sum": ("MatMul", {"loss_options": {"reduction": "sum"}, "optimizer": optim.SGD(lr=0.05)}),
+    "a scaled loss": ("MatMul", {"precision": "fp16", "optimizer": ADAM, "clip_norm": 1.0}),
+    "ignored labels": (
+        "three axes and a bias",
+        {
+            "loss": "cross_entropy",
+            "loss_options": {"class_axis": 2, "weight": [1.0, 2.0, 0.5, 3.0]},
+            "optimizer": optim.SGD(lr=0.5),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_several_adapters_train_as_each_would_alone(case: str) -> None:
+    """On its rows alone, which some steps have none of; every matrix of it has the same values."""
+    form, options = TOGETHER[case]
+    text = FORMS.get(form, MERGED)
+    given = {"loss": "mse", "lora": SEVERAL} | options
+    loras = given.pop("lora")
+    together = Trainer(text_model(text), lora=loras, **given)
+    alone = {name: Trainer(text_model(text), lora=lora, **given) for name, lora in loras.items()}
+    for i in range(6):
+        feeds = classes(i) if given["loss"] == "cross_entropy" else batch(form, i)
+        rows = np.array(ROWS[i % 3], object)
+        together.step({**feeds, "adapter": rows})
+        for name, one in alone.items():
+            if (rows == name).any():
+                one.step({key: array[rows == name] for key, array in feeds.items()})
+    for name, one in alone.items():
+        for ema in (False, True)[: 1 + ("ema" in options)]:
+            # float32 sums in another order, of a few steps
+            found = together.weights(adapter=name, ema=ema)
+            assert_near(found, one.weights(ema=ema), rtol=1e-4, atol=1e-5)
+        outputs = together.predict({"x": feeds["x"], "adapter": [name] * 8})["y"]
+        np.testing.assert_allclose(outputs, one.predict(feeds["x"])["y"], rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_of_several_adapters_is_the_formula() -> None:
+    """SGD in float64 by hand, of the mean over each one's rows, accumulated over two batches."""
+    trainer = Trainer(
+        text_model(FORMS["MatMul"]),
+        **{"loss": "mse", "optimizer": optim.SGD(lr=0.3), "lora": SEVERAL, "accumulate": 2},
+    )
+    w = np.array([float(x) for x in NUMBERS.split(",")]).reshape(6, 4)
+    rng, state = np.random.default_rng(0), trainer.state()
+    for name, array in state.items():
+        if name.endswith(("lora_a", "lora_b")):
+            state[name] = rng.normal(size=array.shape).astype(np.float32)
+    trainer.set_weights(state)
+    feeds = [batch("MatMul", i) for i in range(4)]
+    for i in range(4):
+        trainer.step({**feeds[i], "adapter": ROWS[i % 3]})
+    for name, lora in SEVERAL.items():
+        a, b = (state[f"w.{name}.lora_{key}"].astype(np.float64) for key in "ab")
+        scale = lora.alpha / lora.rank
+        for pair in ((0, 1), (2, 3)):
+            da, db = np.zeros_like(a), np.zeros_like(b)
+            for i in pair:
+                mine = np.array(ROWS[i % 3], object) == name
+                x, t = (feeds[i][key][mine].astype(np.float64) for key in ("x", "labels"))
+                d = (x @ (w + scale * a @ b) - t) / max(t.size, 1)  # half of 2 (y - t) / n
+                da, db = da + scale * x.T @ d @ b.T, db + scale * (x @ a).T @ d
+            a, b = a - 0.3 * da, b - 0.3 * db
+        found = trainer.weights(adapter=name)["w"]
+        np.testing.assert_allclose(found, w + scale * a @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_each_of_several_adapters_goes_into_its_file(tmp_path: Path) -> None:
+    """A folder of PEFT's, and files that sessions, merging and other Trainers read; and resumes."""
+    model, lora = text_model(BLOCK), {"x": Lora(2, 6.0, "*query"), "y": Lora(3, 6.0, "*query")}
+    trainer = adapted(lora=lora, trainable=None)
+    data = {**batch("MatMul"), "adapter": np.array(["x", "y", None, "y"] * 2)}
+    trainer.fit(data, epochs=3, batch_size=4)
+    assert trainer.calls == 6
+    session, feeds = InferenceSession(model), {"x": data["x"]}
+    for name in lora:
+        trainer.save_adapters(tmp_path / name, adapter=name)
+        trainer.save_adapters(tmp_path / f"{name}.safetensors", adapter=name)
+        trainer.save(tmp_path / f"{name}.onnx", adapter=name)
+        session.add_adapter(name, tmp_path / name)
+        merge(model, tmp_path / f"{name}.safetensors", tmp_path / "again.onnx")
+        assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / f"{name}.onnx").read_bytes()
+        alone = adapted(lora=lora[name], trainable=None)
+        alone.load_adapters(tmp_path / name)
+        expected = trainer.predict({**feeds, "adapter": [name] * 8})["y"]
+        for found in (session.run(None, feeds, adapter=name)[0], alone.predict(feeds)["y"]):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    trainer.checkpoint(tmp_path / "run")
+    resumed = Trainer.resume(tmp_path / "run", model)
+    again = adapted(lora=dict(reversed(lora.items())), trainable=None)
+    for name in lora:
+        again.load_adapters(tmp_path / name, adapter=name)
+    for each in (trainer, resumed):
+        each.step(data)
+    for name, array in trainer.state().items():
+        assert resumed.state()[name].tobytes() == array.tobytes(), name
+    merged = arrays(onnx.load(tmp_path / "x.onnx"))["q"]
+    assert_near(again.weights(adapter="x"), {"q": merged}, rtol=1e-6, atol=1e-6)
+
+
+def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
+    model = text_model(FORMS["MatMul"])
+    fixed = text_model(FORMS["MatMul"].replace("batch", "4"))
+    pair = [Term("mse"), Term("cross_entropy", labels="classes")]
+    for source, options, words in (
+        (model, {"lora": {}}, "several adapters have names"),
+        (model, {"lora": {"a": Lora(merged=True)}}, "stand beside the weights: leave out merged"),
+        (model, {"trainable": ["c"]}, "leave out trainable, distributed and pack"),
+        (model, {"loss": pair}, "a loss in which each row counts by itself"),
+        (fixed, {}, "rows cannot have different adapters: the first input has no batch"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Trainer(source, **({"loss": "mse", "lora": SEVERAL} | options))
+    trainer = Trainer(model, loss="mse", lora=SEVERAL)
+    feeds, before = batch("MatMul"), trainer.state()
+    for rows, words in (
+        (["onee"] * 8, "'adapter' holds 'onee': it has one of one, two, or None, for each row"),
+        ("one", "'adapter' holds 'one': it has"),
+        (["one"] * 7, r"'adapter' has shape \[7\]"),
+    ):
+        with pytest.raises(DataError, match=words):
+            trainer.step({**feeds, "adapter": rows})
+    with pytest.raises(UsageError, match="no adapter None: adapter= names one of one, two"):
+        trainer.weights()
+    with pytest.raises(UsageError, match="'adapter' names the adapter of each row: give it, too"):
+        trainer.predict({"x": feeds["x"]})
+    with pytest.raises(DataError, match="no array for the input 'adapter'"):
+        trainer.step(feeds)
+    feeds["x"][0, 0] = np.nan  # of a row of the one: no adapter is changed
+    with pytest.raises(CheckFailed, match="step 1: "):
+        trainer.step({**feeds, "adapter": ["one", "two"] * 4})
+    outputs = trainer.predict({"x": feeds["x"], "adapter": ["one", "two"] * 4})["y"]
+    assert np.isfinite(outputs[1:]).all()
+    for name, array in trainer.state().items():
+        np.testing.assert_array_equal(array, before[name])
+    for count in (1, 2):
+        some = {key: array[2 : 2 + count] for key, array in feeds.items()}
+        assert np.isfinite(float(trainer.step({**some, "adapter": ["two", None][:count]})))

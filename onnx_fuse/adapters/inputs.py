@@ -8,7 +8,8 @@ These are two matrix multiplications, however many adapters there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.adapters.columns import AdaptedWeight, AdapterColumns, Ends, WeightColumns
-from onnx_fuse.adapters.products import LowRank, adaptable, add_beside, products_of, write_out
+from onnx_fuse.adapters.products import (
+    LowRank,
+    Products,
+    adaptable,
+    add_beside,
+    products_of,
+    write_out,
+)
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
@@ -98,24 +106,16 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     weights = [graph.initializers[name] for name in layout.places]
     write_out(model, weights)
     names = Names.of(graph)
-    batch = next((v for v in required_inputs(model) if rank(v)), None)
-    size = None if batch is None else required(batch.shape)[0]
+    products = {weight: products_of(weight) for weight in weights}
+    rows_of = BatchRows.of(model, products)
     kind = ir.TensorType(ir.DataType.from_numpy(layout.dtype))
-    stack, chosen = ir.Shape(["adapter_ranks", layout.columns]), ir.Shape([size, "adapter_ranks"])
+    stack = ir.Shape(["adapter_ranks", layout.columns])
+    chosen = ir.Shape([rows_of.size, "adapter_ranks"])
     matrices = ir.Value(name=names.fresh("adapters"), shape=stack, type=kind)
     mask = ir.Value(
         name=names.fresh("adapter_mask"), shape=chosen, type=ir.TensorType(ir.DataType.BOOL)
     )
-    products = {weight: products_of(weight) for weight in weights}
-    refusal, in_one = "", dict[ir.Value, bool]()
-    if isinstance(size, ir.SymbolicDim) and size.value is not None:
-        in_one = _in_one_axis(graph, size)
-        apart = (w.name for w, readers in products.items() for n, _ in readers
-                 if required(n.inputs[0]) not in in_one)  # fmt: skip
-        if name := next(apart, None):
-            refusal = f"the rows that '{name}' multiplies are not in the order of the batch"
-    else:
-        refusal = "the first input has no batch dimension with a name, so that its size is dynamic"
+    refusal = rows_of.refusal
     graph.inputs.extend([matrices] if refusal else [matrices, mask])
     rows = typed(op.Transpose(matrices, perm=[1, 0]), matrices, [layout.columns, None])
     sizes = [count for place in layout.places.values() for count in (place.k, place.n)]
@@ -133,7 +133,7 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
             scaled = a if factor == 1 else typed(op.Mul(a, factor), a, a.shape)
             shape = None if x.shape is None else [*list(x.shape)[:-1], None]
             low = typed(op.MatMul(x, scaled), a, shape)
-            low = low if refusal else _masked(op, low, mask, in_one[x])
+            low = low if refusal else masked(op, low, mask, rows_of.in_one[x])
             product: ir.Value = op.MatMul(low, b)
             return product
 
@@ -144,12 +144,42 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     first = next(iter(graph), None)
     if first is not None:
         graph.insert_before(first, op.nodes)
-    return Ends(
-        str(matrices.name), str(mask.name), "" if batch is None else str(batch.name), refusal
-    )
+    return Ends(str(matrices.name), str(mask.name), rows_of.input, refusal)
 
 
-def _masked(op: Builder, low: ir.Value, mask: ir.Value, in_one: bool) -> ir.Value:
+@dataclass(frozen=True)
+class BatchRows:
+    """Where the rows of a batch stand in what the weights of a graph multiply."""
+
+    input: str
+    """The input whose first axis is the batch, "" where none has an axis."""
+    size: int | ir.SymbolicDim | None
+    """The size of that axis."""
+    in_one: Mapping[ir.Value, bool]
+    """Whether the first axis of a value is (False) the batch, or (True) it and the sequence."""
+    refusal: str
+    """Why rows cannot have different adapters, "" where they can."""
+
+    @classmethod
+    def of(cls, model: ir.Model, products: Mapping[ir.Value, Products]) -> BatchRows:
+        """Those of the products that read some weights."""
+        batch = next((v for v in required_inputs(model) if rank(v)), None)
+        size = None if batch is None else required(batch.shape)[0]
+        refusal, in_one = "", dict[ir.Value, bool]()
+        if isinstance(size, ir.SymbolicDim) and size.value is not None:
+            in_one = _in_one_axis(model.graph, size)
+            apart = (w.name for w, readers in products.items() for n, _ in readers
+                     if required(n.inputs[0]) not in in_one)  # fmt: skip
+            if name := next(apart, None):
+                refusal = f"the rows that '{name}' multiplies are not in the order of the batch"
+        else:
+            refusal = (
+                "the first input has no batch dimension with a name, so that its size is dynamic"
+            )
+        return cls("" if batch is None else str(batch.name), size, in_one, refusal)
+
+
+def masked(op: Builder, low: ir.Value, mask: ir.Value, in_one: bool) -> ir.Value:
     """`low` [batch, ..., ranks] under the mask, or with batch and sequence `in_one` axis."""
     shape, zero = list(required(low.shape)), op.constant(0.0, low.dtype)
     if not in_one:

@@ -46,12 +46,15 @@ def write_out(model: ir.Model, weights: Collection[ir.Value]) -> None:
         expand(op, node)
 
 
-def products_of(weight: ir.Value) -> list[tuple[ir.Node, bool]]:
+Products: TypeAlias = list[tuple[ir.Node, bool]]
+
+
+def products_of(weight: ir.Value) -> Products:
     """The products that read a weight, each with whether it reads the transpose.
 
     Raises ModelError for another reader.
     """
-    products: list[tuple[ir.Node, bool]] = []
+    products: Products = []
     todo = [(weight, False)]
     while todo:
         value, transposed = todo.pop()
@@ -90,9 +93,7 @@ LowRank: TypeAlias = Callable[[Builder, ir.Value, float], ir.Value]
 """Makes the low-rank product of rows, times a factor."""
 
 
-def add_beside(
-    graph: ir.Graph, weight: ir.Value, products: list[tuple[ir.Node, bool]], low_rank: LowRank
-) -> None:
+def add_beside(graph: ir.Graph, weight: ir.Value, products: Products, low_rank: LowRank) -> None:
     """Add a low-rank product to each of the products that read a weight, in place."""
     for number, (node, _) in enumerate(products):
         op, home = Builder(), required(node.graph)

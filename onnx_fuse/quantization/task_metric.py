@@ -15,7 +15,7 @@ from onnx_fuse.quantization import calibration
 from onnx_fuse.quantization.calibration import LABELS
 from onnx_fuse.training import metrics
 from onnx_fuse.training.losses import Target
-from onnx_fuse.training.step import Spec
+from onnx_fuse.training.spec import Spec
 from onnx_fuse.validation.inputs import Feeds
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,18 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.adapters.files import Adapter, check_shape, read_file
-from onnx_fuse.adapters.products import adaptable, add_beside, module_name, products_of, write_out
+from onnx_fuse.adapters.inputs import BatchRows, masked
+from onnx_fuse.adapters.products import (
+    Products,
+    adaptable,
+    add_beside,
+    module_name,
+    products_of,
+    write_out,
+)
+from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.errors import DataError, ModelError, UsageError
+from onnx_fuse.errors import DataError, ModelError, UsageError, did_you_mean
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import Builder, add_initializer, required
@@ -42,6 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapter", "Lora", "merge"]
 __dir__ = __all__.copy
+
+
+NAMES = "onnx_fuse.adapters"
+"""In the `meta` of the input of the rows' adapters, their names."""
 
 
 @dataclass(frozen=True)
@@ -92,61 +105,195 @@ def attach(model: ir.Model, lora: Lora, seed: int) -> tuple[ir.Model, list[Adapt
     A is drawn from U(-1/√K, 1/√K) by `seed` and the weight's name. Raises UsageError where no
     weight can have an adapter, with the first reason.
     """
+    model, chosen = _chosen(model, {"": lora})
+    return model, [pair for each in chosen for pair in _adapt(model.graph, each, seed)]
+
+
+def attach_several(
+    model: ir.Model, loras: Mapping[str, Lora], seed: int
+) -> tuple[ir.Model, AdapterSet]:
+    """The model with adapters by name; an input says for each row of a batch which one it has.
+
+    Each begins as `attach` would have it alone. Raises UsageError as `attach` does, and where rows
+    cannot have different adapters.
+    """
+    if not loras or not all(isinstance(name, str) and name for name in loras):
+        raise UsageError("several adapters have names, which are texts that are not empty")
+    names = sorted(loras)
+    model, chosen = _chosen(model, {name: loras[name] for name in names})
+    graph, op = model.graph, Builder()
+    rows = BatchRows.of(model, {each.weight: each.products for each in chosen})
+    if rows.refusal:
+        raise UsageError(f"rows cannot have different adapters: {rows.refusal}")
+    number = ir.Value(
+        name=Names.of(graph).fresh("adapter"),
+        type=ir.TensorType(ir.DataType.INT64),
+        shape=ir.Shape([rows.size]),
+    )
+    number.meta[NAMES] = tuple(names)
+    graph.inputs.append(number)
+    of_row = op.Unsqueeze(number, [1])
+    masks: dict[tuple[int, ...], ir.Value] = {}
+    found: dict[str, list[Adapter]] = {name: [] for name in names}
+    for each in chosen:
+        owners = tuple(names.index(n) for n, lora in each.loras.items() for _ in range(lora.rank))
+        if owners not in masks:
+            mask = masks[owners] = op.Equal(of_row, op.constant(np.array(owners)))
+            mask.dtype, mask.shape = ir.DataType.BOOL, ir.Shape([rows.size, len(owners)])
+        choice = masks[owners], rows.in_one
+        for name, adapter in zip(each.loras, _adapt(graph, each, seed, choice), strict=True):
+            found[name].append(adapter)
+    graph.insert_before(next(iter(graph)), op.nodes)
+    return model, AdapterSet(str(number.name), found)
+
+
+def placed(
+    model: ir.Model, lora: Lora | Mapping[str, Lora] | None, seed: int
+) -> tuple[ir.Model, list[Adapter], AdapterSet | None]:
+    """The model with one adapter or with several by name; all their matrices. Errors as theirs."""
+    if lora is None:
+        return model, [], None
+    if isinstance(lora, Lora):
+        return *attach(model, lora, seed), None
+    attached, held = attach_several(model, lora, seed)
+    return attached, [each for its in held.by_name.values() for each in its], held
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A weight, and those whose adapters it has."""
+
+    weight: ir.Value
+    module: str
+    products: Products
+    loras: Mapping[str, Lora]
+
+
+def _chosen(model: ir.Model, loras: Mapping[str, Lora]) -> tuple[ir.Model, list[_Chosen]]:
+    """A copy of the model, and its weights that adapters are to stand beside."""
     model = load(model)
     graph = model.graph
     names_of = {v: (str(v.name), module_name(v)) for v in graph.initializers.values()}
-    chosen: dict[ir.Value, None] = {}
-    for glob in lora.weights:
-        matched = [v for v, names in names_of.items() if any(fnmatchcase(n, glob) for n in names)]
-        if not matched:
-            raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
-        chosen |= dict.fromkeys(matched)
-    named = [v for v in names_of if v in chosen]
-    write_out(model, named)
-    adapters, reasons = [], []
-    for value in named:
-        if not is_float(value) or value.shape is None or len(value.shape) != 2:
+    named: dict[ir.Value, dict[str, Lora]] = {value: {} for value in names_of}
+    for label, lora in loras.items():
+        for glob in lora.weights:
+            matched = [v for v, both in names_of.items() if any(fnmatchcase(n, glob) for n in both)]
+            if not matched:
+                raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
+            for value in matched:
+                named[value][label] = lora
+    write_out(model, [value for value, its in named.items() if its])
+    chosen, reasons = [], []
+    for value, its in named.items():
+        if not its or not is_float(value) or value.shape is None or len(value.shape) != 2:
             continue
         try:
-            products = products_of(value)
+            chosen.append(_Chosen(value, names_of[value][1], products_of(value), its))
         except ModelError as error:
             reasons.append(str(error))
-            continue
-        adapters.append(_adapt(graph, value, products, lora, seed, names_of[value][1]))
-    if not adapters:
-        reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
-        raise UsageError(f"no weight can have an adapter: {reason}")
-    return model, adapters
+    for label, lora in loras.items():
+        if not any(label in each.loras for each in chosen):
+            reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
+            raise UsageError(f"no weight can have an adapter: {reason}")
+    return model, chosen
 
 
 def _adapt(
     graph: ir.Graph,
-    weight: ir.Value,
-    products: list[tuple[ir.Node, bool]],
-    lora: Lora,
+    chosen: _Chosen,
     seed: int,
-    module: str,
-) -> Adapter:
-    transposed = products[0][1]
+    choice: tuple[ir.Value, Mapping[ir.Value, bool]] | None = None,
+) -> list[Adapter]:
+    """Put adapters beside a weight's products, each for all rows or for those that it is chosen in.
+
+    `choice` is the mask over all their ranks, and whether batch and sequence are in one axis.
+    """
+    weight, transposed = chosen.weight, chosen.products[0][1]
     k, n = required(weight.shape).numpy()[:: -1 if transposed else 1]
     wide = np.float64 if weight.dtype == ir.DataType.DOUBLE else np.float32
-    rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
-    bound = 1 / math.sqrt(max(k, 1))
-    first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
-    a, b = (
-        add_initializer(graph, Names.of(graph).fresh(f"{weight.name}.lora_{key}"), x.astype(wide))
-        for key, x in zip("ab", first, strict=True)
-    )
-    scale = lora.alpha / lora.rank
+    bound, names = 1 / math.sqrt(max(k, 1)), Names.of(graph)
+    pairs: list[tuple[ir.Value, ir.Value, float]] = []
+    for label, lora in chosen.loras.items():
+        rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
+        first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
+        stem = f"{weight.name}.{label}" if label else str(weight.name)
+        a, b = (
+            add_initializer(graph, names.fresh(f"{stem}.lora_{key}"), x.astype(wide))
+            for key, x in zip("ab", first, strict=True)
+        )
+        pairs.append((a, b, lora.alpha / lora.rank))
+    ranks = sum(lora.rank for lora in chosen.loras.values())
+
+    def joined(op: Builder, parts: list[ir.Value], axis: int) -> ir.Value:
+        shape = [k, ranks] if axis else [ranks, n]
+        one = parts[0] if len(parts) == 1 else typed(op.Concat(*parts, axis=axis), parts[0], shape)
+        return cast_to(op, one, weight)
 
     def low_rank(op: Builder, x: ir.Value, factor: float) -> ir.Value:
-        scaled = a if scale * factor == 1 else typed(op.Mul(a, scale * factor), a, a.shape)
-        mine, other = (cast_to(op, v, weight) for v in (scaled, b))
-        low: ir.Value = op.MatMul(typed(op.MatMul(x, mine), weight), other)
-        return low
+        scaled = [
+            a if scale * factor == 1 else typed(op.Mul(a, scale * factor), a, a.shape)
+            for a, _, scale in pairs
+        ]
+        shape = None if x.shape is None else [*list(x.shape)[:-1], ranks]
+        low = typed(op.MatMul(x, joined(op, scaled, 1)), weight, shape)
+        if choice is not None:
+            low = masked(op, low, choice[0], choice[1][x])
+        result: ir.Value = op.MatMul(low, joined(op, [b for _, b, _ in pairs], 0))
+        return result
 
-    add_beside(graph, weight, products, low_rank)
-    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
+    add_beside(graph, weight, chosen.products, low_rank)
+    about = str(weight.name), transposed, chosen.module
+    return [Adapter(about[0], str(a.name), str(b.name), scale, *about[1:]) for a, b, scale in pairs]
+
+
+@dataclass(frozen=True)
+class AdapterSet:
+    """Adapters that train together over one model, each of them on its rows of a batch."""
+
+    rows: str
+    """The input of numbers: the place among the names of each row's adapter, -1 for none."""
+    by_name: Mapping[str, list[Adapter]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the adapters."""
+        return tuple(self.by_name)
+
+    def owner(self, parameter: str) -> int:
+        """The place among the names of the adapter that has this matrix."""
+        owners = (
+            i for i, held in enumerate(self.by_name.values())
+            if any(parameter in (each.a, each.b) for each in held)
+        )  # fmt: skip
+        return next(owners)
+
+    def of(self, name: str | None) -> list[Adapter]:
+        """An adapter's matrices. Raises UsageError for no name of one."""
+        if name not in self.by_name:
+            near = "" if name is None else did_you_mean(name, self.by_name)
+            raise UsageError(
+                f"there is no adapter {name!r}{near}: adapter= names one of {', '.join(self.names)}"
+            )
+        return self.by_name[str(name)]
+
+    def alone(
+        self, name: str | None, tensors: Mapping[str, Array]
+    ) -> tuple[dict[str, Array], list[Adapter]]:
+        """One adapter's tensors and matrices, by the names that these have in a file."""
+        renamed: dict[str, Array] = {}
+        held: list[Adapter] = []
+        for each in self.of(name):
+            held.append(replace(each, a=f"{each.weight}.lora_a", b=f"{each.weight}.lora_b"))
+            renamed |= {held[-1].a: tensors[each.a], held[-1].b: tensors[each.b]}
+        return renamed, held
+
+    def within(self, name: str | None, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """The tensors of a file by the names that they have beside other adapters."""
+        return {
+            mine: tensors[f"{each.weight}.lora_{key}"]
+            for each in self.of(name)
+            for key, mine in (("a", each.a), ("b", each.b))
+        }
 
 
 def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:

@@ -18,11 +18,12 @@ from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.runtime import budget, calibration, ort
 from onnx_fuse.runtime.cpu_forms import take_faster_forms
 from onnx_fuse.training import adapters, float8
+from onnx_fuse.training.adapters import Lora
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ort_collectives import Staged
+from onnx_fuse.training.spec import Spec
 from onnx_fuse.training.state import State
-from onnx_fuse.training.step import Spec
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
@@ -245,7 +246,7 @@ def merging(
     from onnx_fuse.lower import low_rank
 
     precision, device = options.precision, options.device
-    wanted = options.lora.merged if options.lora else False
+    wanted = options.lora.merged if isinstance(options.lora, Lora) else False
     if precision == "fp8" and wanted:
         raise UsageError("precision 'fp8' keeps adapters beside their weights: leave out merged")
     if wanted is False or precision == "fp8" or (wanted is None and device == "cpu"):
@@ -325,6 +326,14 @@ def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
         raise UsageError("pack is for steps on one GPU, and without a teacher")
     if options.pack and (options.compiled is not None or options.hardware is not None):
         raise UsageError("pack is for steps that are compiled here: leave out compiled")
+    if isinstance(options.lora, Mapping):
+        if options.trainable or options.distributed or options.pack:
+            raise UsageError(
+                "several adapters train alone and on one device: leave out trainable, distributed "
+                "and pack"
+            )
+        if any(lora.merged for lora in options.lora.values()):
+            raise UsageError("several adapters stand beside the weights: leave out merged")
     level = options.level
     if level is None:
         short = TRAINING_PRECISIONS[options.precision][0] != "float32"

@@ -19,6 +19,7 @@ from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.training.adapters import NAMES
 from onnx_fuse.training.images import Images, read_folder
 
 __all__ = [
@@ -183,9 +184,12 @@ def fit(
     for value, name in zip(inputs, names, strict=True):
         array = arrays[name]
         resident = isinstance(array, DeviceTensor)
+        if batch and NAMES in value.meta and not resident:
+            array = _numbers_of_names(name, array, value.meta[NAMES])
         array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
         fixed = resident or not np.can_cast(array.dtype, dtype, "safe")
+        fixed &= NAMES not in value.meta
         if array.dtype != dtype and fixed:
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
@@ -194,6 +198,21 @@ def fit(
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
         fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
+
+
+def _numbers_of_names(feed: str, rows: Any, names: Sequence[str]) -> Array:
+    """The place among `names` of each row's name, -1 for None; numbers stay as they are."""
+    numbers: dict[Any, int] = {None: -1} | {name: i for i, name in enumerate(names)}
+    listed = np.asarray(rows, object) if not hasattr(rows, "dtype") else np.asarray(rows)
+    if listed.dtype.kind in "iu" and all(-1 <= n < len(names) for n in listed.ravel()):
+        return listed
+    unknown = [name for name in listed.ravel().tolist() if name not in numbers]
+    if listed.ndim != 1 or unknown:
+        raise DataError(
+            f"'{feed}' holds {unknown[0] if unknown else listed.tolist()!r}: it has one of "
+            f"{', '.join(names)}, or None, for each row"
+        )
+    return np.array([numbers[name] for name in listed.tolist()], np.int64)
 
 
 def with_labels(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> dict[str, Array]:
@@ -212,6 +231,8 @@ def with_labels(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> dict
     for value in inputs:
         if value.name in fed or value.name is None:
             continue
+        if NAMES in value.meta:
+            raise UsageError(f"'{value.name}' names the adapter of each row: give it, too")
         dims = [d if isinstance(d, int) else sizes.get(d.value) for d in value.shape or ()]
         if None in dims or value.dtype is None:
             raise UsageError(f"the shape of '{value.name}' is not that of an input: give its array")

@@ -11,7 +11,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.runtime import ort
-from onnx_fuse.training.step import Spec
+from onnx_fuse.training.spec import Spec
 
 
 def fault_of(

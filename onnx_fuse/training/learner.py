@@ -11,7 +11,8 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Evaluation
-from onnx_fuse.training.step import Mode, Spec
+from onnx_fuse.training.spec import Spec
+from onnx_fuse.training.step import Mode
 
 __all__ = ["Learner"]
 __dir__ = __all__.copy

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from onnx_fuse.arrays import Array
-from onnx_fuse.training.step import Spec
+from onnx_fuse.training.spec import Spec
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import UsageError, listed, unknown
 from onnx_fuse.training.losses import Target
-from onnx_fuse.training.step import Spec
+from onnx_fuse.training.spec import Spec
 
 __all__ = [
     "F1",

@@ -90,7 +90,9 @@ class TrainingOptions(StepOptions):
             mean over rows. None compares outputs by their squared difference.
         seed (--seed, 0 or more): Seed the order of the data and Dropout.
         lora: Low-rank adapters, which train in place of the weights that they are beside, together
-            with what `trainable` matches. `save` writes the sum of both.
+            with what `trainable` matches. `save` writes the sum of both. Several by name train at
+            once: the feed "adapter" then names the adapter of each row of a batch, or None, and
+            each one gets the update that it would get alone from its rows (docs/training.md).
         tie (--tie): Train a weight that the file stores twice as one.
         untie (--untie): Give each node that reads a tensor of equal entries its own weight.
         shapes: Shapes by input, fixed in training but not in what `save` writes.
@@ -127,7 +129,7 @@ class TrainingOptions(StepOptions):
     distill: Mapping[str, float] | None = None
     temperature: float | None = 2.0
     seed: int = 0
-    lora: Lora | None = None
+    lora: Lora | Mapping[str, Lora] | None = None
     tie: bool = False
     untie: bool = False
     shapes: Mapping[str, Sequence[int]] | None = None

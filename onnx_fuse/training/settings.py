@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.training import losses, optim
+from onnx_fuse.training.adapters import Lora
 from onnx_fuse.training.options import TrainingOptions
-from onnx_fuse.training.step import Spec
+from onnx_fuse.training.spec import Spec
 from onnx_fuse.training.weights import model_names
 
 
@@ -26,7 +27,10 @@ def as_json(options: TrainingOptions, optimizer: optim.Optimizer) -> dict[str, A
     record |= {name: True for name in ("tie", "untie") if getattr(options, name)}
     record |= {k: list(record[k]) for k in ("trainable", "frozen") if record[k] is not None}
     record["loss_options"] = dict(options.loss_options or {})
-    record["lora"] = dataclasses.asdict(options.lora) if options.lora else None
+    lora = options.lora
+    record["lora"] = dataclasses.asdict(lora) if isinstance(lora, Lora) else None
+    if isinstance(lora, Mapping):
+        record["lora"] = {name: dataclasses.asdict(each) for name, each in lora.items()}
     if not isinstance(options.loss, str) or options.loss.endswith(".onnx"):
         terms = losses.terms(options.loss, options.loss_options, options.output)
         record |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
@@ -40,6 +44,13 @@ def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losse
     if any(term["loss"].startswith("sha256 ") for term in stored):
         raise UsageError(f"{folder}: the run has a loss that is a model: give it as loss=")
     return [losses.Term(**term) for term in stored]
+
+
+def stored_lora(stored: Any) -> Lora | dict[str, Lora] | None:
+    """The adapters of a run, of which a checkpoint's settings hold one or several by name."""
+    if stored is None or not all(isinstance(each, dict) for each in stored.values()):
+        return None if stored is None else Lora(**{"merged": False} | stored)
+    return {name: Lora(**each) for name, each in stored.items()}
 
 
 def weight_names(spec: Spec) -> list[str]:

@@ -18,6 +18,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import data as arrays_of
+from onnx_fuse.training.adapters import NAMES
 from onnx_fuse.training.images import Images
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
@@ -291,7 +292,9 @@ def as_feeds(batch: object, inputs: Sequence[ir.Value]) -> dict[str, Array]:
     if names and names[-1] not in batch and "label" in batch:
         batch = {**batch, names[-1]: batch["label"]}
     return {
-        name: _array(name, batch[name], v.dtype)
+        name: np.asarray(batch[name], object)
+        if NAMES in v.meta
+        else _array(name, batch[name], v.dtype)
         for v, name in zip(inputs, names, strict=True)
         if name in batch
     }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -29,13 +28,16 @@ from onnx_fuse.rewrite.patches import patches_as_products
 from onnx_fuse.rewrite.precision import cast_frozen, lower_precision
 from onnx_fuse.rewrite.rotation import split_rotations
 from onnx_fuse.training import float8, losses, optim, sharding, tokens
+from onnx_fuse.training.adapters import AdapterSet
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import TrainableSelection
-from onnx_fuse.training.losses import Target, Term
+from onnx_fuse.training.losses import Term
 from onnx_fuse.training.merged import Merging, Sums, add_to_weights
 from onnx_fuse.training.options import StepOptions
+from onnx_fuse.training.own_rows import OwnRows
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
+from onnx_fuse.training.spec import Spec
 from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import model_names
 
@@ -54,58 +56,6 @@ GROWTH = 2000
 
 
 @dataclass(frozen=True)
-class Spec:
-    """The meaning of a training graph's inputs and outputs; "" names one that it does not have."""
-
-    feeds: tuple[ir.Value, ...]
-    """The inputs that a caller feeds: the model's own, and the labels."""
-    targets: tuple[Target, ...]
-    """What the losses compare; none where the model computes its loss itself."""
-    loss: str
-    """The output of the loss, a scalar."""
-    norm: str
-    """The output of the norm of all gradients before clipping, a scalar."""
-    lr: str
-    """The input of the learning rate, a float32 scalar."""
-    step: str
-    """The input of the update's number, an int64 scalar that is 1 at the first update."""
-    rng: str
-    """The input of an int64 scalar that differs from step to step, for Dropout."""
-    outputs: tuple[str, ...]
-    """The model's own outputs."""
-    states: tuple[State, ...]
-    """The tensors that outlive a step."""
-    counts: str = ""
-    """The input of what this rank's losses are means of, and of its rows: float64."""
-    measures: tuple[Measure, ...] = ()
-    """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
-    untrained: Mapping[str, str] = field(default_factory=dict)
-    """The weights that were to train and have no gradient, with the reason."""
-    packing: padding.Packing | None = None
-    """What a step over tokens only is fed besides."""
-
-    @cached_property
-    def strict(self) -> bool:
-        """Whether a gradient that is not finite is an error; a step with a scaled loss skips it."""
-        return all(s.kind != "scaler" for s in self.states)
-
-    @cached_property
-    def scalars(self) -> tuple[str, ...]:
-        """The outputs that each step answers: the loss, and the norm where there is one."""
-        return tuple(name for name in (self.loss, self.norm) if name)
-
-    @cached_property
-    def successors(self) -> dict[str, str]:
-        """The state that each output replaces."""
-        return {s.next: s.name for s in self.states if s.next}
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """The scalars of which one that is not finite keeps the states as they are."""
-        return self.scalars if self.strict else (self.loss,)
-
-
-@dataclass(frozen=True)
 class _StepArguments(StepOptions):
     model: Model
     mode: Mode = field(default="update", kw_only=True)
@@ -113,6 +63,7 @@ class _StepArguments(StepOptions):
     whole: autodiff.CombinesGradients | None = field(default=None, kw_only=True)
     ranks: Ranks | None = field(default=None, kw_only=True)
     merging: Merging | None = field(default=None, kw_only=True)
+    adapters: AdapterSet | None = field(default=None, kw_only=True)
     pack: bool = field(default=False, kw_only=True)
 
 
@@ -131,6 +82,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
         merging: The low-rank adapters that are added to weights.
+        adapters: Those that each train on their own rows of the batch.
         pack: Compute only the tokens (`rewrite.padding`); the labels are fed with their padding.
         {options}
 
@@ -149,7 +101,9 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         batch.free_batch(source)
     optimizer = optim.chosen(options.optimizer)
     choice = TrainableSelection(options.trainable, options.frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, options.level or 0, *float8.skipped(precision))
+    owner = options.adapters.owner if options.adapters else lambda name: 0
+    skipped = float8.skipped(precision)
+    prepared = _prepare(source, choice, optimizer, owner, options.level or 0, *skipped)
     prepared = padding.pack(prepared, tokens=True) if options.pack else prepared
     if options.fused:
         split_rotations(prepared)
@@ -180,7 +134,7 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
         step.scale()
     if precision == "fp8":
         step.histories = float8.in_float8(prepared, weights, step.add_state)
-    gradients = step.differentiate(weights)
+    gradients = step.by_adapter(step.differentiate(weights), terms)
     trained = {name for v in (*gradients, *statistics) for name in model_names(v)}
     left_out = {n: why for n, why in without.items() if choice(n) and n not in trained}
     step.untrained = left_out | step.untrained
@@ -200,7 +154,12 @@ def _average(w: ir.Value) -> str:
 
 
 def _prepare(
-    source: ir.Model, choice: TrainableSelection, optimizer: optim.Optimizer, level: int, *skip: str
+    source: ir.Model,
+    choice: TrainableSelection,
+    optimizer: optim.Optimizer,
+    owner: Callable[[str], int],
+    level: int,
+    *skip: str,
 ) -> ir.Model:
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
@@ -208,7 +167,10 @@ def _prepare(
         rewrite.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
             {
-                (choice(name), optimizer.setting(name), optimizer.elementwise(name, shape) or name)
+                (
+                    *(choice(name), choice(name) and owner(name), optimizer.setting(name)),
+                    optimizer.elementwise(name, shape) or name,
+                )
                 for name in model_names(value)
             }
             for value in graph.graph.initializers.values()
@@ -252,6 +214,7 @@ class _Step:
         if self.ranks is not None:
             self.counts = self.input("ranks.counts", ir.DataType.DOUBLE, [None])
         self.measures: tuple[Measure, ...] = ()
+        self.own: OwnRows | None = None
         self.rows: ir.Value | None = None  # the rank's share of all rows
         self.ready: dict[ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.wholes: dict[ir.Value, tuple[int, ...]] = {}  # of states that are sharded
@@ -286,9 +249,10 @@ class _Step:
                 if part is not w:
                     self.wholes[states[-1]] = tuple(required(w.shape).numpy())
                 continue
-            key = f"{name}.{dtype}", float(self.setting(w)[2])  # by the first update
+            owner = f".{self.own.name(w)}" if self.own else ""
+            key = f"{name}.{dtype}{owner}", float(self.setting(w)[2])  # by the first update
             if key not in self.shared:
-                self.shared[key] = self.add_state(f"optimizer.{name}", "slot", first)
+                self.shared[key] = self.add_state(f"optimizer.{name}{owner}", "slot", first)
             states.append(self.shared[key])
         return states
 
@@ -368,6 +332,7 @@ class _Step:
             shares, self.rows = self.reduction.shares(counts, self.measures)
             self.place()
         self.loss, labels, self.targets = losses.attach(self.model, terms, shares, fused)
+        self.measures = self.measures or measures(terms, self.targets)
         self.op = autodiff.Emitter(self.model)
         self.labels = tokens.taken(self.op, self.graph, self.packing, self.targets, labels, terms)
 
@@ -488,6 +453,21 @@ class _Step:
             for w, g in gradients.items()
         }
 
+    def by_adapter(self, gradients: ByWeight, terms: Sequence[Term]) -> ByWeight:
+        """The gradients of each adapter as of its own rows' loss, where there are several."""
+        adapters, op = self.options.adapters, self.op
+        if adapters is None:
+            return gradients
+        self.own = own = OwnRows(op, self.graph, adapters, terms, self.measures)
+        none = np.zeros(len(adapters.names), np.int64)
+        if self.options.accumulate > 1:
+            before = self.add_state("adapters.accumulated", "accumulator", none.astype(np.float32))
+            own.counts = typed(op.Add(before, own.counts), before, before.shape)
+            self.next[before] = own.counts if self.mode == "accumulate" else self.zeros(before)
+        if self.mode == "update":
+            own.updates = self.add_state("adapters.updates", "slot", none)
+        return {w: own.scaled(op, w, g) for w, g in gradients.items()}
+
     def scale(self) -> None:
         """Multiply the loss's gradient by a state, so that float16 holds small gradients.
 
@@ -554,23 +534,33 @@ class _Step:
         return typed(self.op.Where(no, like, zero), like, like.shape)
 
     def clip(self, gradients: ByWeight) -> ByWeight:
-        """Gradients scaled down so that the norm of all of them together is at most `clip_norm`.
+        """Gradients scaled down so that the norm of all of them together, or of those of each
+        adapter, is at most `clip_norm`.
 
         An infinite bound leaves them as they are, and the norm is an output all the same.
         """
-        clip_norm = self.options.clip_norm
+        clip_norm, own = self.options.clip_norm, self.own
         if clip_norm is None:
             return gradients
-        total = self.squares(gradients) if self.total is None else self.total
-        if clip_norm == np.inf:
+        owners = dict.fromkeys(map(own.owner, gradients)) if own else [0]
+        if clip_norm == np.inf or len(owners) > 1:
+            total = self.squares(gradients) if self.total is None else self.total
             self.norm = typed(self.op.Sqrt(total), total, ir.Shape([]))
+        if clip_norm == np.inf:
             return gradients
-        self.norm, factor = self.op.node(
-            "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
-        )
-        for value in (self.norm, factor):
-            value.dtype, value.shape = total.dtype, ir.Shape([])
-        return {w: self.op.Mul(g, factor) for w, g in gradients.items()}
+        clipped: ByWeight = {}
+        for owner in owners:
+            part = {w: g for w, g in gradients.items() if own is None or own.owner(w) == owner}
+            whole = self.total if len(owners) == 1 else None
+            total = self.squares(part) if whole is None else whole
+            norm, factor = self.op.node(
+                "ClipFactor", [total], domain=FUSE, outputs=2, max_norm=clip_norm
+            )
+            for value in (norm, factor):
+                value.dtype, value.shape = total.dtype, ir.Shape([])
+            self.norm = self.norm or norm
+            clipped |= {w: self.op.Mul(g, factor) for w, g in part.items()}
+        return clipped
 
     def setting(self, w: ir.Value) -> tuple[float, float, int]:
         return self.optimizer.setting(model_names(w)[0])
@@ -585,26 +575,34 @@ class _Step:
             self.shared["lr", factor] = lr
         return self.shared["lr", factor]
 
+    def number(self, w: ir.Value) -> tuple[ir.Value, str]:
+        """The number of the update, or of that of the weight's adapter, and which one it is."""
+        if self.own is None:
+            return self.scalar("step", ir.DataType.INT64), ""
+        return self.own.number(self.op, w), str(self.own.owner(w))
+
     def began(self, w: ir.Value) -> ir.Value | None:
         """Whether the weight trains already; None if it does from the first update on."""
         start = self.setting(w)[2]
         if not start:
             return None
-        if ("began", start) not in self.shared:
-            step = self.scalar("step", ir.DataType.INT64)
-            self.shared["began", start] = self.op.Greater(step, self.op.constant(np.array(start)))
-        return self.shared["began", start]
+        step, owner = self.number(w)
+        key = f"began{owner}", start
+        if key not in self.shared:
+            self.shared[key] = self.op.Greater(step, self.op.constant(np.array(start)))
+        return self.shared[key]
 
     def step_of(self, w: ir.Value) -> ir.Value:
         """The number of a weight's update, which is 1 at its first one."""
-        step, start = self.scalar("step", ir.DataType.INT64), self.setting(w)[2]
+        (step, owner), start = self.number(w), self.setting(w)[2]
         if not start:
             return step
-        if ("step", start) not in self.shared:
+        key = f"step{owner}", start
+        if key not in self.shared:
             number = self.op.Sub(step, self.op.constant(np.array(start)))
             number = self.op.Where(self.began(w), number, self.op.constant(np.array(1)))
-            self.shared["step", start] = typed(number, step, ir.Shape([]))
-        return self.shared["step", start]
+            self.shared[key] = typed(number, step, ir.Shape([]))
+        return self.shared[key]
 
     def update(self, gradients: ByWeight) -> None:
         for w, g in gradients.items():
@@ -617,11 +615,14 @@ class _Step:
                 olds.append(self.average(w))
                 moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - self.options.ema)
                 news = [*news, self.op.Add(olds[-1], moved)]
-            for condition in (self.began(w), self.finite):
+            trains = self.own and self.own.trains(self.op, w)
+            for condition in (self.began(w), self.finite, trains):
                 if condition is not None:
                     pairs = zip(news, olds, strict=True)
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
             self.next.update(zip([w, *olds[1:]], news, strict=True))
+        if self.own is not None and self.own.updates is not None:
+            self.next[self.own.updates] = self.own.next_updates(self.op, self.finite)
         if self.parts:
             self.place()
             self.gather(required(self.ranks))
@@ -682,12 +683,7 @@ class _Step:
             outputs=tuple(str(v.name) for v in outputs),
             states=tuple(
                 State(
-                    str(v.name),
-                    kind,
-                    initial,
-                    v,
-                    name(self.next, v),
-                    name(self.averages, v),
+                    *(str(v.name), kind, initial, v, name(self.next, v), name(self.averages, v)),
                     self.wholes.get(v),
                 )
                 for v, kind, initial in self.states

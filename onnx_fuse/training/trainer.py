@@ -57,12 +57,13 @@ from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, whole_states
+from onnx_fuse.training.spec import Spec
 from onnx_fuse.training.state import State
-from onnx_fuse.training.step import UNREAD, Mode, Spec, training_model
+from onnx_fuse.training.step import UNREAD, Mode, training_model
 from onnx_fuse.training.stored_codes import as_floats, notes_of
 from onnx_fuse.training.tied_weights import resolve as resolve_tied
 from onnx_fuse.training.tied_weights import untie as untie_weights
-from onnx_fuse.training.weights import literal
+from onnx_fuse.training.weights import literal, model_names
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 __dir__ = __all__.copy
@@ -132,17 +133,15 @@ class Trainer:
         self.notes += notes_of([name for name in self._stored if choice(name)])
         self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=options.tie)
         self.notes += notes
-        self.adapters: list[Adapter] = []
+        plain, given = self._source, options.lora
+        self.adapters: list[Adapter]
         """The low-rank adapters that train beside weights."""
-        self._trainable = trainable
-        plain = self._source
+        self._source, self.adapters, self._several = adapters.placed(plain, given, options.seed)
+        globs = [literal(name) for each in self.adapters for name in (each.a, each.b)]
+        self._trainable = [*globs, *(trainable or ())] if globs else trainable
         self._merging: Merging | None = None
-        if options.lora is not None:
-            self._source, self.adapters = adapters.attach(plain, options.lora, options.seed)
-            globs = [literal(name) for each in self.adapters for name in (each.a, each.b)]
-            self._trainable = [*globs, *(trainable or ())]
         self._sized = with_shapes(self._source, options.shapes, options.dims)
-        if options.lora is not None:
+        if isinstance(options.lora, Lora):
             self._merging = backends.merging(self._source, self._sized, self.adapters, options)
             lora = dataclasses.replace(options.lora, merged=self._merging is not None)
             self._options = options = dataclasses.replace(options, lora=lora)
@@ -216,6 +215,7 @@ class Trainer:
             whole=self._whole,
             ranks=self._ranks,
             merging=self._merging,
+            adapters=self._several,
             pack=key != mode,
             **options,
         )
@@ -494,10 +494,10 @@ class Trainer:
         for s in held:
             self._device.write(s.name, states[s.name])
 
-    def weights(self, *, ema: bool = False) -> dict[str, Array]:
+    def weights(self, *, ema: bool = False, adapter: str | None = None) -> dict[str, Array]:
         """Trained weights and running statistics, under the model's own names and shapes.
 
-        With `ema` the weights are their running averages. Raises UsageError where there are none.
+        `ema` asks for averages, `adapter` for one of several. Raises UsageError for none of them.
         """
         self._finish_steps()
         averages = self._averages(ema)
@@ -505,21 +505,23 @@ class Trainer:
         for s, array in self._held():
             chosen = self._device.array(s.average) if averages and s.average else array
             named |= packed_weights.unpack(s.value, chosen)
-        for adapter in self.adapters:
-            w = required(self._source.graph.initializers[adapter.weight].const_value)
-            a, b = named.pop(adapter.a), named.pop(adapter.b)
-            named[adapter.weight] = adapter.merged(w.numpy(), a, b)
+        pairs = {each: (named.pop(each.a), named.pop(each.b)) for each in self.adapters}
+        for each in self.adapters if self._several is None else self._several.of(adapter):
+            w = required(self._source.graph.initializers[each.weight].const_value)
+            named[each.weight] = each.merged(w.numpy(), *pairs[each])
         named |= {t.copy: t.of(named[t.weight]) for t in self._duplicates if t.weight in named}
         return {name: np.array(array, order="C") for name, array in named.items()}
 
-    def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, ema: bool = False, adapter: str | None = None
+    ) -> None:
         """Write the model as it was given, with the trained weights in place of its own.
 
         A weight that the file stores as integers is rounded to them.
-        With `ema` these are their running averages. Of several ranks, rank 0 writes it. Raises
-        UsageError where there are no averages.
+        With `ema` these are their running averages; `adapter` names one of several. Of several
+        ranks, rank 0 writes it. Raises UsageError where there are no averages.
         """
-        weights = self.weights(ema=ema)
+        weights = self.weights(ema=ema, adapter=adapter)
         if self.world is not None and self.world.rank:
             return
         model = self._original.clone()
@@ -529,41 +531,44 @@ class Trainer:
         tensors = (v.const_value for v in self._original.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
-    def save_adapters(self, path: str | os.PathLike[str]) -> None:
+    def save_adapters(self, path: str | os.PathLike[str], *, adapter: str | None = None) -> None:
         """Write all that trains, unmerged: a file (.safetensors), or a folder in the form of PEFT.
 
-        `load_adapters` and `training.adapters.merge` read both. Raises UsageError without adapters,
-        and for a folder where a weight has no name of a PyTorch module.
+        `load_adapters` and `training.adapters.merge` read it. `adapter` names one of several.
+        Raises UsageError without adapters, and for a folder where a weight has no PyTorch name.
         """
-        tensors = self._unmerged()
+        tensors, held = self._unmerged(adapter)
         if self.world is None or self.world.rank == 0:
-            adapter_files.write(path, tensors, self.adapters, self._original.graph)
+            adapter_files.write(path, tensors, held, self._original.graph)
 
-    def load_adapters(self, path: str | os.PathLike[str]) -> None:
+    def load_adapters(self, path: str | os.PathLike[str], *, adapter: str | None = None) -> None:
         """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
 
-        Raises DataError for those of another model, rank or scale, and UsageError without adapters.
+        `adapter` names one of several. Raises DataError for another model's, rank's or scale's, and
+        UsageError without adapters.
         """
-        current = self._unmerged()
-        tensors, restored = adapter_files.read_file(path, self.adapters, current)
+        current, held = self._unmerged(adapter)
+        tensors, restored = adapter_files.read_file(path, held, current)
         if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in current.items()}:
             raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
-        if {a.scale for a in restored} != {a.scale for a in self.adapters}:
+        if {a.scale for a in restored} != {a.scale for a in held}:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
+        if self._several is not None:
+            tensors = self._several.within(adapter, tensors)
         for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
+            if s.kind in ("parameter", "statistic") and tensors.keys() >= {*model_names(s.value)}:
                 part = part_of_state(s, packed_weights.pack(s.value, tensors), self.world)
                 for name in filter(None, (s.name, s.average)):
                     self._device.write(name, part)
 
-    def _unmerged(self) -> dict[str, Array]:
+    def _unmerged(self, adapter: str | None) -> tuple[dict[str, Array], list[Adapter]]:
         if not self.adapters:
             raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
-        weights: dict[str, Array] = {}
-        for s, array in self._held():
-            weights |= packed_weights.unpack(s.value, array.copy())
-        return weights
+        held = ((s.value, array.copy()) for s, array in self._held())
+        weights = {k: a for value in held for k, a in packed_weights.unpack(*value).items()}
+        several = self._several
+        return (weights, self.adapters) if several is None else several.alone(adapter, weights)
 
     def _held(self) -> list[tuple[State, Array]]:
         """The weights and running statistics, whole; ranks that hold parts call it together."""
@@ -649,8 +654,7 @@ class Trainer:
                 )
             run_loss = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
             stored |= {"loss": run_loss}
-            if stored["lora"] is not None:
-                stored["lora"] = Lora(**{"merged": False} | stored["lora"])
+            stored["lora"] = settings.stored_lora(stored["lora"])
             stored |= {"optimizer": optimizer, "device": device, "memory": memory}
             trainer = cls(model, **stored, **ranks)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -673,11 +677,7 @@ class Trainer:
         settings.check(folder, self._settings(), manifest["settings"])
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
-            also = (
-                ", or adapters stand elsewhere there: try Trainer.resume"
-                if self._options.lora
-                else ""
-            )
+            also = ", or adapters stand elsewhere there: try Trainer.resume" * bool(self.adapters)
             raise DataError(f"{folder}: the checkpoint is of another model{also}")
         for s in states:
             got, initial = tensors[s.name], np.asarray(s.initial)

@@ -106,6 +106,30 @@ def test_gradients_are_those_of_the_cpu(merged: bool) -> None:
         np.testing.assert_allclose(got[name], array, atol=1e-3 * change, rtol=0, err_msg=name)
 
 
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_several_adapters_train_as_on_the_cpu(precision: str) -> None:
+    """Each on its rows, of which some steps have none; the bits of two runs are equal."""
+    names = [["a", "b", "a", None, "c", "b", "a", "c"], ["b"] * 8, [None, "a"] * 4]
+    loras = {"a": Lora(4, 8.0), "b": Lora(8, 16.0), "c": Lora(17, 34.0)}
+    runs = [
+        Trainer(
+            gpt.build(gpt.Config()), loss="cross_entropy", optimizer=optim.AdamW(lr=1e-2),
+            clip_norm=1.0, lora=loras, device=device, precision=kind,
+        )
+        for device, kind in (("cpu", "fp32"), ("cuda", precision), ("cuda", precision))
+    ]  # fmt: skip
+    losses = [
+        [float(run.step({**feeds(i), "adapter": names[i % 3]})) for i in range(STEPS)]
+        for run in runs
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=TOLERANCE[precision])
+    assert losses[1] == losses[2]
+    for name, array in runs[1].state().items():
+        assert runs[2].state()[name].tobytes() == array.tobytes(), name
+    updates = [run.state()["adapters.updates"].tolist() for run in runs]
+    assert updates == [[13, 14, 7]] * 3
+
+
 SERVED = {"fp32": 2e-4, "fp16": 2e-2, "bf16": 1e-1}
 """Of the largest logit: float32 sums in another order, and activations in 16 bits."""
 
