@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import __version__, progress, rewrite, session
-from onnx_fuse.adapters.columns import AdaptedWeight, AdapterColumns, Ends, rows_for
+from onnx_fuse.adapters.columns import AdapterColumns, rows_for
 from onnx_fuse.adapters.held import AdaptedFile
 from onnx_fuse.adapters.inputs import add_inputs, chosen
 from onnx_fuse.container import GRAPH, digest_of, write
@@ -25,7 +25,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.feeds import argument
 from onnx_fuse.files import written
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
-from onnx_fuse.ir.build import defaults
+from onnx_fuse.ir.build import defaults, required
 from onnx_fuse.ir.constants import DEFAULT, Model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.ops.update import expand_standard_updates
@@ -34,8 +34,10 @@ from onnx_fuse.program.call import Call, NeedsValues, Program, dtype_of
 from onnx_fuse.program.call import Shapes as TypedShapes
 from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import SymbolicProgram
+from onnx_fuse.program.packing import Packing, row_count
 from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
+from onnx_fuse.rewrite import padding
 from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.encoding import FORMAT
@@ -83,6 +85,7 @@ def compile(
     level: int = 2,
     adapter_rank: int = 0,
     adapter_weights: Sequence[str] = ("*",),
+    pack: bool | Literal["zero"] = False,
 ) -> Compiled:
     """Fuse and compile `model` for `targets` into one file that runs without a compiler.
 
@@ -103,73 +106,89 @@ def compile(
             (docs/howto/adapters.md). Runs with and without adapters have programs of their own.
         adapter_weights: Globs over the names of the weights, or of their PyTorch modules, that
             adapters may have.
+        pack: Add programs over the tokens that the model's mask shows, for sessions with this
+            `pack`; batches that cannot be packed run with their padding.
 
     Raises:
         UsageError: The shape of an input stays free, or a glob matches no weight.
-        ModelError: The model is malformed, an operator has no kernel, or sizes depend on data.
+        ModelError: The model is malformed, an operator has no kernel, sizes depend on data, or
+            `pack` finds that its padding may be read.
         DeviceError: NVRTC is missing.
     """
     graph = session.load(model)
-    adapted = _with_adapters(graph, adapter_rank, adapter_weights, precision)
-    graphs = [graph, *([adapted.graph] if adapted else [])]
-    for each in graphs:
+    variants = []
+    if adapter_rank:
+        variants.append(_with_adapters(graph, adapter_rank, adapter_weights, precision))
+    for each in (graph, *(variant.graph for variant in variants)):
         rewrite.optimize(each, level=level, own_kernels=True)
-    ready, maths = zip(*(in_precision(each, precision) for each in graphs), strict=True)
-    if adapted:
-        adapted = replace(adapted, graph=_apart(*ready))
-    return _compiled(
-        ready[0], path, targets, shapes, ranges or {}, precision, maths[0], adapted=adapted
-    )
+    if pack:
+        variants.append(_with_tokens(graph, zero=pack == "zero"))
+    graph, math = in_precision(graph, precision)
+    for variant in variants:
+        variant.graph, _ = in_precision(variant.graph, precision)
+        _rename_others(variant.graph, graph, variant.key)
+    return _compiled(graph, path, targets, shapes, ranges or {}, precision, math, variants=variants)
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """A graph with inputs for adapters."""
+@dataclass
+class _Variant:
+    """A graph of the model with further inputs, which a session feeds: it has its own programs."""
 
+    key: str
+    """Where the manifest says what it is."""
     graph: ir.Model
-    ends: Ends
-    layout: AdapterColumns
-    weights: list[AdaptedWeight]
-    ranks: int
+    about: dict[str, Any]
+    """What the manifest says."""
+    shapes: Callable[[Shapes], Shapes]
+    """The shapes of all inputs, from those of the model's own."""
+    packing: Packing | None = None
 
-    def shapes(self, shapes: Shapes) -> Shapes:
-        """Those of all inputs, from those of the model's own."""
-        more = {self.ends.matrices: (self.ranks, self.layout.columns)}
-        if not self.ends.refusal:
-            more[self.ends.mask] = ([*shapes.get(self.ends.batch, ()), -1][0], self.ranks)
-        return {**shapes, **more}
-
-    def manifest(self) -> dict[str, Any]:
-        """What the file says of them."""
-        names = {self.ends.matrices, self.ends.mask}
-        inputs = [list(argument(v)) for v in self.graph.graph.inputs if v.name in names]
-        about = AdaptedFile.manifest(self.ends, self.weights, self.ranks, self.layout)
-        return {"adapters": {"inputs": inputs, **about}}
+    def manifest(self, plain: ir.Model) -> dict[str, Any]:
+        """What the file says of it: the inputs that it has beside the plain graph's, and more."""
+        names = {v.name for v in plain.graph.inputs}
+        inputs = [list(argument(v)) for v in self.graph.graph.inputs if v.name not in names]
+        return {"inputs": inputs, **self.about}
 
 
-def _with_adapters(
-    graph: ir.Model, ranks: int, globs: Sequence[str], precision: str
-) -> _Adapted | None:
-    if ranks < 1:
-        return None
-    graph = graph.clone()
+def _with_adapters(graph: ir.Model, ranks: int, globs: Sequence[str], precision: str) -> _Variant:
+    graph, rows = graph.clone(), rows_for(ranks)
     lift_parameters(graph)
     kind = PRECISIONS[precision][0]
     weights = chosen(graph, globs)
     layout = AdapterColumns.of(weights, None if kind == "float32" else dtype_of(kind))
-    return _Adapted(graph, add_inputs(graph, layout), layout, weights, rows_for(ranks))
+    ends = add_inputs(graph, layout)
+
+    def shapes(own: Shapes) -> Shapes:
+        mask = {} if ends.refusal else {ends.mask: ([*own.get(ends.batch, ()), -1][0], rows)}
+        return {**own, ends.matrices: (rows, layout.columns), **mask}
+
+    return _Variant("adapters", graph, AdaptedFile.manifest(ends, weights, rows, layout), shapes)
 
 
-def _apart(graph: ir.Model, other: ir.Model) -> ir.Model:
-    """`other`, whose weights have names of their own where `graph` has others of these names."""
-    for name, value in list(other.graph.initializers.items()):
-        mine = graph.graph.initializers.get(name)
-        if mine is None or mine.const_value is None or value.const_value is None:
+def _with_tokens(graph: ir.Model, *, zero: bool) -> _Variant:
+    packed = padding.pack(graph, zero=zero)
+    packing = required(Packing.of(packed))
+    picks = len(packing.picked)
+
+    def shapes(own: Shapes) -> Shapes:
+        batch, length = own.get(packing.mask, (-1, -1))
+        more = {packing.rows: (1, 0), packing.offsets: (0,)}
+        more |= {packing.places: (batch, length), packing.chosen: (batch, picks)}
+        return {**own, **{name: shape for name, shape in more.items() if name}}
+
+    about = {"zero": zero, "fields": asdict(packing)}
+    return _Variant("packing", packed, about, shapes, packing)
+
+
+def _rename_others(graph: ir.Model, other: ir.Model, why: str) -> None:
+    """Give weights names of their own where the other graph has others of these names, in place."""
+    for name, value in list(graph.graph.initializers.items()):
+        theirs = other.graph.initializers.get(name)
+        if theirs is None or theirs.const_value is None or value.const_value is None:
             continue
-        one, two = mine.const_value.numpy(), value.const_value.numpy()
+        one, two = value.const_value.numpy(), theirs.const_value.numpy()
         if (one.dtype, one.shape, one.tobytes()) != (two.dtype, two.shape, two.tobytes()):
-            value.name = f"{name} beside adapters"
-    return other
+            value.name = f"{name} of {why}"
 
 
 def compile_training(
@@ -232,24 +251,22 @@ def _compiled(
     math: str,
     state: Mapping[str, str] | None = None,
     more: Mapping[str, Any] | None = None,
-    adapted: _Adapted | None = None,
+    variants: Sequence[_Variant] = (),
 ) -> Compiled:
     """Write the file of a graph in which everything is fused, with `more` in its manifest."""
     expand_standard_updates(graph)
-    sets = [(graph, shapes)]
-    if adapted is not None:
-        sets.append((adapted.graph, [adapted.shapes(each) for each in shapes]))
-        more = adapted.manifest()
     built: list[_Compiled] = []
-    plain: list[Closed] = []
+    free = _free(graph, ranges)
+    plain = _distinct(_closed(graph, each, free) for each in shapes)
     with cublaslt.left_out():
-        for each, its_shapes in sets:
-            free = _free(each, ranges)
-            wanted = [_closed(each, s, free) for s in its_shapes]
-            wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
-            plain = plain or wanted
-            for target, hw in targets.items():
-                built += _built(each, target, hw, math, state, wanted, free)
+        for target, hw in targets.items():
+            programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
+            for i, closed in enumerate(plain):
+                progress.report(f"lowering for {target}", i, len(plain))
+                built += _programs(programs, target, closed, free)
+            for variant in variants:
+                built += _of_variant(variant, Specializer(variant.graph, hw, math=math), target,
+                                     shapes, ranges)  # fmt: skip
     members: dict[str, bytes] = {}
     names, table = _modules(built, members)
     modules = list(dict.fromkeys(names.values()))
@@ -295,6 +312,7 @@ def _compiled(
         "targets": {name: {k: getattr(hw, k) for k in limits} for name, hw in targets.items()},
         "modules": table,
         "programs": entries,
+        **{each.key: each.manifest(graph) for each in variants},
         **(more or {}),
     }
     with written(path) as draft:
@@ -309,26 +327,38 @@ def _compiled(
     )
 
 
-def _built(
-    graph: ir.Model,
+def _distinct(sets: Iterable[Closed]) -> list[Closed]:
+    distinct: list[Closed] = []
+    for each in sets:
+        if each not in distinct:
+            distinct.append(each)
+    return distinct
+
+
+def _of_variant(
+    variant: _Variant,
+    programs: Specializer,
     target: str,
-    hw: Hardware,
-    math: str,
-    state: Mapping[str, str] | None,
-    wanted: Sequence[Closed],
-    free: Free,
+    shapes: Sequence[Shapes],
+    ranges: Mapping[str, tuple[int, int]],
 ) -> list[_Compiled]:
-    """The programs of a graph for one target."""
-    built: list[_Compiled] = []
-    programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
-    for i, closed in enumerate(wanted):
-        progress.report(f"lowering for {target}", i, len(wanted))
-        if free:
-            built += _over(programs, target, closed, free)
+    """The programs of a graph with further inputs."""
+    graph, built = variant.graph, list[_Compiled]()
+    free = _free(graph, ranges)
+    for closed in _distinct(_closed(graph, variant.shapes(own), free) for own in shapes):
+        if variant.packing is None:
+            built += _programs(programs, target, closed, free)
         else:
-            program = _lowered(programs, closed).program
-            built.append(_Compiled(target, hw, closed, program, graph))
+            built += _over(programs, target, *_over_tokens(variant.packing, closed, free))
     return built
+
+
+def _programs(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Compiled]:
+    """The programs for one set of shapes, or for all sizes of the ranges."""
+    if free:
+        return _over(programs, target, closed, free, _sizes(free))
+    program = _lowered(programs, closed).program
+    return [_Compiled(target, programs.hw, closed, program, programs.model)]
 
 
 @dataclass(frozen=True)
@@ -390,12 +420,48 @@ MOST = 1 << 17
 _FIXED = "what the model does with them is no formula"
 
 
-def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Compiled]:
-    """Open programs, as few as serve all sizes of the ranges, from the largest down."""
+def _sizes(free: Free) -> list[dict[str, int]]:
+    """All sizes of the ranges, from the largest down."""
+    counts = [range(high, low - 1, -1) for (low, high), _ in free.values()]
+    return [dict(zip(free, each, strict=True)) for each in product(*counts)]
+
+
+def _over_tokens(
+    packing: Packing, closed: Closed, free: Free
+) -> tuple[Closed, Free, list[dict[str, int]]]:
+    """The shapes, ranges and sizes of a graph over tokens: all that batches may have."""
+    label_of = {place: label for label, (_, places) in free.items() for place in places}
+    ends = [label_of.get((packing.mask, axis), "") for axis in (0, 1)]
+    sizes = []
+    for each in _sizes(free):
+        own = zip(ends, closed[packing.mask][0], strict=True)
+        batch, length = (each.get(label, size) for label, size in own)
+        counts = {row_count(tokens, length) for tokens in range(batch, batch * length + 1)}
+        each["offsets"] = batch + 1
+        sizes += [{**each, "tokens": count} for count in sorted(counts, reverse=True)]
+    if not 0 < len(sizes) <= MOST:
+        raise UsageError(f"batches have {len(sizes):,} numbers of tokens, not 1 to {MOST:,}")
+    free, closed = dict(free), dict(closed)
+    for label, place in (("tokens", (packing.rows, 1)), ("offsets", (packing.offsets, 0))):
+        found = [each[label] for each in sizes]
+        free[label] = (min(found), max(found)), [place]
+        shape, dtype = closed[place[0]]
+        closed[place[0]] = (*shape[:-1], max(found)), dtype
+    return closed, free, sizes
+
+
+def _over(
+    programs: Specializer,
+    target: str,
+    closed: Closed,
+    free: Free,
+    sizes: Iterable[Mapping[str, int]],
+) -> list[_Compiled]:
+    """Open programs, as few as serve all `sizes`."""
     symbols = programs.symbols(closed)
     of = {(name, axis): symbol for name, axis, symbol in symbols}
     symbol_of = {label: of[places[0]] for label, (_, places) in free.items()}
-    fixed = {s: n for s, n in programs.numbers(closed).items() if s not in symbol_of.values()}
+    whole = programs.numbers(closed)
     ends = {
         name: [
             next(
@@ -407,9 +473,8 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
     }
     ranges = {label: bounds for label, (bounds, _) in free.items()}
     compiled: list[_Compiled] = []
-    counts = [range(high, low - 1, -1) for (low, high), _ in free.values()]
-    for sizes in product(*counts):
-        numbers = fixed | dict(zip(symbol_of.values(), sizes, strict=True))
+    for each in sizes:
+        numbers = whole | {symbol_of[label]: size for label, size in each.items()}
         for one in reversed(compiled):
             assert one.served is not None
             if one.served.source.holds(numbers):

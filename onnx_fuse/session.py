@@ -27,6 +27,7 @@ from onnx_fuse.feeds import (
     warn_of_different,
 )
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from onnx_fuse import cache
     from onnx_fuse.adapters.held import HeldAdapters, Rows
     from onnx_fuse.ir.constants import Model
-    from onnx_fuse.rewrite.padding import Packing
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.graphs import Portable
     from onnx_fuse.runtime.program_cache import Origin
@@ -104,8 +104,8 @@ class InferenceSession:
         self.device, gpu, self._providers = _device(device, providers)
         if pack not in (False, True, "zero"):
             raise UsageError(f"there is no pack={pack!r}: it is False, True or 'zero'")
-        if pack and (self.device != "cuda" or not optimize or _is_compiled(model)):
-            raise UsageError("pack is for device 'cuda', for a model that is optimized here")
+        if pack and (self.device != "cuda" or not optimize):
+            raise UsageError("pack is for device 'cuda', for a model that is optimized")
         if pack and batch_invariant is not False:
             raise UsageError("pack puts a batch's tokens together: leave it or batch_invariant out")
         self._pack, self._warned = pack, False
@@ -143,6 +143,8 @@ class InferenceSession:
             compiled = model if isinstance(model, Deployed) else Deployed(model)  # type: ignore[arg-type]
             compiled.check_precision(precision)
             self._interface = Interface.of_compiled(compiled)
+            if pack:
+                compiled, self._packing = compiled.packed(pack)
             self._executable = executable.Executable(compiled, device_id=gpu)
             self._executable.check()
             return
@@ -169,10 +171,7 @@ class InferenceSession:
         cached = entry.load() if entry else None
         graph = self.model if cached is None else cached[0]
         note(graph, self._invariant)
-        if self._pack:
-            from onnx_fuse.rewrite.padding import Packing
-
-            self._packing = Packing.of(graph)
+        self._packing = Packing.of(graph) if self._pack else None
         self._interface = Interface.of_graph(graph, self._packing.added if self._packing else ())
         if cached is None:
             executable = _executable(self.model, precision, gpu)

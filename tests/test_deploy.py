@@ -307,7 +307,7 @@ def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.Monkey
         "{ s = Add(x, b) y = Tanh(s) t = Transpose(y) z = Neg(t) one = Constant<value_ints = [0]>()"
         "n = Shape<end = 1>(x) nn = Concat<axis = 0>(n, n) f = ConstantOfShape(nn) o = Cos(f) }"
     )
-    made, path = compiled(tmp_path, text, ranges={"N": (1, 40), "M": (2, 20)})
+    made, path = compiled(tmp_path, text, ranges={"M": (2, 20), "N": (1, 40)})
     gpu = FakeGpu().use(monkeypatch)
     monkeypatch.setenv("ONNX_FUSE_AHEAD", "1")  # which a compiled file has nothing to do with
     entries = Deployed(path).entries
@@ -326,7 +326,7 @@ def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.Monkey
         np.testing.assert_allclose(y, np.tanh(x + b), atol=1e-6)
         np.testing.assert_allclose(z, -y.T)
         np.testing.assert_array_equal(o, np.ones((n, n)))
-    with pytest.raises(UsageError, match=r"x \[N, M\], b \[M\] with N from 1 to 40 and M from 2"):
+    with pytest.raises(UsageError, match=r"x \[N, M\], b \[M\] with M from 2 to 20 and N from 1"):
         opened.run(None, {"x": np.zeros((2, 300), np.float32), "b": np.zeros(300, np.float32)})
 
 

@@ -1,8 +1,10 @@
 """Sessions without padding: packed against padded, and graphs whose padding is read."""
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,12 +14,15 @@ from fake_gpu import FakeGpu
 from lowering import interpreted
 from support import step_results, table, with_weights
 
-from onnx_fuse import InferenceSession, Trainer, optim, rewrite, session
+from onnx_fuse import InferenceSession, Trainer, deploy, optim, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.rewrite.padding import NotPacked, Packing, pack
+from onnx_fuse.program.packing import Packing
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.rewrite.padding import NotPacked, pack
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.training import backends, tokens
 from onnx_fuse.training.step import training_model
@@ -280,6 +285,45 @@ def test_a_session_packs_what_it_can(gpu: FakeGpu) -> None:
     assert "packed" not in packed.explain(empty)
     with pytest.raises(UsageError, match="takes no adapters"):
         packed.add_adapter("a", "a.safetensors")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_compiled_file_packs_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a program for each number of tokens; what these compute, by NumPy."""
+    rows = layer("c = Identity (n)")
+    rows.graph.outputs[0].shape = ir.Shape(["B", "S", 4])
+    model, path = to_proto(rows), tmp_path / "model.fused"
+    padded = optimized(session.load(model))
+    packed = pack(padded, zero=True)
+    h200 = {"h": CHIPS["H200"]}
+    deploy.compile(model, path, targets=h200, ranges={"B": (1, 3), "S": (1, 6)}, pack="zero")
+    FakeGpu().use(monkeypatch)
+    ran = []
+
+    def run_by_numpy(executable: Executable, names: Any, feeds: Any) -> list[Any]:
+        arrays = {name: executable.host_value(value) for name, value in feeds.items()}
+        shapes = {name: (a.shape, a.dtype.name) for name, a in arrays.items()}
+        assert {n: (t.shape, t.dtype) for n, t in executable.program(shapes).inputs} == shapes
+        ran.append(Packing.of(packed).rows in arrays)
+        found = interpreted(packed if ran[-1] else padded, arrays)
+        return [found[name] for name in names]
+
+    monkeypatch.setattr(Executable, "run", run_by_numpy)
+    plain, file = (InferenceSession(path, device="cuda", pack=kind) for kind in (False, "zero"))
+    assert [v.name for v in file.get_inputs()] == ["x", "m"]
+    rng = np.random.default_rng(1)
+    for lengths in ((1,), (6,), (2, 5), (6, 6, 6), (1, 1, 4), (3, 0)):
+        x = rng.standard_normal((len(lengths), max(lengths), 8)).astype(np.float32)
+        mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+        with warnings.catch_warnings(record=True):
+            (found,) = file.run(None, {"x": x, "m": mask})
+        assert ran.pop() == (min(lengths) > 0)
+        (want,) = plain.run(None, {"x": x, "m": mask})
+        assert not ran.pop()
+        seen = mask[..., None] if min(lengths) else 1
+        np.testing.assert_allclose(found, want * seen, rtol=0, atol=1e-5)
+    with pytest.raises(UsageError, match="compute the padding: compile it with --pack exact"):
+        InferenceSession(path, device="cuda", pack=True)
 
 
 REMOVED = """

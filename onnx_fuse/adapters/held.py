@@ -70,7 +70,7 @@ class AdaptedFile:
     def session(self, _: Collection[str]) -> tuple[Any, Ends, AdapterColumns]:
         """The session with adapters, its inputs for them, and their layout."""
         layout = AdapterColumns.of(self.weights.values(), self.dtype)
-        return self._opened(self._compiled.adapted()), self._ends, layout
+        return self._opened(self._compiled.with_inputs(self._compiled.adapters)), self._ends, layout
 
 
 class HeldAdapters:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from onnx_fuse.cli import files, show
-from onnx_fuse.cli.options import hardware_of, shape_sets, size_ranges, split_names, with_options
+from onnx_fuse.cli.options import (
+    PACKS,
+    hardware_of,
+    shape_sets,
+    size_ranges,
+    split_names,
+    with_options,
+)
 from onnx_fuse.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +44,8 @@ OPTIONS = """
         session.add_adapter reads: those of a batch may have this many ranks together.
     adapter_weights (--adapter-weights GLOB ...): Let only these weights have adapters. The default
         is all matrices that linear layers read.
+    pack (--pack WHAT): Compile programs for batches without their padding, too, which sessions of
+        the file with the same pack run: exact, or zero where an output has a row for each token.
     train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
         train --config in this file, for each of its `gpus`. OUT is then a folder, for onnx-fuse
         train --compiled.
@@ -56,6 +65,7 @@ def compile(
     dims: list[str] | None = None,
     adapter_rank: int | None = None,
     adapter_weights: list[str] | None = None,
+    pack: str = "",
     train: Path | None = None,
     reports: show.Reports,
 ) -> None:
@@ -79,8 +89,10 @@ def compile(
         ) from error
     if adapter_rank is None and adapter_weights:
         raise UsageError("--adapter-weights is for --adapter-rank: give both")
-    if adapter_rank is not None and train is not None:
-        raise UsageError("--adapter-rank is for files of inference: leave it or --train out")
+    if (adapter_rank is not None or pack) and train is not None:
+        raise UsageError("--adapter-rank and --pack are for inference: leave them or --train out")
+    if pack not in PACKS:
+        raise UsageError("--pack takes exact or zero")
     named, ranges = size_ranges(dims)
     largest = [f"{symbol}={high}" for symbol, (_, high) in ranges.items()]
     started = time.perf_counter()
@@ -110,6 +122,7 @@ def compile(
             level=level,
             adapter_rank=adapter_rank or 0,
             adapter_weights=adapter_weights or ("*",),
+            pack=PACKS[pack],
         ),
     )
     seconds = time.perf_counter() - started

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -23,6 +23,8 @@ _SHARED = """
     external (--save-as-external-data): Write the weights to OUT.data beside the model.
     """
 """What several commands have."""
+PACKS: dict[str, bool | Literal["zero"]] = {"": False, "exact": True, "zero": "zero"}
+"""What --pack takes."""
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, Path)}
 _KINDS |= {"Sequence[str]": list[str], "Selection": list[str], "str | os.PathLike[str]": Path}
 _KINDS |= {"str | os.PathLike[str] | Mapping[str, Any]": Path, "Sequence[Any]": list[str]}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onnx_fuse.cli import checking, files, show
-from onnx_fuse.cli.options import with_options
+from onnx_fuse.cli.options import PACKS, with_options
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.options import RunOptions
 
@@ -15,7 +15,6 @@ EXAMPLES = (
     "onnx-fuse run model.onnx --inputs feeds.npz -o outputs.npz",
     "onnx-fuse run model.onnx --device cuda --precision fp16 --dim batch=8 --profile",
 )
-PACKS: dict[str, bool | Literal["zero"]] = {"": False, "exact": True, "zero": "zero"}
 OPTIONS = """
     output (-o, --output OUT.npz): Write the outputs to this file.
     profile (--profile): Show the time by operator (as onnxruntime counts it) or, on cuda, by

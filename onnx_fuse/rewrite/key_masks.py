@@ -18,6 +18,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import const_array, dim, sources
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, SIZES, VIEWS
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
+from onnx_fuse.program.packing import LONGEST
 
 HIDDEN = -1e4
 """What is added to a logit at or below this hides its key: exporters' masks are -10000 or less."""
@@ -32,8 +33,6 @@ _MOVES = VIEWS | {
     "Tile",
     "Trilu",
 }
-LONGEST = 4096
-"""The greatest length at which masks are tried: a window or a table of another one shows there."""
 _DENSE = 512
 """A length up to which masks are tried that tell every two places apart."""
 _RANDOM = 4

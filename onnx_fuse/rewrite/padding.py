@@ -10,10 +10,9 @@ Inputs are added, which `Packing.feeds` makes of the mask of one batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -27,15 +26,12 @@ from onnx_fuse.ir.names import FusedName, Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, SIZES
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, Kind
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, label
+from onnx_fuse.program.packing import PROPERTY, Packing
 from onnx_fuse.rewrite.canonicalize import refresh
-from onnx_fuse.rewrite.key_masks import LONGEST, KeyMask, key_mask, reached_inputs
+from onnx_fuse.rewrite.key_masks import KeyMask, key_mask, reached_inputs
 
-PROPERTY = "onnx_fuse.packing"
-"""Of a packed model: its Packing, as JSON."""
 _SAMPLES = ((3, 5), (2, 7))
 """(B, S) at which sizes are looked at: what is B x S at both is so at every size."""
-_MOST = 1 << 15
-"""Sequences of a batch that is packed: the blocks of a launch along z, with some to spare."""
 _REDUCTIONS = frozenset(
     f"Reduce{name}" for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod",
                                  "Sum", "SumSquare")
@@ -45,86 +41,6 @@ _ALONG = frozenset(("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormaliza
 
 class NotPacked(ModelError):
     """A graph whose padding may be read, or that nothing proves otherwise."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What a packed model is fed beside its own inputs."""
-
-    mask: str
-    """The input, [B, S], that is 1 where there is a token and 0 where there is padding."""
-    rows: str
-    """int64 [1, T]: where each token stands among all B x S places; behind the last, any does."""
-    places: str
-    """int64 [B, S]: the row of each token; for padding, that of any. "": no output has them all."""
-    offsets: str
-    """int64 [B + 1]: where each sequence begins, and the last one ends."""
-    inputs: tuple[str, ...]
-    """The inputs whose first two axes are the mask's."""
-    picked: tuple[int, ...] = ()
-    """Places of which the graph reads the row in every sequence, so that a token must stand there;
-    negative ones count from the end."""
-    outputs: tuple[str, ...] = ()
-    """The outputs that have stayed rows of tokens, [1, T, ..]."""
-    longest: int = LONGEST
-    """The greatest S at which the masks were tried."""
-    chosen: str = ""
-    """int64 [B, picks]: the rows at the places `picked`. "": there are none."""
-
-    @classmethod
-    def of(cls, model: ir.Model) -> Packing | None:
-        """That of a packed model, None for any other."""
-        text = model.metadata_props.get(PROPERTY)
-        if text is None:
-            return None
-        fields: Any = json.loads(text)
-        lists: Any = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-        return cls(**{**fields, **lists})
-
-    @property
-    def added(self) -> tuple[str, ...]:
-        """The inputs that the graph had not before."""
-        return tuple(filter(None, (self.rows, self.places, self.offsets, self.chosen)))
-
-    def feeds(self, mask: Array, shapes: Mapping[str, Sequence[int]]) -> dict[str, Array] | str:
-        """What the added inputs are fed for a batch, or why it cannot be packed.
-
-        T is rounded up so that there are few, and fewer rows behind the last sequence than one may
-        have. `shapes` are those of the other feeds.
-        """
-        if mask.ndim != 2 or not mask.size or len(mask) > _MOST:
-            return f"its mask has shape {mask.shape}"
-        if mask.shape[1] > self.longest:
-            return f"its sequences are longer than {self.longest}, up to where its masks are known"
-        if any(tuple(shapes[name][:2]) != mask.shape for name in self.inputs):
-            return "its inputs have other sizes than the mask"
-        there = mask != 0
-        if mask.dtype.kind in "iu":  # comparing two types would take as long as all the rest
-            others = mask.view(f"u{mask.itemsize}").max() > 1
-        else:
-            others = not (mask == there).all()
-        if others:
-            return "its mask has other numbers than 0 and 1"
-        batch, length = mask.shape
-        at = there.ravel().nonzero()[0]
-        starts = np.arange(batch + 1) * length
-        offsets = at.searchsorted(starts)
-        if (offsets[1:] == offsets[:-1]).any():
-            return "a sequence has no token"
-        if not all(-length <= place < length and there[:, place].all() for place in self.picked):
-            return "a row that is read is padding"
-        step = 1 << (max(1, min(length, len(at) // 8)).bit_length() - 1)
-        rows = np.full((1, -(-len(at) // step) * step), at[0])
-        rows[0, : len(at)] = at
-        fed = {self.rows: rows, self.offsets: offsets}
-        if self.chosen:
-            places = [place % length for place in self.picked]
-            fed[self.chosen] = at.searchsorted(starts[:-1, None] + places)
-        if self.places:
-            row_of = np.zeros(mask.size, np.int64)
-            row_of[at] = np.arange(len(at))
-            fed[self.places] = row_of.reshape(mask.shape)
-        return fed
 
 
 @dataclass(frozen=True)

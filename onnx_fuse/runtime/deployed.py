@@ -19,6 +19,7 @@ from onnx_fuse.cuda.source import give, take_back
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program, Shapes, dtype_of
 from onnx_fuse.program.formula import Formulas
+from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime import encoding
 from onnx_fuse.runtime.encoding import FORMAT, CheckedOpen, Module
@@ -53,7 +54,7 @@ class Deployed:
             self._entries = [_Entry(p) for p in manifest["programs"]]
             self.adapters: Any = manifest.get("adapters")
             """What it says of its inputs for adapters (`adapters.held.AdaptedFile`), or None."""
-            self._added = [_end(e) for e in self.adapters["inputs"]] if self.adapters else []
+            self._packed: Any = manifest.get("packing")
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
@@ -69,11 +70,27 @@ class Deployed:
         names = {end.name for end in self.inputs}
         return [entry for entry in self._entries if entry.shapes.keys() == names]
 
-    def adapted(self) -> Deployed:
-        """The same file with the programs that have inputs for adapters."""
+    def with_inputs(self, about: Any) -> Deployed:
+        """The same file with the programs that have further inputs, those for adapters or rows."""
         other = copy.copy(self)
-        other.inputs = [*self.inputs, *self._added]
+        try:
+            other.inputs = [*self.inputs, *map(_end, about["inputs"])]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._fault("damaged: it has no list of further inputs") from error
         return other
+
+    def packed(self, kind: bool | str) -> tuple[Deployed, Packing]:
+        """The same file with its programs over tokens only, and what these are fed besides.
+
+        Raises UsageError where it has none of that kind, which is True or "zero".
+        """
+        held = self._packed
+        if held is None or held["zero"] != (kind == "zero"):
+            raise UsageError(
+                f"{self.container.path}: its programs compute the padding: compile it with --pack "
+                f"{'zero' if kind == 'zero' else 'exact'}, or {RECOMPILE}"
+            )
+        return self.with_inputs(held), Packing.from_json(held["fields"])
 
     @property
     def defaults(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from onnx_fuse.rewrite import padding
+from onnx_fuse.program.packing import Packing
 from onnx_fuse.training.losses import Target
 from onnx_fuse.training.ranks import Measure
 from onnx_fuse.training.state import State
@@ -42,7 +42,7 @@ class Spec:
     """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
     untrained: Mapping[str, str] = field(default_factory=dict)
     """The weights that were to train and have no gradient, with the reason."""
-    packing: padding.Packing | None = None
+    packing: Packing | None = None
     """What a step over tokens only is fed besides."""
 
     @cached_property

@@ -21,6 +21,7 @@ from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
+from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.rewrite import batch, padding
 from onnx_fuse.rewrite.canonicalize import clean
@@ -198,7 +199,7 @@ class _Step:
         self.untrained: dict[str, str] = {}
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
-        self.packing = of = padding.Packing.of(model)
+        self.packing = of = Packing.of(model)
         self.feeds = [v for v in self.graph.inputs if of is None or v.name not in of.added]
         self.states: list[tuple[ir.Value, str, Array]] = []
         self.next: ByWeight = {}

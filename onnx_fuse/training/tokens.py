@@ -12,7 +12,8 @@ from onnx_fuse import autodiff
 from onnx_fuse.arrays import Array
 from onnx_fuse.ir.build import required
 from onnx_fuse.ops.loss import LOSSES
-from onnx_fuse.rewrite.padding import NotPacked, Packing
+from onnx_fuse.program.packing import Packing
+from onnx_fuse.rewrite.padding import NotPacked
 from onnx_fuse.training.losses import Target, Term
 
 

@@ -55,6 +55,25 @@ def test_a_compiled_file_gives_the_bits_of_the_session(tmp_path: Path, precision
     assert again.run(None, feeds(1, 7))[0].shape == (1, 7, 32)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_packed_batch_of_a_file_has_the_bits_of_the_session(
+    tmp_path: Path, precision: str
+) -> None:
+    path, here = tmp_path / "m.fused", {"here": Hardware.detect()}
+    shapes = [{name: (4, -1) for name in feeds(1, 1)}]
+    given = {"ranges": {"sequence": (1, 24)}, "precision": precision, "pack": "zero"}
+    deploy.compile(ENCODER, path, targets=here, shapes=shapes, **given)
+    ordinary = InferenceSession(ENCODER, device="cuda", precision=precision, pack="zero")
+    loaded = InferenceSession(path, device="cuda", pack="zero")
+    for lengths in ([24, 1, 7, 16], [1, 1, 1, 1], [24] * 4, [2, 3, 1, 1], [9, 24, 24, 2]):
+        batch = feeds(4, max(lengths))
+        batch["attention_mask"][:] = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        found, want = (each.run(None, batch) for each in (loaded, ordinary))
+        assert [a.tobytes() for a in found] == [a.tobytes() for a in want], lengths
+    text = f"padding is packed: 60 rows for 4 x {max(lengths)}"
+    assert text in loaded.explain(batch)
+
+
 def test_a_run_imports_nothing_of_onnx_and_no_compiler(tmp_path: Path) -> None:
     path = compiled(tmp_path / "m.fused")
     np.savez(tmp_path / "feeds.npz", **feeds(*SIZES[0]))
