@@ -208,6 +208,10 @@ def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> 
         "    opened._feeds({**feeds, 'z': 1})\n"
         "except UsageError as error:\n"
         "    print(error)\n"
+        "try:\n"
+        "    opened.add_adapter('a', 'a.safetensors')\n"
+        "except UsageError as error:\n"
+        "    print('--adapter-rank' in str(error))\n"
         "print(sorted(p for p in sys.modules if p.startswith('onnx_fuse')\n"
         f"             and not sys.modules[p].__file__.startswith({str(site)!r})))\n"
     )
@@ -220,7 +224,7 @@ def test_the_runtime_distribution_has_all_that_a_run_imports(tmp_path: Path) -> 
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    whole = ["onnx-fuse-runtime", "onnx-fuse-runtime", "Invalid input name: z", "[]"]
+    whole = ["onnx-fuse-runtime", "onnx-fuse-runtime", "Invalid input name: z", "True", "[]"]
     assert done.stdout.splitlines() == whole
 
 

@@ -613,6 +613,31 @@ def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     assert float(loss) != float(after)
 
 
+def split_batches(device: str) -> None:
+    """A batch in parts: the bits of any split where sums are exact, else those of the same one.
+
+    tests/gpu runs this too.
+    """
+    rng = np.random.default_rng(0)
+    numbers = {name: rng.integers(-8, 8, (16, n)) for name, n in (("x", 3), ("labels", 2))}
+    exact = {name: array.astype(np.float32) for name, array in numbers.items()}
+    for feeds, splits in ((exact, (1, 2, 8, 16)), (batch(rows=16), (4, 4))):
+        found = []
+        for k in splits:
+            sgd = optim.SGD(lr=0.5)
+            trainer = Trainer(
+                text_model(LINEAR), loss="mse", device=device, optimizer=sgd, accumulate=k
+            )
+            for part in range(k):
+                trainer.step({name: array[part::k] for name, array in feeds.items()})
+            found.append(b"".join(array.tobytes() for array in trainer.weights().values()))
+        assert len(set(found)) == 1
+
+
+def test_a_split_batch_has_the_same_bits_where_sums_are_exact() -> None:
+    split_batches("cpu")
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_may_come_late(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
     monkeypatch.setattr("onnx_fuse.training.backends.Portable", Ahead)

@@ -38,7 +38,8 @@ class StepOptions:
         frozen (--freeze GLOB): Do not train these weights. | Globs over the names of initializers.
         clip_norm (--clip-norm): Limit the norm of all gradients together.
         accumulate (--accumulate, 1 or more): Update once in this many steps. | It takes their mean
-            gradient.
+            gradient. A batch that is split in another way has other last bits, since float sums
+            over its rows depend on their order; the same split has the same bits.
         precision (--precision NAME): Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16,
             fp16 or, on a Hopper GPU, fp8; on the CPU fp32 or fp16. | With "bf16" and "fp16",
             forward and backward are in 16 bits, and weights, sums and the update are in float32

@@ -60,7 +60,7 @@ def test_a_packed_batch_of_a_file_has_the_bits_of_the_session(
     tmp_path: Path, precision: str
 ) -> None:
     path, here = tmp_path / "m.fused", {"here": Hardware.detect()}
-    shapes = [{name: (4, -1) for name in feeds(1, 1)}]
+    shapes = [dict.fromkeys(feeds(1, 1), (4, -1))]
     given = {"ranges": {"sequence": (1, 24)}, "precision": precision, "pack": "zero"}
     deploy.compile(ENCODER, path, targets=here, shapes=shapes, **given)
     ordinary = InferenceSession(ENCODER, device="cuda", precision=precision, pack="zero")

@@ -400,6 +400,10 @@ def test_losses_may_come_late(accumulate: int) -> None:
     test_train.late_losses("cuda", accumulate)
 
 
+def test_a_split_batch_has_the_same_bits_where_sums_are_exact() -> None:
+    test_train.split_batches("cuda")
+
+
 def test_feeds_may_change_while_steps_are_under_way() -> None:
     """The arrays of a step are read before `step` returns."""
     text = """agraph (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>
