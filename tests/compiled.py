@@ -1,12 +1,15 @@
-"""What NVRTC made of each source, kept on disk for all tests of a run."""
+"""What NVRTC makes of sources: kept on disk for all tests of a run, and whether it is clean."""
 
 import fcntl
 import hashlib
 import pickle
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines
+from onnx_fuse.program.problem import Launch
 
 compile_anew = nvrtc._nvrtc
 """The compiler itself."""
@@ -30,3 +33,19 @@ def keep(folder: Path) -> None:
         return answer
 
     nvrtc._nvrtc = once
+
+
+def unclean(
+    variants: Iterable[Launch | tuple[str, Defines]], *archs: str, parked: int = 0
+) -> list[str]:
+    """What is wrong with kernels, given by launches or as (source, macros): stacks and spills of
+    more than the bytes that may be `parked`, and serialised wgmma; for an H200 if not for `archs`.
+    """
+    once = dict.fromkeys((x.source, x.defines) if isinstance(x, Launch) else x for x in variants)
+    assert once
+    return [
+        f"{source[:60]} {arch} {dict(defines)}: {found}"
+        for (source, defines), arch in product(once, archs or ("sm_90a",))
+        for found in nvrtc.resources(source, defines, arch).values()
+        if found.warnings or max(found.spill_bytes, found.local_bytes) > parked
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import cuda.pathfinder
 import mlp
 import pytest
+from compiled import unclean
 from cuda.bindings import driver
 from lowering import lowered
 from support import python, waits
@@ -236,13 +237,9 @@ def launches(hw: Hardware, likeliest: int, whole: bool = True) -> dict[tuple[str
 
 
 def _dirty(item: tuple[tuple[str, Defines], str], arch: str) -> list[str]:
-    (source, defines), who = item
-    allowed = max((size for tile, size in PARKED.items() if tile in who), default=0)
-    return [
-        f"{source} {arch} {who}: {found}"
-        for found in nvrtc.resources(source, defines, arch).values()
-        if found.warnings or found.spill_bytes > allowed or found.local_bytes > allowed
-    ]
+    variant, who = item
+    parked = max((size for tile, size in PARKED.items() if tile in who), default=0)
+    return [f"{who}: {found}" for found in unclean([variant], arch, parked=parked)]
 
 
 def spills(variants: Mapping[tuple[str, Defines], str], hw: Hardware, threads: int) -> list[str]:
@@ -275,10 +272,7 @@ def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
     hw = H200 if TILES[name].wg else A100
     problem = gemm("LayerNormGemmGrad", m=TILES[name].am, n=3072, k=768, **BF16)
     how = next(c for c in FewRowsGrad().configs(problem, hw) if c.text("tiles") == name)
-    call = FewRowsGrad().launch(problem, how, hw)[0]
-    assert all(
-        found.clean for found in nvrtc.resources(call.source, call.defines, hw.arch).values()
-    )
+    assert unclean(FewRowsGrad().launch(problem, how, hw)[:1], hw.arch) == []
 
 
 @pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
@@ -290,7 +284,7 @@ def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> N
     rows = ((1000, 96), "float16")
     launches = [x for c in lower(model, {"a": rows, "b": rows}, hw).calls for x in c.launches]
     assert [x.entry for x in launches] == ["batched", "batched"]
-    assert not [dirt for x in launches for dirt in _dirty(((x.source, x.defines), ""), hw.arch)]
+    assert unclean(launches, hw.arch) == []
 
 
 @pytest.mark.parametrize("master", [False, True])
@@ -298,8 +292,7 @@ def test_a_kernel_of_several_calls_has_the_registers_it_needs(hw: Hardware) -> N
 def test_folds_of_a_program_compile_without_spills(hw: Hardware, master: bool) -> None:
     for k, n, align in ((768, 3072, 16), (4096, 4096, 16), (768, 77, 2)):
         call = fold_columns([(k, n)] * 3, "bfloat16", hw, align=align, master=master)
-        found = nvrtc.resources(call.source, call.defines, hw.arch)
-        assert found["fold_columns"].clean
+        assert unclean([call], hw.arch) == []
 
 
 def test_every_source_is_reached() -> None:
@@ -547,14 +540,7 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(level: int) -> 
     # y and dx of the last have no launch
     assert sum(isinstance(call.problem, GemmProblem) for call in calls) == 6
     assert len(names) <= 30
-    launches = {(x.source, x.defines) for call in calls for x in call.launches}
-    spilling = [
-        (source[:60], found)
-        for source, defines in sorted(launches)
-        for found in nvrtc.resources(source, defines).values()
-        if found.spill_bytes or found.local_bytes
-    ]
-    assert spilling == []
+    assert unclean(x for call in calls for x in call.launches) == []
 
 
 def test_a_compile_error_names_the_arch_and_the_line() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from compiled import unclean
 from head_rows import (
     CLASSES,
     HEAD,
@@ -21,7 +22,6 @@ from lowering import program_of
 from support import assert_same, normal, step_results, with_weights
 
 from onnx_fuse import autodiff, optim, rewrite
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
@@ -278,8 +278,7 @@ def test_its_kernel_compiles_without_spills(chip: str, dtype: str) -> None:
         problem = CrossEntropyChunk(
             4096, 50257, 50304, dtype, "int64", smoothing=smoothing, gradient=gradient
         )
-        (call,) = Chunk().launch(problem, KernelConfig.of(), hw)
-        assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())
+        assert unclean(Chunk().launch(problem, KernelConfig.of(), hw), hw.arch) == []
 
 
 @pytest.mark.parametrize("chip", ["H200", "A100", "B200"])
@@ -291,5 +290,4 @@ def test_rows_of_exponentials_compile_without_spills(chip: str, turned: bool, k:
     label = LabelScore(16384, k, 50257, k, ldw, *types, turned=turned)
     rows = ExpRows(4096, k, 50257, 50304, 262, k, ldw, *types, turned=turned, scaled=k > 33)
     for kernel, problem in ((Label(), label), (Exp(), rows)):
-        (call,) = kernel.launch(problem, KernelConfig.of(), hw)
-        assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())
+        assert unclean(kernel.launch(problem, KernelConfig.of(), hw), hw.arch) == []

@@ -9,13 +9,14 @@ from math import prod
 
 import numpy as np
 import pytest
+from compiled import unclean
 from math_cases import H200, cases
 from support import waits
 
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, sdpa, sdpa_grad_sm90, select
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import access_width, team_size
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
@@ -76,19 +77,12 @@ def test_modules_compile_without_spills(programs):
                 if "\n" not in launch.source and not launch.source.startswith("gemm/"):
                     by_source[launch.source].add(launch.defines)
     assert len(by_source) >= 15
-    dirty: list[object] = []
     for source, found in by_source.items():
         modules = sorted(found)
-        archs = ("sm_90a",) if "sm90" in source else ARCHS
-        wanted = [(modules[0], arch) for arch in archs]
-        wanted += [(modules[i], "sm_90a") for i in {len(modules) // 2, len(modules) - 1} - {0}]
-        dirty += [
-            (source, arch, dict(defines), entry)
-            for defines, arch in wanted
-            for entry in nvrtc.resources(source, defines, arch).values()
-            if not entry.clean and not 0 < entry.spill_bytes <= PARKED.get((source, arch), 0)
-        ]
-    assert dirty == []
+        for arch in ("sm_90a",) if "sm90" in source else ARCHS:
+            others = {len(modules) // 2, len(modules) - 1} - {0} if arch == "sm_90a" else ()
+            wanted = [(source, modules[i]) for i in (0, *others)]
+            assert unclean(wanted, arch, parked=PARKED.get((source, arch), 0)) == []
 
 
 # ---- activations --------------------------------------------------------------------------------
@@ -248,12 +242,11 @@ def test_each_tile_over_volumes_compiles_without_spills(problem):
     assert kernel.supports(problem, H200) is None
     tiles = {how.attr("tile"): how for how in kernel.configs(problem, H200)[1:]}
     assert len(tiles) > 3
-    for how in tiles.values():
+    for tile, how in tiles.items():
         product, *_ = kernel.launch(problem, how, H200)
         assert any(isinstance(a, TensorMap) and len(a.window) == 9 for a in product.args)
-        for entry in nvrtc.resources(product.source, product.defines, "sm_90a").values():
-            parked = 256 if how.attr("tile") == (2, 192, 1) else 0  # as of products
-            assert entry.spill_bytes <= parked, (how, entry)
+        # as of products
+        assert unclean([product], parked=256 if tile == (2, 192, 1) else 0) == [], how
 
 
 @pytest.mark.parametrize(
@@ -279,6 +272,12 @@ def attention(op: str, width: int, dtype: str, **more) -> Attention:
         m=100, n=104, k=width, batch=(2, 4), dtype=dtype, dv=width,
         **strides, **more,
     )  # fmt: skip
+
+
+def every_launch(kernel: Kernel, problem: Attention) -> list[Launch]:
+    """Of all configurations on an H200."""
+    configs = kernel.configs(problem, H200)
+    return [x for config in configs for x in kernel.launch(problem, config, H200)]
 
 
 @pytest.mark.parametrize("op", ["Sdpa", "SdpaGrad"])
@@ -309,10 +308,7 @@ def test_heads_of_other_sizes_compile_without_spills(width):
     hopper = sdpa.Wgmma()
     for keys, mask in ((77, ()), (200, (8, 8, 8, 1) if width in (40, 160) else ())):
         problem = replace(attention("Sdpa", width, "bfloat16", mask=mask), n=keys)
-        for config in hopper.configs(problem, H200):
-            for call in hopper.launch(problem, config, H200):
-                for entry in nvrtc.resources(call.source, call.defines, "sm_90a").values():
-                    assert entry.clean, (config, entry)
+        assert unclean(every_launch(hopper, problem)) == []
 
 
 def test_every_attention_configuration_compiles_without_spills():
@@ -353,7 +349,7 @@ def test_every_attention_configuration_compiles_without_spills():
         for causal in (False, True)
     ]
     problems += [replace(attention(op, w, "float16", **more), n=n) for op, w, n, more in steps]
-    launches = {}
+    launches = []
     for problem in problems:
         hopper = sdpa.Wgmma() if problem.op == "Sdpa" else sdpa_grad_sm90.WgmmaGrad()
         alone = problem.mask2 or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
@@ -361,12 +357,8 @@ def test_every_attention_configuration_compiles_without_spills():
         more = ((sdpa.Direct(),) if few else ()) + (() if alone else (hopper,))
         for kernel in (sdpa.Mma(), *more):
             assert kernel.supports(problem, H200) is None
-            for config in kernel.configs(problem, H200):
-                for call in kernel.launch(problem, config, H200):
-                    launches[call.source, call.defines] = problem, config
-    for (source, defines), who in launches.items():
-        for entry in nvrtc.resources(source, defines, "sm_90a").values():
-            assert entry.clean, (who, entry)
+            launches += every_launch(kernel, problem)
+    assert unclean(launches) == []
 
 
 @pytest.mark.parametrize(
@@ -405,10 +397,7 @@ def test_packed_attention_by_tma_compiles_without_spills():
         op = "Sdpa" if kernel is forward else "SdpaGrad"
         more = {"packed": 300, "guard": 1, **more}
         problem = replace(attention(op, width, "bfloat16", **more), m=keys, n=keys)
-        for config in kernel.configs(problem, H200):
-            for call in kernel.launch(problem, config, H200):
-                for entry in nvrtc.resources(call.source, call.defines, "sm_90a").values():
-                    assert entry.clean, (config, entry)
+        assert unclean(every_launch(kernel, problem)) == []
 
 
 @pytest.mark.parametrize("op", ["Sdpa", "SdpaGrad"])
@@ -437,10 +426,7 @@ def test_the_joint_gradient_of_attention_compiles_without_spills(more):
     for width, dv in ((64, 64), (40, 32)):
         problem = replace(attention("SdpaGrad", width, "bfloat16", **more), m=400, n=400, dv=dv)
         assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1, 2, 4]
-        for config in kernel.configs(problem, H200):
-            (launch,) = kernel.launch(problem, config, H200)
-            for entry in nvrtc.resources(launch.source, launch.defines, "sm_90a").values():
-                assert entry.clean, (config, entry)
+        assert unclean(every_launch(kernel, problem)) == []
 
 
 DIRECT, TMA, JOINT = sdpa.Direct(), sdpa_grad_sm90.WgmmaGrad(), sdpa_grad_sm90.WgmmaGradJoint()
@@ -557,6 +543,4 @@ def test_the_launches_of_a_sort_are_a_sorting_network():
 def test_a_sort_of_wide_rows_compiles(arch):
     program = lower(text_model(WIDE_ROWS), {"x": ((9000, 6), "float32")}, H200)
     launches = [x for c in program.calls for x in c.launches if x.source == "scan/sort.cu"]
-    for defines in {x.defines for x in launches}:
-        for name, entry in nvrtc.resources("scan/sort.cu", defines, arch).items():
-            assert entry.clean, (name, entry)
+    assert unclean(launches, arch) == []

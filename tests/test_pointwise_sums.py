@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import unclean
 from lowering import lowered, program_of
 from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
 from onnx_fuse import autodiff
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.data_movement import PointwiseSums
 from onnx_fuse.program.interpret import interpret
@@ -42,9 +42,7 @@ def test_its_code_spills_nothing(over: str, dtype: str) -> None:
         program = program_of(text_model(text_of(m, n, dtype, over)), feeds_of(m, n, dtype))
         (call,) = program.calls
         (launch,) = call.launches
-        for arch in ("sm_80", "sm_90a", "sm_100a"):
-            found = nvrtc.resources(launch.source, launch.defines, arch)
-            assert all(entry.clean for entry in found.values())
+        assert unclean([launch], "sm_80", "sm_90a", "sm_100a") == []
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from compiled import unclean
 from lowering import interpreted, program_of
 from quant_cases import CASES, DEQUANTIZED, HELD, Quantized, dequantized
 
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
@@ -124,11 +124,8 @@ def compiled_kinds() -> list[Quantized]:
 @pytest.mark.parametrize("case", compiled_kinds(), ids=lambda c: c.name)
 def test_kernels_compile_without_spills(case: Quantized) -> None:
     for chip in map(CHIPS.__getitem__, ("A100", "H200", "B200")):
-        calls = case.program(chip).calls
-        launches = {(x.source, x.defines) for call in calls for x in call.launches}
-        assert launches
-        for source, defines in launches:
-            assert all(r.clean for r in nvrtc.resources(source, defines, chip.arch).values())
+        launches = [x for call in case.program(chip).calls for x in call.launches]
+        assert unclean(launches, chip.arch) == []
 
 
 _THREE = Window((1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), (0, 1, 1))
@@ -159,8 +156,7 @@ def test_every_configuration_compiles_without_spills(
     for kernel, how in ((k, how) for k in kernels for how in k.configs(problem, H200)):
         (launch,) = kernel.launch(problem, how, H200)
         assert launch.smem <= H200.smem_per_block
-        (found,) = nvrtc.resources(launch.source, launch.defines, H200.arch).values()
-        assert found.clean, (how, found)
+        assert unclean([launch]) == [], how
 
 
 @pytest.mark.parametrize(
