@@ -22,6 +22,7 @@ from onnx_fuse.kernels.conv_nhwc import (
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernels, launch, matrices, rename, roofline
 from onnx_fuse.kernels.rule_based import (
+    Chosen,
     HeuristicKernel,
     Plan,
     Planned,
@@ -278,7 +279,7 @@ class Wgmma(Planned, HeuristicKernel):
         return (*product, _total(problem, way.parts)), parts
 
 
-class PointwiseWeightGrad(HeuristicKernel):
+class PointwiseWeightGrad(Chosen):
     """A filter of one tap: a Gemm of dy's and x's pixels, where its tiles are many."""
 
     name = "product"
@@ -303,27 +304,16 @@ class PointwiseWeightGrad(HeuristicKernel):
             return "tiles are few, so that pixels are summed in parts"
         return _unlike(problem) or self.inner.supports(self._gemm(problem), hw)
 
-    def _tiles(self, problem: ConvWeightGrad, hw: Hardware) -> list[KernelConfig]:
+    def tiles(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """The product's configurations whose sums are whole."""
         configs = self.inner.configs(self._gemm(problem), hw)
         return [how for how in configs if how.integer("splits") == 1]
 
-    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
-        return [KernelConfig.of(), *self._tiles(problem, hw)]
-
-    def _ruled(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> KernelConfig:
-        """The configuration itself, or the cheapest."""
-        product = self._gemm(problem)
-        return config if config.attrs else min(
-            self._tiles(problem, hw), key=lambda how: self.inner.cost(product, how, hw)
-        )  # fmt: skip
-
-    def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
-        how = self._ruled(problem, config, hw)
-        return self.inner.cost(self._gemm(problem), how, hw)
+    def seconds(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
+        return self.inner.cost(self._gemm(problem), config, hw)
 
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        how = self._ruled(problem, config, hw)
+        how = self.ruled(problem, config, hw)
         names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
         launches = self.inner.launch(self._gemm(problem), how, hw)
         return tuple(rename(launch, names) for launch in launches)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.conv_nhwc import ENDS, Chosen, act_macros, image_strides
-from onnx_fuse.kernels.rule_based import tail_macros, window_macros
+from onnx_fuse.kernels.conv_nhwc import ENDS, ChannelsLast, act_macros, image_strides
+from onnx_fuse.kernels.rule_based import Chosen, tail_macros, window_macros
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
 from onnx_fuse.program.problems import Conv
 
@@ -17,7 +17,7 @@ _SMEM = 100 << 10
 _REGISTERS = 81  # of a thread's weights
 
 
-class Grouped(Chosen):
+class Grouped(Chosen, ChannelsLast):
     """conv/grouped_sm80.cu: `tile` (rows, columns) of y at a time, the weights in registers.
 
     A block `stays` for several tiles, so that it loads the weights once, or makes one.

@@ -16,6 +16,7 @@ from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.kernel import launch, matrices, rename
 from onnx_fuse.kernels.rule_based import (
+    Chosen,
     HeuristicKernel,
     Plan,
     Planned,
@@ -282,31 +283,7 @@ class FewChannels(ChannelsLast):
         )  # fmt: skip
 
 
-class Chosen(ChannelsLast):
-    """A candidate whose rule is the cheapest of its configurations."""
-
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
-        """The configurations that the problem admits."""
-        raise TypeError(f"{type(self).__name__} has no tiles")
-
-    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
-        raise TypeError(f"{type(self).__name__} has no cost")
-
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
-        return [KernelConfig.of(), *self.tiles(problem, hw)]
-
-    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
-        """The configuration itself, or the cheapest for the class of the problem."""
-        if config.attrs:
-            return config
-        largest = problem.upper_bound()
-        return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
-
-    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
-        return self.seconds(problem, self.ruled(problem, config, hw), hw)
-
-
-class Mma(Planned, Chosen):
+class Mma(Planned, Chosen, ChannelsLast):
     """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few.
 
     A tile's k is that of 16 bits; of float32 it is half as many.
@@ -428,7 +405,7 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class Gathered(Chosen):
+class Gathered(Chosen, ChannelsLast):
     """A product of Hopper with a's tiles gathered by TMA: a step is 128 bytes of a tap's channels.
 
     Its operands are described as images and taps; what stands behind it is in its epilogue.

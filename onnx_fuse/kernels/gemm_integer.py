@@ -18,7 +18,6 @@ import numpy as np
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import (
-    Chosen,
     gathered,
     gathering,
     image_strides,
@@ -26,7 +25,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unboxed,
 )
 from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices, roofline
-from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import (
     ITEMSIZE,

@@ -130,6 +130,31 @@ class HeuristicKernel(Kernel):
         raise TypeError(f"{type(self).__name__} has no launch")
 
 
+class Chosen(HeuristicKernel):
+    """A candidate whose rule is the cheapest of its configurations."""
+
+    def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+        """The configurations that the problem admits."""
+        raise TypeError(f"{type(self).__name__} has no tiles")
+
+    def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+        """The time of one of them."""
+        raise TypeError(f"{type(self).__name__} has no cost")
+
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+        return [KernelConfig.of(), *self.tiles(problem, hw)]
+
+    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
+        """The configuration itself, or the cheapest for the class of the problem."""
+        if config.attrs:
+            return config
+        largest = problem.upper_bound()
+        return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
+
+    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+        return self.seconds(problem, self.ruled(problem, config, hw), hw)
+
+
 class Each(HeuristicKernel):
     """A kernel of one launch, whose blocks have `per` elements each of the fields `count`."""
 
