@@ -20,10 +20,9 @@ constexpr int OWN = 2 * PAIRS, CHANNELS = LANES * OWN;     // of a thread, of a 
 constexpr int ROWS_AT_ONCE = DEEP <= 4 ? DEEP : 1;  // all rows of a small filter are asked for at once
 typedef Vec<u32, PAIRS> Pairs;
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    conv_depthwise(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
-                   const T* e3, TY* y, i64 tiles, int channels, int h, int w, int oh, int ow, i64 sn,
-                   int sy, int sx, float alpha) {
+extern "C" __global__ void __launch_bounds__(256, 2) conv_depthwise(
+    const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2, const T* e3, TY* y, i64 tiles,
+    int channels, int h, int w, int oh, int ow, i64 sn, int sy, int sx, float alpha) {
     after_previous_launch();
     __shared__ __align__(16) float filter[TAPS][CHANNELS];
     const int c0 = blockIdx.y * CHANNELS, lane = threadIdx.x % LANES, c = c0 + lane * OWN;

@@ -12,9 +12,8 @@
 
 constexpr int SPAN = (WIDE - 1) * SW + (KW - 1) * DW + 1, OWN = KROWS * KW;
 
-extern "C" __global__ void __launch_bounds__(256)
-    conv_depthwise_weight_grad(const T* x, const T* dy, ACC* part, int rows, int channels, int h, int w, int oh,
-                               int ow, int chunk) {
+extern "C" __global__ void __launch_bounds__(256) conv_depthwise_weight_grad(
+    const T* x, const T* dy, ACC* part, int rows, int channels, int h, int w, int oh, int ow, int chunk) {
     after_previous_launch();
     __shared__ ACC total[OWN][64];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 64 + lane * 2;

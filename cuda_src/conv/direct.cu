@@ -5,10 +5,9 @@
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-    conv_direct(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
-                const T* e3, TY* y, i64 size, int groups, int channels,
-                int filters, int d, int h, int w, int od, int oh, int ow, float alpha) {
+extern "C" __global__ void __launch_bounds__(256) conv_direct(
+    const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2, const T* e3, TY* y, i64 size,
+    int groups, int channels, int filters, int d, int h, int w, int od, int oh, int ow, float alpha) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;

@@ -25,10 +25,9 @@ constexpr int PITCH = SLAB + (SLAB / 8 % 2 ? 16 : 8);  // an odd number of 16 by
 constexpr int STAGE = HIGH * WIDE * PITCH + 8, MT = (TH * TW + 15) / 16, PIECES = SLAB / 8;
 static_assert(SLAB % (8 * NT) == 0 && (DEPTH == 8 ? NT == 2 : KS % NT == 0), "warps and groups");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    conv_grouped(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
-                 const T* e3, TY* y, i64 tiles, int channels, int h, int w, int oh, int ow, i64 sn, int sy,
-                 int sx, float alpha) {
+extern "C" __global__ void __launch_bounds__(THREADS) conv_grouped(
+    const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2, const T* e3, TY* y, i64 tiles,
+    int channels, int h, int w, int oh, int ow, i64 sn, int sy, int sx, float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
     T* images = (T*)memory;

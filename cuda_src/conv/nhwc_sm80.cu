@@ -27,11 +27,10 @@ static_assert(A_ROWS > 0 && B_ROWS > 0 && NT % 2 == 0, "tile and threads");
 
 DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) { split(__uint_as_float(x0), __uint_as_float(x1), hi, lo); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
-              const T* e3, TY* y, float* part, i64 columns, int groups, int channels, int filters,
-              int d, int h, int w, int od, int oh, int ow, i64 sn, int sz, int sy, int sx, int ldw, int chunk,
-              float alpha) {
+extern "C" __global__ void __launch_bounds__(THREADS) conv_nhwc(
+    const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2, const T* e3, TY* y,
+    float* part, i64 columns, int groups, int channels, int filters, int d, int h, int w, int od, int oh, int ow,
+    i64 sn, int sz, int sy, int sx, int ldw, int chunk, float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
     T* tiles = (T*)memory;

@@ -27,10 +27,9 @@ constexpr int MT = WM / 16, NT = WN / 8;
 constexpr bool POINTS = DENSE && TAPS == 1 && SH == 1 && SW == 1 && PH == 0 && PW == 0;
 static_assert(BK % A_STEP == 0 && BK % B_STEP == 0 && NT % 2 == 0, "tile and threads");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    conv_weight_grad(const T* x, const T* dy, float* part, u32 pixels, int groups, int channels, int filters,
-                     int h, int w, u32 plane_by, u32 plane_shift, u32 row_by, u32 row_shift, u32 plane, u32 row,
-                     u32 chunk, i64 sn, int sy, int sx) {
+extern "C" __global__ void __launch_bounds__(THREADS) conv_weight_grad(
+    const T* x, const T* dy, float* part, u32 pixels, int groups, int channels, int filters, int h, int w, u32 plane_by,
+    u32 plane_shift, u32 row_by, u32 row_shift, u32 plane, u32 row, u32 chunk, i64 sn, int sy, int sx) {
     after_previous_launch();
     extern __shared__ __align__(16) T tiles[];
     const int depth = TAPS * channels, tiles_n = (depth + BN - 1) / BN, tiles_m = (filters + BM - 1) / BM;

@@ -100,8 +100,9 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
         const int group = warp / 4, below = DOWN == 2 ? group * MI : 0, n0 = DOWN == 2 ? 0 : group * OWN;
         float acc[MI][OWN / 2];
         Ring<STAGES> ring(barriers, false);
+        const u32 of_b = base + (A_BOXES + n0 / 64) * BOX;
         ring.multiply(steps, lane, [&](int s, bool more) {
-            const u32 a = base + s * STAGE + below * BOX, b = base + s * STAGE + (A_BOXES + n0 / 64) * BOX;
+            const u32 a = base + s * STAGE + below * BOX, b = of_b + s * STAGE;
             ring.await();
             wgmma_fence();
             UNROLLED for (int q = 0; q < BK / 16; q++)

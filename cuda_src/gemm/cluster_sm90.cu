@@ -23,7 +23,7 @@
 // Numerics : f32 sums, each CTA's k in order, CTAs in order: bits depend on K and SPLIT alone.
 // Bound    : bytes of b from memory; latency below a few MB.
 #include "gemm/epilogue.cuh"
-#include "wgmma.cuh"
+#include "tma_ring.cuh"
 #include "gemm/im2col.cuh"
 #ifndef STATS
 #define STATS 0
@@ -116,12 +116,10 @@ DEVICE void store_pair(TO* p, int count, float2 v) {
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
-    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    TO* y, TO* z, const TO* c, int M, int N, int K,
-    float epsilon, float* mean, float* rstd, const TR* row0,
-    const TR* row1, const TR* row2, const TR* row3,
-    const TV* col0, const TV* col1, float alpha, float beta,
-    float act_alpha, const T* gamma, const T* beta_ IM2COL_PARAMS) {
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, TO* y, TO* z, const TO* c, int M,
+    int N, int K, float epsilon, float* mean, float* rstd, const TR* row0, const TR* row1, const TR* row2,
+    const TR* row3, const TV* col0, const TV* col1, float alpha, float beta, float act_alpha, const T* gamma,
+    const T* beta_ IM2COL_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem), full = base + BAR_AT, empty = full + STAGES * 8;
     u32 summed = empty + STAGES * 8, counted = summed + 8, here = counted + 8;  // here: NORM's a, by steps
@@ -315,10 +313,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
         if (elect()) {
             tma_prefetch(map_b);
             tma_prefetch(map_a);
-            for (int s = 0; s < STAGES; s++) {
-                mbarrier_init(full + s * 8, 1);
-                mbarrier_init(empty + s * 8, READERS);
-            }
+            Ring<STAGES>(full, true).set_up(READERS);
             mbarrier_init(summed, 1);
             mbarrier_init(counted, 1);
             for (int step = 0; step < HELD; step++) mbarrier_init(here + step * 8, 1);

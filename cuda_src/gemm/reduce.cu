@@ -6,11 +6,9 @@
 #include "gemm/epilogue.cuh"
 
 extern "C" __global__ __launch_bounds__(256) void gemm_reduce(
-    const float* partial, int splits, int M, int N, TO* y,
-    TO* z, const TO* c, const TR* row0,
-    const TR* row1, const TR* row2, const TR* row3,
-    const TV* col0, const TV* col1, float alpha, float beta,
-    float act_alpha, float* part) {
+    const float* partial, int splits, int M, int N, TO* y, TO* z, const TO* c, const TR* row0, const TR* row1,
+    const TR* row2, const TR* row3, const TV* col0, const TV* col1, float alpha, float beta, float act_alpha,
+    float* part) {
     after_previous_launch();
     __shared__ float scratch[8];
     int m = blockIdx.x;

@@ -165,12 +165,10 @@ struct Work {
 extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
-    const __grid_constant__ TensorMap map_c, TO* y, TO* z,
-    const TO* c, int M, int N, int K, int batches, int batch_a, int batch_b,
-    int splits, TR* row0, TR* row1, const TR* row2,
-    const TR* row3, const TV* col0, const TV* col1, float alpha,
-    float beta, float act_alpha, float* part, u32* sync,
-    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS STREAM_PARAMS) {
+    const __grid_constant__ TensorMap map_c, TO* y, TO* z, const TO* c, int M, int N, int K, int batches, int batch_a,
+    int batch_b, int splits, TR* row0, TR* row1, const TR* row2, const TR* row3, const TV* col0, const TV* col1,
+    float alpha, float beta, float act_alpha, float* part, u32* sync, const T* side_a, i64 side_ld,
+    float epsilon IM2COL_PARAMS STREAM_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 barriers = base + BAR_AT, c_bar = barriers + STAGES * 16;

@@ -8,8 +8,7 @@ struct alignas(16) u128 { u64 lo, hi; };
 DEVICE i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 
 // y[o, j, i] = x[o, index[o, j, i], i]: GatherElements.
-extern "C" __global__ void gather_elements(const T* x, const IDX* index, T* y, i64 n, i64 inner,
-                                           i64 count, i64 size) {
+extern "C" __global__ void gather_elements(const T* x, const IDX* index, T* y, i64 n, i64 inner, i64 count, i64 size) {
     after_previous_launch();
     const i64 at = thread_index();
     if (at >= n) return;

@@ -15,27 +15,23 @@
 constexpr int ROWS = 4;
 
 // y[i..] = SUFFIX((x - m) a + b), VEC elements; `own` and `more` are x's and e1's to e3's there.
-DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more)[3], const ACC* m, const ACC* a,
+DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Beside<VEC>& more, const ACC* m, const ACC* a,
                   const ACC* b, int step) {
     Vec<TY, VEC> out;
     UNROLLED for (int j = 0; j < VEC; j++) {
         const ACC v = ((ACC)widen(own.at[j]) - m[j * step]) * a[j * step] + b[j * step];
-        out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(more[0].at[j]), widen(more[1].at[j]),
-                                                             widen(more[2].at[j])));
+        out.at[j] = more.after(v, j);
     }
     store<VEC>(y + i, out);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3)
-    channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance,
-                  const T* e1, const T* e2, const T* e3, TY* y, i64 size, i64 channels, i64 inner,
-                  i64 per, i64 pixels, i64 slots, float epsilon) {
+extern "C" __global__ void __launch_bounds__(256, 3) channel_apply(
+    const T* x, const P* scale, const P* bias, const M* mean, const M* variance, const T* e1, const T* e2, const T* e3,
+    TY* y, i64 size, i64 channels, i64 inner, i64 per, i64 pixels, i64 slots, float epsilon) {
     after_previous_launch();
-    auto fetch = [&](i64 i, Vec<T, VEC>& own, Vec<T, VEC> (&more)[3]) {
+    auto fetch = [&](i64 i, Vec<T, VEC>& own, Beside<VEC>& more) {
         own = load<VEC>(x + i);
-        if (OPERANDS > 0) more[0] = load<VEC>(e1 + i);
-        if (OPERANDS > 1) more[1] = load<VEC>(e2 + i);
-        if (OPERANDS > 2) more[2] = load<VEC>(e3 + i);
+        more.read(e1, e2, e3, i);
     };
 #if COLUMNS
     const i64 columns = channels * inner, across = columns / VEC, rows = GROUPED ? pixels : size / columns;
@@ -53,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         m[j] = widen(means.at[j]), b[j] = widen(biases.at[j]);
     }
     for (i64 first = t / across % slots; first < rows; first += ROWS * slots) {
-        Vec<T, VEC> own[ROWS], more[ROWS][3];
+        Vec<T, VEC> own[ROWS];
+        Beside<VEC> more[ROWS];
         UNROLLED for (int k = 0; k < ROWS; k++)
             if (first + k * slots < rows) fetch(base + (first + k * slots) * columns + q, own[k], more[k]);
         UNROLLED for (int k = 0; k < ROWS; k++)
@@ -65,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     const i64 q = i / inner, c = q % channels, stat = GROUPED ? q / per : c;
     const ACC a = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[stat]) + (ACC)epsilon);
     const ACC m = widen(mean[stat]), b = widen(bias[c]);
-    Vec<T, VEC> own, more[3];
+    Vec<T, VEC> own;
+    Beside<VEC> more;
     fetch(i, own, more);
     apply(y, i, own, more, &m, &a, &b, 0);
 #endif

@@ -131,9 +131,8 @@ struct Gradient {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    channel_dx(const T* x, const T* dy, const ACC* mean, const ACC* sums, T* dx, i64 size, i64 channels, i64 inner,
-               i64 slots) {
+extern "C" __global__ void __launch_bounds__(256, 2) channel_dx(
+    const T* x, const T* dy, const ACC* mean, const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 slots) {
     after_previous_launch();
 #if COLUMNS
     const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;

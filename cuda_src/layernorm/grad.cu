@@ -18,10 +18,9 @@
 
 struct Pair { ACC a, b; };
 
-extern "C" __global__ void __launch_bounds__(TEAM)
-    layernorm_dx(const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds,
-                 const T* e1, const T* e2, const T* e3, const T* b, TY* dx, ACC* part, i64 rows,
-                 i64 length) {
+extern "C" __global__ void __launch_bounds__(TEAM) layernorm_dx(
+    const T* x, const T* dy, const P* scale, const M* mean, const M* rstd, const T* ds, const T* e1, const T* e2,
+    const T* e3, const T* b, TY* dx, ACC* part, i64 rows, i64 length) {
     after_previous_launch();
     __shared__ Pair scratch[TEAM > 32 ? TEAM / 32 : 1];
     constexpr int STEP = TEAM * VEC;
@@ -31,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(TEAM)
         const ACC mu = RMS ? (ACC)0 : (ACC)widen(mean[row]), rs = widen(rstd[row]);
         Vec<T, VEC> kept_x[ITEMS], kept_dy[ITEMS];
         Vec<P, VEC> w[ITEMS];
-        Vec<T, VEC> kept_s[ITEMS], e[3][ITEMS];
+        Vec<T, VEC> kept_s[ITEMS];
+        Beside<VEC> more[ITEMS];
 #if PRODUCT
         Share<!TURNED, T> share[ITEMS];
 #endif
@@ -46,9 +46,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 #endif
                 w[u] = load<VEC>(scale + i);
                 if (SKIP) kept_s[u] = load<VEC>(ds + row * length + i);
-                if (OPERANDS > 0) e[0][u] = load<VEC>(e1 + row * length + i);
-                if (OPERANDS > 1) e[1][u] = load<VEC>(e2 + row * length + i);
-                if (OPERANDS > 2) e[2][u] = load<VEC>(e3 + row * length + i);
+                more[u].read(e1, e2, e3, row * length + i);
             }
         }
 #if PRODUCT
@@ -86,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(TEAM)
             UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs;
                 const ACC g = (ACC)widen(kept_dy[u].at[j]) * (ACC)widen(w[u].at[j]);
-                const ACC d = rs * (g - c1 - xh * c2), s = SKIP ? d + (ACC)widen(kept_s[u].at[j]) : d;
-                t.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(s, widen(e[0][u].at[j]), widen(e[1][u].at[j]), widen(e[2][u].at[j])));
+                const ACC d = rs * (g - c1 - xh * c2);
+                t.at[j] = more[u].after(SKIP ? d + (ACC)widen(kept_s[u].at[j]) : d, j);
             }
             if (i < length) store<VEC>(dx + row * length + i, t);
         }

@@ -59,14 +59,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
         const i64 at = row * length + i;
         const ACC mu = RMS ? (ACC)0 : (ACC)widen(mean[row]), rs = widen(rstd[row]);
         const Vec<T, VEC> t = load<VEC>(x + at), d = load<VEC>(dy + at);
-        Vec<T, VEC> skip, e[3];
+        Vec<T, VEC> skip;
+        Beside<VEC> more;
         Pair c = {0, 0};
         if (dx) {
             c = whole[row];
             if (SKIP) skip = load<VEC>(ds + at);
-            if (OPERANDS > 0) e[0] = load<VEC>(e1 + at);
-            if (OPERANDS > 1) e[1] = load<VEC>(e2 + at);
-            if (OPERANDS > 2) e[2] = load<VEC>(e3 + at);
+            more.read(e1, e2, e3, at);
         }
         Vec<TY, VEC> out;
         UNROLLED for (int j = 0; j < VEC; j++) {
@@ -74,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
             sum_xh.at[j] += own * xh;
             if (!RMS) sum_dy.at[j] += own;
             const ACC v = rs * (own * (ACC)widen(w.at[j]) - c.a - xh * c.b);
-            const ACC s = SKIP ? v + (ACC)widen(skip.at[j]) : v;
-            out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(s, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
+            out.at[j] = more.after(SKIP ? v + (ACC)widen(skip.at[j]) : v, j);
         }
         if (dx) store<VEC>(dx + at, out);
     }

@@ -140,10 +140,9 @@ extern "C" __global__ void __launch_bounds__(256)
     if (dscale) dscale[c] = narrow<P>(t);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    group_dx(const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance,
-             const ACC* means, T* dx, u32 images, u32 channels, u32 pixels, u32 per, u32 splits, u32 chunk,
-             float epsilon, float alpha) {
+extern "C" __global__ void __launch_bounds__(256, 2) group_dx(
+    const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance, const ACC* means,
+    T* dx, u32 images, u32 channels, u32 pixels, u32 per, u32 splits, u32 chunk, float epsilon, float alpha) {
     after_previous_launch();
     const u32 groups = channels / per;
 #if LAST

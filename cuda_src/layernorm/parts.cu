@@ -75,10 +75,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     if (threadIdx.x == 0) parts[blockIdx.x] = s;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    norm_apply(const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2, const T* e3,
-               TY* y, M* mean_out, M* rstd_out, const State* parts, i64 length, i64 chunk, i64 chunks,
-               float epsilon) {
+extern "C" __global__ void __launch_bounds__(BLOCK) norm_apply(
+    const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2, const T* e3, TY* y,
+    M* mean_out, M* rstd_out, const State* parts, i64 length, i64 chunk, i64 chunks, float epsilon) {
     after_previous_launch();
     __shared__ State scratch[BLOCK / 32];
     __shared__ ACC whole[2];
@@ -99,10 +98,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #pragma unroll 2
     for (i64 i = first + threadIdx.x * VEC; i < end; i += BLOCK * VEC) {
         const Vec<T, VEC> t = summed(x, residual, base + i);
-        Vec<T, VEC> e[3];
-        if (OPERANDS > 0) e[0] = load<VEC>(e1 + base + i);
-        if (OPERANDS > 1) e[1] = load<VEC>(e2 + base + i);
-        if (OPERANDS > 2) e[2] = load<VEC>(e3 + base + i);
+        Beside<VEC> more;
+        more.read(e1, e2, e3, base + i);
 #if AFFINE
         const Vec<P, VEC> a = load<VEC>(scale + i), b = bias ? load<VEC>(bias + i) : Vec<P, VEC>();
 #endif
@@ -113,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
             v *= (ACC)widen(a.at[j]);
             if (bias) v += (ACC)widen(b.at[j]);
 #endif
-            out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
+            out.at[j] = more.after(v, j);
         }
         store<VEC>(y + base + i, out);
     }

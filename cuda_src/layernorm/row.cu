@@ -85,10 +85,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     const i64 channel = row % groups * channels;
     EACH(u, i) {
         const Vec<T, VEC> t = ROW(u, i);
-        Vec<T, VEC> e[3];
-        if (OPERANDS > 0) e[0] = load<VEC>(e1 + base + i);
-        if (OPERANDS > 1) e[1] = load<VEC>(e2 + base + i);
-        if (OPERANDS > 2) e[2] = load<VEC>(e3 + base + i);
+        Beside<VEC> more;
+        more.read(e1, e2, e3, base + i);
         Vec<TY, VEC> out;
 #if AFFINE == 1
 #if AHEAD
@@ -108,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #elif AFFINE == 2
             v = v * a + b;
 #endif
-            out.at[j] = narrow<TY>((Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
+            out.at[j] = more.after(v, j);
         }
         if (!PRODUCT || y) store<VEC>(y + base + i, out);
 #if PRODUCT

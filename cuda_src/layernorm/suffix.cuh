@@ -9,3 +9,16 @@
 #ifndef TY
 #define TY T
 #endif
+
+// V elements of each of e1, e2, e3, and what becomes of a result at the place of one of them.
+template <int V> struct Beside {
+    Vec<T, V> e[3];
+    DEVICE void read(const T* e1, const T* e2, const T* e3, i64 at) {
+        if (OPERANDS > 0) e[0] = load<V>(e1 + at);
+        if (OPERANDS > 1) e[1] = load<V>(e2 + at);
+        if (OPERANDS > 2) e[2] = load<V>(e3 + at);
+    }
+    template <class S> DEVICE TY after(S v, int j) const {
+        return narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
+    }
+};

@@ -396,11 +396,8 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
 #endif
 
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void grad_products(
-    const T* dz, const T* x, const T* gamma,
-    const T* beta, const T* w, const float* mean,
-    const float* rstd, int M, int N, int K, int splits, float* g,
-    float2* rows, float* columns, T* dw,
-    T* dc) {
+    const T* dz, const T* x, const T* gamma, const T* beta, const T* w, const float* mean, const float* rstd, int M,
+    int N, int K, int splits, float* g, float2* rows, float* columns, T* dw, T* dc) {
     extern __shared__ u8 memory[];
     u8* smem = memory + (1024 - smem_address(memory) % 1024) % 1024;
     grid_dependency_wait();
@@ -414,10 +411,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void grad_products(
 }
 
 extern "C" __global__ __launch_bounds__(128) void grad_finish(
-    const T* x, const T* gamma, const float* mean,
-    const float* rstd, int M, int K, int splits, int row_parts, int column_parts,
-    const float* g, const float2* rows, const float* columns, const T* add,
-    T* dx, T* dgamma, T* dbeta) {
+    const T* x, const T* gamma, const float* mean, const float* rstd, int M, int K, int splits, int row_parts,
+    int column_parts, const float* g, const float2* rows, const float* columns, const T* add, T* dx, T* dgamma,
+    T* dbeta) {
     int lane = threadIdx.x % 32, chunks = (K + 255) / 256, row_blocks = (M * chunks + 3) / 4;
     int item = blockIdx.x * 4 + threadIdx.x / 32, m = item / chunks;
     if ((int)blockIdx.x >= row_blocks) {
@@ -469,9 +465,7 @@ extern "C" __global__ __launch_bounds__(128) void grad_finish(
     }
 }
 
-extern "C" __global__ __launch_bounds__(256) void grad_dz(const T* dy,
-                                                         const T* z, i64 count,
-                                                         float act_alpha, T* dz) {
+extern "C" __global__ __launch_bounds__(256) void grad_dz(const T* dy, const T* z, i64 count, float act_alpha, T* dz) {
     i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 8;
     after_previous_launch();
     if (at >= count) return;

@@ -53,12 +53,9 @@ DEVICE float remote(const float* p, u32) { return *p; }
 #endif
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
-    const T* x, const T* w, TO* y, TO* z,
-    const TO* c, int M, int N, int K, i64 ldx, i64 ldw, float epsilon,
-    float* mean, float* rstd, const TP* gamma,
-    const TP* beta_k, const TR* row0, const TR* row1,
-    const TR* row2, const TR* row3, const TV* col0,
-    const TV* col1, float alpha, float beta, float act_alpha) {
+    const T* x, const T* w, TO* y, TO* z, const TO* c, int M, int N, int K, i64 ldx, i64 ldw, float epsilon,
+    float* mean, float* rstd, const TP* gamma, const TP* beta_k, const TR* row0, const TR* row1, const TR* row2,
+    const TR* row3, const TV* col0, const TV* col1, float alpha, float beta, float act_alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) float sums[];  // [WK][ROWS][COLS], then the block's [ROWS][COLS]
     __shared__ float moments[LN ? WK : 1][ROWS][3], shared_moments[3][ROWS];

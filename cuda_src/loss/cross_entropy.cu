@@ -85,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    cross_entropy_total(const Pair* rows, T* loss, i64 count) {
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_total(const Pair* rows, T* loss, i64 count) {
     after_previous_launch();
     __shared__ Pair scratch[32];
     Pair p = {0, 0};

@@ -35,8 +35,7 @@ DEVICE void fold_pair(u32& w, float2 g, float2 b, float& s0, float& s1, float& v
 
 #ifndef COLS
 extern "C" __global__ __launch_bounds__(128) void fold_rows(
-    const T* w, const T* gamma, const T* beta, const T* c, int K, int N, T* wq, float* cs,
-    float* cv) {
+    const T* w, const T* gamma, const T* beta, const T* c, int K, int N, T* wq, float* cs, float* cv) {
     after_previous_launch();
     int n = blockIdx.x * 4 + threadIdx.x / 32;
     if (n >= N) return;

@@ -10,9 +10,6 @@
 // Numerics : f32 sums in an order that depends on ROWS alone.
 // Bound    : bytes, w read and wq written.
 #include "norm/planes.cuh"
-#ifndef RAGGED
-#define RAGGED 0
-#endif
 #ifndef TURNED
 #define TURNED 0
 #endif
@@ -22,22 +19,8 @@ typedef bf16 TQ;
 typedef float TQ;
 #endif
 
-// Four neighbours, of which `count` are there.
-DEVICE Vec<float, 4> load_four(const float* p, int count) {
-    if (!RAGGED) return load<4>(p);
-    Vec<float, 4> v;
-    UNROLLED for (int j = 0; j < 4; j++) v.at[j] = j < count ? p[j] : 0.0f;
-    return v;
-}
-DEVICE void store_four(float* p, const Vec<float, 4>& v, int count) {
-    if (!RAGGED) return store<4>(p, v);
-    UNROLLED for (int j = 0; j < 4; j++)
-        if (j < count) p[j] = v.at[j];
-}
-
-extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, const float* gamma,
-                                                              const float* beta, const float* c, int K,
-                                                              int N, TQ* wq, float* part) {
+extern "C" __global__ __launch_bounds__(256) void fold_planes(
+    const float* w, const float* gamma, const float* beta, const float* c, int K, int N, TQ* wq, float* part) {
     after_previous_launch();
     __shared__ float sums[8][2][128];
 #if TURNED
@@ -51,7 +34,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
         UNROLLED for (int i = 0; i < ROWS / 8; i++) {
             int k = blockIdx.y * ROWS + i * 8 + warp;
             if (k >= K) continue;
-            from[i] = load_four(w + (i64)k * N + n, N - n);
+            from[i] = load_some<4>(w + (i64)k * N + n, N - n);
             g[i] = gamma[k], b[i] = beta ? beta[k] : 0.0f;
         }
         UNROLLED for (int i = 0; i < ROWS / 8; i++) {
@@ -68,7 +51,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
             UNROLLED for (int j = 0; j < 4; j++) tile[lane * 4 + j][i * 8 + warp] = q[j];
 #else
             UNROLLED for (int j = 0; j < 4; j++) from[i].at[j] = q[j];
-            store_four(wq + (i64)k * N + n, from[i], N - n);
+            store_some<4>(wq + (i64)k * N + n, from[i], N - n);
 #endif
         }
     }

@@ -11,9 +11,6 @@
 #ifndef PLANES
 #define PLANES 0
 #endif
-#ifndef RAGGED
-#define RAGGED 0
-#endif
 #include "common.cuh"
 #include "norm/planes.cuh"
 constexpr int ROWS = 16 * RPW;
@@ -23,22 +20,8 @@ typedef bf16 TZ;
 typedef T TZ;
 #endif
 
-// Eight neighbours, of which `count` are there.
-template <class E> DEVICE Vec<E, 8> load_eight(const E* p, int count) {
-    if (!RAGGED) return load<8>(p);
-    Vec<E, 8> v;
-    UNROLLED for (int j = 0; j < 8; j++) v.at[j] = j < count ? p[j] : E{};
-    return v;
-}
-template <class E> DEVICE void store_eight(E* p, const Vec<E, 8>& v, int count) {
-    if (!RAGGED) return store<8>(p, v);
-    UNROLLED for (int j = 0; j < 8; j++)
-        if (j < count) p[j] = v.at[j];
-}
-
 extern "C" __global__ __launch_bounds__(512) void row_dots(
-    const T* dy, const T* z, const float* cs,
-    const float* cv, int M, int N, float inv_k, float act_alpha, TZ* dz,
+    const T* dy, const T* z, const float* cs, const float* cv, int M, int N, float inv_k, float act_alpha, TZ* dz,
     float* c1, float* c2, float* part) {
     after_previous_launch();
     __shared__ float sums[2][16][256];
@@ -51,10 +34,10 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
             Vec<T, 8> g[RPW], v[RPW];
             UNROLLED for (int r = 0; r < RPW; r++)
                 if (m0 + r < M) {
-                    g[r] = load_eight(dy + (i64)(m0 + r) * N + n, N - n);
-                    v[r] = load_eight(z + (i64)(m0 + r) * N + n, N - n);
+                    g[r] = load_some<8>(dy + (i64)(m0 + r) * N + n, N - n);
+                    v[r] = load_some<8>(z + (i64)(m0 + r) * N + n, N - n);
                 }
-            Vec<float, 8> k1 = load_eight(cs + n, N - n), k2 = load_eight(cv + n, N - n);
+            Vec<float, 8> k1 = load_some<8>(cs + n, N - n), k2 = load_some<8>(cv + n, N - n);
             UNROLLED for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
                 Vec<TZ, 8> out;
@@ -74,7 +57,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #if PLANES
                 store_planes<PLANES>(to, (i64)M * N, whole);
 #else
-                if (ACTIVE) store_eight(to, out, N - n);
+                if (ACTIVE) store_some<8>(to, out, N - n);
 #endif
             }
         }

@@ -47,8 +47,7 @@ template <class E> struct Line<E, false> {
 };
 
 extern "C" __global__ __launch_bounds__(TPR* ROWS, (PLANES ? 512 : 1024) / (TPR * ROWS)) void row_stats(
-    const T* x, int M, int K, i64 ldx, float epsilon, float* mean,
-    float* rstd, const TP* gamma, const TP* beta,
+    const T* x, int M, int K, i64 ldx, float epsilon, float* mean, float* rstd, const TP* gamma, const TP* beta,
     TO* out) {
     after_previous_launch();
     __shared__ float scratch[2][TPR / 32];

@@ -6,10 +6,8 @@
 // Numerics : fixed order: bits depend on parts alone.   Bound: bytes of part.
 #include "common.cuh"
 
-extern "C" __global__ __launch_bounds__(256) void sum_parts(const float* part, int parts,
-                                                           int N, float* wide,
-                                                           TO* out0,
-                                                           TO* out1) {
+extern "C" __global__ __launch_bounds__(256) void sum_parts(
+    const float* part, int parts, int N, float* wide, TO* out0, TO* out1) {
     after_previous_launch();
     __shared__ float sums[8][32];
     int lane = threadIdx.x % 32, strip = threadIdx.x / 32, n = blockIdx.x * 32 + lane;

@@ -9,8 +9,7 @@
 constexpr int WARPS = 8, BATCH = 4;
 
 extern "C" __global__ __launch_bounds__(256) void act_grad_rows(
-    const T* dy, const T* z, int M, int N, float act_alpha,
-    T* dz, float* part, T* dbias) {
+    const T* dy, const T* z, int M, int N, float act_alpha, T* dz, float* part, T* dbias) {
     after_previous_launch();
     __shared__ float sums[WARPS][256];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = blockIdx.x * 256 + lane * 8;

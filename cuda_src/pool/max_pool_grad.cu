@@ -42,9 +42,8 @@ extern "C" __global__ void __launch_bounds__(256)
     store<VEC>(code + (i64)p * channels + c, best);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    max_pool_grad(const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh,
-              int ow) {
+extern "C" __global__ void __launch_bounds__(256, 1) max_pool_grad(
+    const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh, int ow) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;

@@ -29,9 +29,8 @@ DEVICE int scale_exponent(float largest) {
 }
 DEVICE float two_to(int e) { return __uint_as_float((u32)(e + 127) << 23); }
 
-extern "C" __global__ __launch_bounds__(256) void quantize_float8(const T* x, const float* history, int M,
-                                                                  int K, u8* q, u8* qt, float* scale,
-                                                                  float* next, float* part, u32* sync) {
+extern "C" __global__ __launch_bounds__(256) void quantize_float8(
+    const T* x, const float* history, int M, int K, u8* q, u8* qt, float* scale, float* next, float* part, u32* sync) {
     __shared__ u32 tile[128 * 32];  // [column][4 rows a word], 16 bytes swizzled by the column's group
     __shared__ u32 tops[8];
     __shared__ float sums[4][128];

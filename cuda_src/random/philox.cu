@@ -29,9 +29,8 @@ DEVICE uint4 philox(uint4 c, u32 k0, u32 k1) {
 // In [0, 1) with 24 bits, exact in float.
 DEVICE float unit(u32 x) { return (x >> 8) * 5.9604644775390625e-08f; }
 
-extern "C" __global__ void __launch_bounds__(256)
-    philox_fill(const u64* state, const X* x, T* y, i64 n, i64 fixed_seed, i64 stream, float a,
-                float b) {
+extern "C" __global__ void __launch_bounds__(256) philox_fill(
+    const u64* state, const X* x, T* y, i64 n, i64 fixed_seed, i64 stream, float a, float b) {
     after_previous_launch();
     const i64 block = (i64)blockIdx.x * 256 + threadIdx.x;
     if (block * 4 >= n) return;

@@ -16,10 +16,9 @@
 
 #define DEPTH (GATES * PADDED)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    recurrent_steps_grad(const T* z, const T* z2, const T* before, const T* r, const T* rn,
-                         const T* c0, const int* lengths, const T* dy, const T* dh_T, const T* dc_T,
-                         ACC* cells, T* dz, T* dz2, T* dh0, T* dc0, int steps, int batch) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 1) recurrent_steps_grad(
+    const T* z, const T* z2, const T* before, const T* r, const T* rn, const T* c0, const int* lengths, const T* dy,
+    const T* dh_T, const T* dc_T, ACC* cells, T* dz, T* dz2, T* dh0, T* dc0, int steps, int batch) {
     after_previous_launch();
     extern __shared__ __align__(16) ACC shared[];
     ACC* const slopes = shared;                                 // [BATCH][GATES][PADDED]

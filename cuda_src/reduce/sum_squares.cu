@@ -11,8 +11,7 @@
 struct Row { const T* x; i64 n; i64 first; };
 struct Rows { Row at[ROWS]; };
 
-extern "C" __global__ void __launch_bounds__(256)
-    sum_squares(const __grid_constant__ Rows table, int rows, ACC* part) {
+extern "C" __global__ void __launch_bounds__(256) sum_squares(const __grid_constant__ Rows table, int rows, ACC* part) {
     after_previous_launch();
     __shared__ ACC scratch[8];
     int t = 0;

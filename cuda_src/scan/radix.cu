@@ -49,8 +49,7 @@ DEVICE u32 before(u32 own, u32& total, u32* sums) {
     return left + s - own;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    radix_bits(const KEY* key, KEY* bits, i64 length, i64 tiles) {
+extern "C" __global__ void __launch_bounds__(THREADS) radix_bits(const KEY* key, KEY* bits, i64 length, i64 tiles) {
     after_previous_launch();
     __shared__ KEY parts[WARPS];
     const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
@@ -99,9 +98,8 @@ DEVICE Turn turn_of(const u32* sides, i64 row, int pass, int passes) {
     return {sides[0] == sides[1], sides[0] != (pass & 1)};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    radix_count(const KEY* key, const KEY* key_to, const u32* sides, u32* counts, i64 length, i64 tiles, int pass,
-                int passes) {
+extern "C" __global__ void __launch_bounds__(THREADS) radix_count(
+    const KEY* key, const KEY* key_to, const u32* sides, u32* counts, i64 length, i64 tiles, int pass, int passes) {
     after_previous_launch();
     __shared__ u32 bins[BINS];
     const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;

@@ -28,9 +28,8 @@ DEVICE void sort(u64* key, u32* at) {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    topk(const T* x, const i64* from, T* values, i64* indices, i64 length, i64 inner_x, i64 inner_y, i64 k,
-         i64 chunks) {
+extern "C" __global__ void __launch_bounds__(BLOCK) topk(
+    const T* x, const i64* from, T* values, i64* indices, i64 length, i64 inner_x, i64 inner_y, i64 k, i64 chunks) {
     after_previous_launch();
     extern __shared__ u64 key[];
     __shared__ int found;

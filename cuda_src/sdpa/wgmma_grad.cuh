@@ -2,7 +2,7 @@
 // rows by a tile of TILE (a macro, 64) of the other side, and results by TMA.
 #pragma once
 #include "sdpa/operands.cuh"
-#include "wgmma.cuh"
+#include "tma_ring.cuh"
 
 constexpr int BOX = 64 * 128;  // 64 rows of 64 columns, 128 bytes a row
 

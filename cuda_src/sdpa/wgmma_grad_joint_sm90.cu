@@ -51,10 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     const u32 slopes_full = kv_empty + 16, slopes_empty = slopes_full + 16;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(full + i * 8, 1);
-            mbarrier_init(empty + i * 8, CONSUMERS * WARP_ARRIVALS);
-        }
+        Ring<STAGES>(full, true).set_up(CONSUMERS * WARP_ARRIVALS);
         for (int i = 0; i < 2; i++) {
             mbarrier_init(kv_full + i * 8, 1);
             mbarrier_init(kv_empty + i * 8, CONSUMERS * WARP_ARRIVALS);

@@ -61,10 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
     if (threadIdx.x == 0) {
         mbarrier_init(own_full, 1);
-        for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(full + i * 8, 1);
-            mbarrier_init(empty + i * 8, WGS * 4 * WARP_ARRIVALS);
-        }
+        Ring<STAGES>(full, true).set_up(WGS * 4 * WARP_ARRIVALS);
         fence_barrier_init();
     }
     if (warp == 0 && elect()) {

@@ -7,8 +7,7 @@
 // Bound    : HBM, two reads and a write.
 #include "reduce/team.cuh"
 
-extern "C" __global__ void __launch_bounds__(BX* BY)
-    softmax_column(const T* x, T* y, i64 length, i64 inner) {
+extern "C" __global__ void __launch_bounds__(BX* BY) softmax_column(const T* x, T* y, i64 length, i64 inner) {
     after_previous_launch();
     const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
     const i64 tiles = (inner + BX - 1) / BX, column = blockIdx.x % tiles * BX + tx;

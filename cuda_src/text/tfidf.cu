@@ -10,9 +10,8 @@
 // Bound    : length * distances comparisons a warp.
 #include "common.cuh"
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    tfidf(const X* x, const i64* pool, const int* entry, const float* weight, float* y, i64 size,
-          int columns, i64 length) {
+extern "C" __global__ void __launch_bounds__(256, 1) tfidf(
+    const X* x, const i64* pool, const int* entry, const float* weight, float* y, i64 size, int columns, i64 length) {
     after_previous_launch();
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) / 32;
     if (i >= size) return;
