@@ -20,12 +20,16 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
+import typer.main
 
 from onnx_fuse import cli
 from onnx_fuse.cuda.source import source_text
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.formula import written_out
+
+# made once, not for each command that a test runs: it reads the signatures of all commands
+typer.main.get_command = cache(typer.main.get_command)
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
 

@@ -249,10 +249,15 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
-    # calls stay apart, as nodes are: to join hundreds takes longer than all else
+@pytest.fixture
+def calls_apart(monkeypatch):
+    """Calls stay apart, as nodes are: to join hundreds takes longer than all else."""
     monkeypatch.setattr(walk.program_passes, "run", lambda calls, keep, low: calls)
+
+
+@pytest.mark.usefixtures("calls_apart")
+@pytest.mark.parametrize("name", TABLES)
+def test_sizes_and_values_are_onnxruntimes(name):
     make, opset = TABLES[name]
     table = make(opset)
     expected = answers(stock(table.model()), table.feeds)
@@ -272,6 +277,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
     assert_near(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("calls_apart")
 @pytest.mark.parametrize("opset", [11, 18])
 def test_the_evaluator_of_gradient_checks_resizes_as_onnxruntime_does(opset):
     table = resizes(opset)
