@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from curves import CURVES
+from support import normal
 
 from onnx_fuse.program.passes import pointwise_sums
 
@@ -35,9 +36,7 @@ def text_of(m: int, n: int, dtype: str, over: str) -> str:
 
 def feeds_of(m: int, n: int, dtype: str) -> dict[str, Any]:
     """Operands of a shape."""
-    rng = np.random.default_rng(m + n)
-    shapes = {"dy": (m, n), "z": (m, n), "s": (m, 1)}
-    return {k: rng.standard_normal(s).astype(TYPES[dtype]) for k, s in shapes.items()}
+    return normal({"dy": (m, n), "z": (m, n), "s": (m, 1)}, m + n, TYPES[dtype])
 
 
 def wanted(feeds: dict[str, Any], dz: Any, over: str) -> dict[str, Any]:

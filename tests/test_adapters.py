@@ -10,7 +10,7 @@ import onnx_ir
 import pytest
 import safetensors.numpy
 from cases import real_cases
-from support import answers, assert_near, assert_same, run, stock
+from support import answers, assert_near, assert_same, normal, run, stock
 
 from onnx_fuse import InferenceSession, rewrite
 from onnx_fuse.autodiff.load import load
@@ -49,10 +49,8 @@ FORMS = {
 
 
 def batch(form: str, seed: int = 0, rows: int = 8) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
     lead = (rows, 2) if "three" in form else (rows,)
-    x = rng.normal(size=(*lead, 6)).astype(np.float32)
-    return {"x": x, "labels": rng.normal(size=(*lead, 4)).astype(np.float32)}
+    return normal({"x": (*lead, 6), "labels": (*lead, 4)}, seed)
 
 
 @pytest.mark.parametrize("written", ["as it is", "fused"])

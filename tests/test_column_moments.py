@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from lowering import program_of
+from support import drawn
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates
@@ -32,9 +33,7 @@ def model_of(nodes: str, weight: tuple[int, ...], dtype: str = "float16", output
 
 
 def feeds_of(model) -> dict[str, np.ndarray]:
-    rng, found = np.random.default_rng(0), {}
-    for value in model.graph.inputs:
-        found[value.name] = rng.standard_normal(value.shape.numpy()).astype(value.dtype.numpy())
+    found = drawn(model)
     found["v"], found["s"] = np.abs(found["v"]) + 1, found["s"] + 3
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from support import Cli
+from support import Cli, normal
 from test_deploy import H200, told
 
 from onnx_fuse import Trainer, deploy, optim
@@ -34,11 +34,7 @@ def trainer(text: str = TEXT, **more: Any) -> Trainer:
 
 
 def batch(rows: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(rows)
-    return {
-        "x": rng.standard_normal((rows, 6)).astype(np.float32),
-        "labels": rng.standard_normal((rows, 5)).astype(np.float32),
-    }
+    return normal({"x": (rows, 6), "labels": (rows, 5)}, rows)
 
 
 def compiled(folder: Path, **more: Any) -> dict[str, deploy.Compiled]:

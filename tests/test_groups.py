@@ -9,7 +9,7 @@ import gpt
 import numpy as np
 import pytest
 from lowering import program_of, weights_of
-from support import assert_near
+from support import assert_near, normal
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
@@ -29,9 +29,7 @@ MODEL = """net (float[batch, 3] x) => (float[batch, 2] y)
 
 
 def batch(seed: int) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(8, 3)).astype(np.float32)
-    return {"x": x, "labels": rng.normal(size=(8, 2)).astype(np.float32)}
+    return normal({"x": (8, 3), "labels": (8, 2)}, seed)
 
 
 def gradients(w: dict[str, Array], feeds: dict[str, Array]) -> dict[str, Array]:

@@ -1,10 +1,9 @@
 """Layer scale folded into a product's weight: where it may be, and what it rounds."""
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from lowering import program_of, weights_of
-from support import with_weights
+from support import drawn, with_weights
 from test_attention import session
 
 from onnx_fuse import rewrite
@@ -90,10 +89,7 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
         f"{dtype}[{N}] g) => ({dtype}[4,6,{N}] y) "
         "{ m = MatMul (x, w) z = Add (b, m) t = Mul (g, z) " + tail + " }"
     )
-    kind = ir.DataType[dtype.upper()]
-    rng, feeds = np.random.default_rng(1), {}
-    for value in model.graph.inputs:
-        feeds[str(value.name)] = rng.standard_normal([*value.shape]).astype(kind.numpy())
+    feeds = drawn(model, seed=1)
     with_weights(model, {name: feeds.pop(name) for name in ("wb" if given else "wbg")})
     x, r, w, b, g = ((feeds | weights_of(model))[n].astype(np.float64) for n in "xrwbg")
     z = x @ w + b

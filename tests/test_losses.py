@@ -11,7 +11,7 @@ import onnxscript
 import pytest
 from onnxscript import FLOAT
 from onnxscript import opset18 as op
-from support import answers, assert_near, stock
+from support import answers, assert_near, normal, stock
 
 from onnx_fuse import autodiff, nn
 from onnx_fuse.errors import DataError, ModelError, OnnxFuseError, UsageError
@@ -55,9 +55,7 @@ def plain(guess, labels):  # type: ignore[no-untyped-def]
 
 
 def batch(seed: int = 0, rows: int = 6) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 3)).astype(np.float32)
-    return {"x": x, "labels": rng.normal(size=(rows, 4)).astype(np.float32)}
+    return normal({"x": (rows, 3), "labels": (rows, 4)}, seed)
 
 
 def model() -> Any:

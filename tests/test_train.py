@@ -15,7 +15,7 @@ import pytest
 import pytorch_curves
 import text_data
 from cases import RealCase, real_cases
-from support import answers, assert_near, assert_same, run, stock
+from support import answers, assert_near, assert_same, normal, run, stock
 
 from onnx_fuse import autodiff, nn, rewrite
 from onnx_fuse.autodiff.load import load
@@ -46,9 +46,7 @@ LINEAR = """linear (float[batch, 3] x) => (float[batch, 2] y)
 
 
 def batch(seed: int = 0, rows: int = 8) -> dict[str, Array]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 3)).astype(np.float32)
-    return {"x": x, "labels": rng.normal(size=(rows, 2)).astype(np.float32)}
+    return normal({"x": (rows, 3), "labels": (rows, 2)}, seed)
 
 
 def gradients(w: Array, b: Array, feeds: dict[str, Array]) -> tuple[Array, Array]:

@@ -5,6 +5,7 @@ import pytest
 from curves import CURVES
 from on_device import error
 from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
+from support import drawn
 
 import onnx_fuse as of
 from onnx_fuse import autodiff
@@ -74,10 +75,7 @@ def test_gradients_of_z_c_and_bias_are_one_launch_in_float32(bias: str) -> None:
         => (float[200,136] y) {{ p = Gemm <alpha = 0.5, beta = -2.0> (x, w, c) z = Add (p, b)
         y = Gelu (z) }}"""
     graph = autodiff.gradient(load(text_model(text)), wrt=["x", "w", "c", "b"])
-    rng = np.random.default_rng(2)
-    feeds = {
-        v.name: rng.standard_normal(v.shape.numpy()).astype(np.float32) for v in graph.graph.inputs
-    }
+    feeds = drawn(graph, seed=2)
     executable = Executable(graph)
     names = [v.name for v in graph.graph.outputs]
     runs = [dict(zip(names, executable.run(None, feeds), strict=True)) for _ in range(3)]

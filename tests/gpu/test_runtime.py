@@ -18,6 +18,7 @@ import test_lower
 import test_program_passes
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
+from support import normal
 
 from onnx_fuse import InferenceSession, bench, rewrite, single_op_models
 from onnx_fuse.cuda import pointwise
@@ -37,9 +38,7 @@ CHAIN = "agraph (float[N,16] x, float[16] b) => (float[N,16] y) { s = Add(x, b) 
 
 
 def feeds_of(rows: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(rows)
-    x, b = rng.standard_normal((rows, 16)), rng.standard_normal(16)
-    return {"x": x.astype(np.float32), "b": b.astype(np.float32)}
+    return normal({"x": (rows, 16), "b": (16,)}, rows)
 
 
 def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:

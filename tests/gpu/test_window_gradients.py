@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support import normal
 from window_gradients import network
 
 import onnx_fuse
@@ -16,11 +17,7 @@ ALLOWED = {"bf16": 0.4, "fp16": 0.08, "fp32": 1e-3}
 
 @pytest.mark.parametrize("precision", ALLOWED)
 def test_a_step_changes_the_weights_as_in_float32(precision: str) -> None:
-    rng = np.random.default_rng(1)
-    feeds = {
-        "x": rng.standard_normal((4, 3, 32, 32)).astype(np.float32),
-        "labels": rng.standard_normal((4, 32)).astype(np.float32),
-    }
+    feeds = normal({"x": (4, 3, 32, 32), "labels": (4, 32)}, seed=1)
     found = []
     for device, kind in (("cpu", "fp32"), ("cuda", precision), ("cuda", precision)):
         trainer = onnx_fuse.Trainer(
