@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _numbers(text: str) -> list[int]:
         raise UsageError(f"--ids {text}: expected ids such as 5,6,7") from None
 
 
-def _timed(tokens: Any, times: list[float]) -> Iterator[int]:
+def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:
     for token in tokens:
         times.append(time.perf_counter())
         yield token

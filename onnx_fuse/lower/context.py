@@ -402,7 +402,7 @@ class Context(PassContext, ABC):
             raise NotStatic(what)
         return value
 
-    def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
+    def attr(self, node: ir.Node, name: str, default: object = None) -> Any:
         """An attribute's Python value (int, float, str, list, ndarray)."""
         attribute = node.attributes.get(name)
         if attribute is None:

@@ -19,7 +19,7 @@ from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import selection
 from onnx_fuse.lower.context import Context
 from onnx_fuse.lower.recurrent import recurrent
-from onnx_fuse.lower.selection import Known, Shapes, attr
+from onnx_fuse.lower.selection import Known, Results, Shapes, attr
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
@@ -30,7 +30,6 @@ from onnx_fuse.program.data_movement import is_smooth
 MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""
 
-Results = Sequence["ir.Value | None"]
 Decomposition = Callable[[Builder, ir.Node, Shapes, Known], "Results | None"]
 
 
@@ -132,7 +131,7 @@ def hardmax(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results
     return [op.CastLike(chosen, x)]
 
 
-def _places(op: Builder, x: Any, axis: int, rank: int) -> ir.Value:
+def _places(op: Builder, x: ir.Value | None, axis: int, rank: int) -> ir.Value:
     """int64 [1, .., d, .., 1]: the places 0 to d - 1 along an axis of `x`, which may be open."""
     size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1), [0])
     places = op.Range(op.constant(0), size, op.constant(1))
@@ -165,7 +164,7 @@ def einsum(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results 
         for c, d in zip(term, shape, strict=True):
             size[c] = d if d != 1 else size.get(c, 1)
 
-    def summed(value: Any, term: str, keep: set[str]) -> tuple[Any, str]:
+    def summed(value: ir.Value | None, term: str, keep: set[str]) -> tuple[Any, str]:
         axes = [k for k, c in enumerate(term) if c not in keep]
         if axes:
             value = op.ReduceSum(value, axes, keepdims=0)
@@ -192,7 +191,7 @@ def einsum(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results 
             term = "".join(batch + rows + columns)
             continue
 
-        def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
+        def matrix(v: object, t: str, order: list[list[str]]) -> Any:
             v = op.Expand(v, [size[c] for c in t])  # where only the other operand's axis is longer
             v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
             lengths = [int(np.prod([size[c] for c in part])) for part in order]
@@ -206,7 +205,7 @@ def einsum(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results 
     return [op.Transpose(value, perm=[term.index(c) for c in right])]
 
 
-def _spread(op: Builder, value: Any, term: str, order: list[str]) -> Any:
+def _spread(op: Builder, value: ir.Value, term: str, order: list[str]) -> Any:
     """`value` with its axes in this order of letters, and an axis of 1 for each that it lacks."""
     value = op.Transpose(value, perm=[term.index(c) for c in order if c in term])
     missing = [k for k, c in enumerate(order) if c not in term]
@@ -246,7 +245,7 @@ def _stages(
 
 
 def _transform(
-    op: Builder, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
+    op: Builder, x: ir.Value, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
 ) -> Any:
     """The Fourier transform along `axis` of [..., 1 or 2], in stages or as a product in float64."""
     if is_smooth(n):

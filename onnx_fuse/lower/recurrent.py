@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering, floats
+from onnx_fuse.lower.selection import Known, Results, Shapes
 from onnx_fuse.ops.recurrent import steps_kind, ways
 from onnx_fuse.ops.rnn_unrolled import DEFAULT, Cell, activations
 from onnx_fuse.program.call import Tensor
@@ -24,9 +25,7 @@ MAX_STEPS = 1024
 """Steps that are written out at most."""
 
 
-def recurrent(
-    op: Builder, node: ir.Node, shapes: Sequence[tuple[int, ...]], const: Any
-) -> Sequence[ir.Value | None] | None:
+def recurrent(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, required(node.inputs[0]), node.attributes
     shape, sizes = shapes[0], shapes[2]
@@ -84,7 +83,7 @@ def recurrent(
 
 def _in_steps(
     op: Builder, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
-) -> Sequence[ir.Value | None]:
+) -> Results:
     """The outputs by one step operator a direction."""
     x, w, r, b, lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]
     assert x is not None
@@ -94,7 +93,7 @@ def _in_steps(
     lengths = op.constant(np.full(batch, steps, np.int32)) if lens is None else lens
     zeros = op.constant(np.zeros((batch, hidden), dtype))
 
-    def swap(value: Any) -> Any:
+    def swap(value: object) -> Any:
         return op.Transpose(value, perm=[1, 0, 2]) if layout and value is not None else value
 
     rows, h0, c0 = swap(x), swap(h0), swap(c0)
@@ -102,7 +101,7 @@ def _in_steps(
     for d, kind in enumerate(kinds):
         at = op.constant(np.int64(d))
 
-        def mine(value: Any, at: Any = at) -> Any:
+        def mine(value: object, at: object = at) -> Any:
             return zeros if value is None else op.Gather(value, at, axis=0)
 
         z = op.MatMul(rows, op.Transpose(mine(w), perm=[1, 0]))

@@ -21,15 +21,16 @@ MAX_COLUMNS = 4
 
 Shapes = Sequence[tuple[int, ...]]
 Known = Callable[[int], "np.ndarray | None"]
+Results = Sequence["ir.Value | None"]
 
 
-def attr(node: ir.Node, name: str, default: Any) -> Any:
+def attr(node: ir.Node, name: str, default: object) -> Any:
     """The value of an attribute, or the default where the node has none."""
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.value
 
 
-def _kept(op: Builder, keep: Any, length: int) -> tuple[Any, Any]:
+def _kept(op: Builder, keep: ir.Value | None, length: int) -> tuple[Any, Any]:
     """(positions of the set flags of a bool [length], int64 [count]; their number, int64 [1])."""
     first = op.KeptCounts(keep, domain=FUSE)
     tiles = -(-length // KEPT_TILE)
@@ -68,7 +69,7 @@ def compress(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Sequen
     return [op.Gather(x, _kept(op, keep, length)[0], axis=axis)]
 
 
-def _ordered(op: Builder, rows: Any, count: int, width: int) -> tuple[Any, Any]:
+def _ordered(op: Builder, rows: ir.Value, count: int, width: int) -> tuple[Any, Any]:
     """The sorted rows, one of a number each as [count], and int64 [count], where each has stood.
 
     Equal rows keep their order.

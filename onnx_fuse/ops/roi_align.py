@@ -61,8 +61,8 @@ class _Weights:
     """What the samples of one axis take of its `length` pixels, and how that changes."""
 
     def __init__(
-        self, op: Writer, ends: Any, first: int, bins: int, samples: int, length: Any, like: Any,
-        *, at_least_one: bool,
+        self, op: Writer, ends: ir.Value, first: int, bins: int, samples: int, length: ir.Value,
+        like: ir.Value, *, at_least_one: bool,
     ) -> None:  # fmt: skip
         self.op, self.bins = op, bins
         start, end = (op.Slice(ends, [i], [i + 1], [1]) for i in (first, first + 2))  # [R, 1]
@@ -92,7 +92,7 @@ class _Weights:
         self.slopes = op.Mul(op.Mul(op.Neg(op.Sign(away)), near_pixel), moving)
         self.weights = op.ReduceSum(self._apart(full), [2], keepdims=0)
 
-    def _by_size(self, extent: Any, like: Any) -> tuple[Any, Any]:
+    def _by_size(self, extent: ir.Value, like: ir.Value) -> tuple[Any, Any]:
         """Where the samples are within the extent, and each one's part of its bin's average.
 
         A bin has a sample for each pixel that it begins. Both results are [R, bins · samples] with
@@ -113,7 +113,7 @@ class _Weights:
         part = op.Add(part, op.Mul(before, 0.0))
         return op.Flatten(within, axis=1), op.Flatten(part, axis=1)
 
-    def _apart(self, values: object) -> Any:
+    def _apart(self, values: ir.Value) -> Any:
         """[R, bins · samples, length] as [R, bins, samples, length]."""
         op = self.op
         sizes = op.Concat(
@@ -122,7 +122,7 @@ class _Weights:
         )  # fmt: skip
         return op.Reshape(values, sizes, allowzero=1)
 
-    def ends(self, d_weights: object) -> tuple[Any, Any]:
+    def ends(self, d_weights: ir.Value) -> tuple[Any, Any]:
         """The gradients [R, 1] of a box's start and end by those of the weights."""
         op = self.op
         slopes = self._apart(self.slopes)

@@ -350,7 +350,7 @@ def run_loop(
     return [[*states, *stacks][i] for i in loop.results]
 
 
-def _first_number(value: Any) -> int:
+def _first_number(value: object) -> int:
     return int(np.asarray(value).reshape(-1)[0])
 
 

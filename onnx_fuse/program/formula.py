@@ -270,7 +270,7 @@ class _Writer:
             first = self._add(name, first, part)
         return first
 
-    def _add(self, name: str, a: Any, b: Any) -> int:
+    def _add(self, name: str, a: object, b: object) -> int:
         return self._rows.setdefault((_PLACES[name], a, b), len(self._rows))
 
     def formulas(self, roots: Sequence[Any]) -> Formulas:

@@ -54,7 +54,7 @@ def _elementwise(one: Callable[..., Any], kind: Any = object) -> Any:
     return rule
 
 
-def _quotient(a: Any, b: Any) -> Any:
+def _quotient(a: int, b: int) -> Any:
     """C's division, as ONNX has it: towards zero."""
     if a >= 0 and b > 0:
         return a // b

@@ -22,7 +22,7 @@ from onnx_fuse.program.size import OpenSize, Trace, expression, maximum, minimum
 class SymbolicProgram:
     """An object with open sizes, which can be evaluated for other values of their symbols."""
 
-    def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, made: object, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
         """`parts` are separately evaluable parts: `part` evaluates one, for less than all cost."""
         symbols = tuple(trace.values)
         # guards of size classes first, since most programs differ in these
@@ -92,7 +92,7 @@ class EvalPlan:
                       for parts in (step[1],)] if often else None  # fmt: skip
 
     @classmethod
-    def of(cls, value: Any, symbols: Sequence[str], *, often: bool = False) -> EvalPlan:
+    def of(cls, value: object, symbols: Sequence[str], *, often: bool = False) -> EvalPlan:
         """The recipe of an object over these symbols."""
         return _Planner(value).recipe(symbols, often)
 
@@ -148,7 +148,7 @@ class EvalPlan:
 class _Planner:
     """Finds the steps of an object."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._parts: list[Any] = []
         self._steps: list[tuple[Maker, list[_Place]]] = []
         self._sizes: dict[str, _Place] = {}  # by expression
@@ -165,12 +165,12 @@ class _Planner:
         sizes = Formulas.of(self._sizes, symbols)
         return EvalPlan(self._parts, sizes, steps, first[kind] + i, often=often)
 
-    def _place(self, value: Any) -> _Place:
+    def _place(self, value: object) -> _Place:
         """The place of a value, whether or not it holds sizes."""
         place = self._open(value)
         return self._closed(value) if place is None else place
 
-    def _closed(self, value: Any) -> _Place:
+    def _closed(self, value: object) -> _Place:
         """The place of a part without open sizes."""
         kind = type(value)
         key = (kind, value) if kind is int or kind is str else id(value)
@@ -198,7 +198,7 @@ class _Planner:
         self._objects[id(value)] = value, place  # kept, so that its id stays its own
         return place
 
-    def _structure(self, value: Any) -> _Place | None:
+    def _structure(self, value: object) -> _Place | None:
         kind: Any = type(value)
         if isinstance(value, tuple | list):
             places = self._places(value)
@@ -282,7 +282,7 @@ PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 @cache
-def field_names(kind: Any) -> tuple[str, ...]:
+def field_names(kind: object) -> tuple[str, ...]:
     """Names of a dataclass's fields; nothing else holds sizes."""
     return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 

@@ -76,7 +76,7 @@ def _is_open(value: object) -> bool:
     return any(True for _ in _sizes(value))
 
 
-def _with(value: Any, number: Callable[[Any], int]) -> Any:
+def _with(value: object, number: Callable[[Any], int]) -> Any:
     """The value of a field, with `number` applied to each open size in it."""
     if isinstance(value, OpenSize):
         return number(value)

@@ -189,35 +189,35 @@ class OpenSize:
     def __rmod__(self, other: Any) -> Any:
         return _remainder(other, self) if _whole(other) else NotImplemented
 
-    def __divmod__(self, other: Any) -> Any:
+    def __divmod__(self, other: object) -> Any:
         return self // other, self % other
 
     # ---- decisions ----
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         if isinstance(other, float) and isfinite(other):
             other = ceil(other)
         return _compared(self, other, "<") if _whole(other) else NotImplemented
 
-    def __le__(self, other: Any) -> bool:
+    def __le__(self, other: object) -> bool:
         if isinstance(other, float) and isfinite(other):
             other = floor(other)
         return _compared(self, other, "<=") if _whole(other) else NotImplemented
 
-    def __gt__(self, other: Any) -> bool:
+    def __gt__(self, other: object) -> bool:
         if isinstance(other, float) and isfinite(other):
             other = floor(other)
         return not _compared(self, other, "<=") if _whole(other) else NotImplemented
 
-    def __ge__(self, other: Any) -> bool:
+    def __ge__(self, other: object) -> bool:
         if isinstance(other, float) and isfinite(other):
             other = ceil(other)
         return not _compared(self, other, "<") if _whole(other) else NotImplemented
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return _compared(self, other, "==") if _whole(other) else NotImplemented
 
-    def __ne__(self, other: Any) -> bool:
+    def __ne__(self, other: object) -> bool:
         return not _compared(self, other, "==") if _whole(other) else NotImplemented
 
     def __bool__(self) -> bool:
@@ -242,13 +242,13 @@ class OpenSize:
     def __float__(self) -> float:
         return float(self.plain())
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: float) -> Any:
         return Ratio(self, other) if _whole(other) else self.plain() / other
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: float) -> Any:
         return Ratio(other, self) if _whole(other) else other / self.plain()
 
-    def __pow__(self, other: Any) -> Any:
+    def __pow__(self, other: int) -> Any:
         return self.plain() ** other
 
     def __lshift__(self, other: int) -> Any:
@@ -257,10 +257,10 @@ class OpenSize:
     def __rshift__(self, other: int) -> Any:
         return self // (1 << other)
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: int) -> Any:
         return self.plain() & other
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: int) -> Any:
         return self.plain() | other
 
     __rand__ = __and__
@@ -299,38 +299,38 @@ class Ratio:
     def __float__(self) -> float:
         return plain(self.above) / plain(self.below)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: float) -> Any:
         return float(self) * other
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: float) -> Any:
         return float(self) + other
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: float) -> Any:
         return float(self) - other
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: float) -> Any:
         return other - float(self)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: float) -> Any:
         return float(self) / other
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: float) -> Any:
         return other / float(self)
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: float) -> bool:
         return bool(float(self) < other)
 
-    def __le__(self, other: Any) -> bool:
+    def __le__(self, other: float) -> bool:
         return bool(float(self) <= other)
 
-    def __gt__(self, other: Any) -> bool:
+    def __gt__(self, other: float) -> bool:
         return bool(float(self) > other)
 
-    def __ge__(self, other: Any) -> bool:
+    def __ge__(self, other: float) -> bool:
         return bool(float(self) >= other)
 
 
@@ -344,7 +344,7 @@ def number(value: Any) -> int:
     return cast(int, value) if isinstance(value, OpenSize) else int(value)
 
 
-def array(values: Any) -> np.ndarray:
+def array(values: object) -> np.ndarray:
     """int64 [n] or [] of sizes; an array of objects where one of them is open."""
     flat = values if isinstance(values, list | tuple) else [values]
     kind = object if any(isinstance(v, OpenSize) for v in flat) else np.int64
@@ -458,7 +458,7 @@ def expression(size: int) -> str:
 _WHOLE = (int, OpenSize, np.integer)
 
 
-def _whole(other: Any) -> bool:
+def _whole(other: object) -> bool:
     return isinstance(other, _WHOLE)
 
 
@@ -490,7 +490,7 @@ def _combined(a: OpenSize, b: int | OpenSize, sign: int) -> Any:
     return _normalized(a.trace, terms, a.value + sign * hint(cast(int, b)))
 
 
-def _compared(a: OpenSize, b: Any, how: str) -> bool:
+def _compared(a: OpenSize, b: object, how: str) -> bool:
     number = a.value - hint(cast(int, b))
     outcome = number < 0 if how == "<" else number <= 0 if how == "<=" else number == 0
     key = a.terms, b.terms if isinstance(b, OpenSize) else b, how

@@ -46,7 +46,7 @@ _KNOWN = frozenset(CLASSES.values())
 _NO_DATA = {"Call.expression", "Call.host", "Launch.early"}
 
 
-def _left_out(name: str, value: Any) -> bool:
+def _left_out(name: str, value: object) -> bool:
     """Whether a field is for passes over a program alone; a collective's problem orders calls."""
     if name == "Call.problem":
         return not (value.__class__ is Collective or getattr(value, "kind", None) is Collective)
@@ -161,7 +161,7 @@ class _Table:
             self._objects[id(value)] = value, self._of(value)
         return self._objects[id(value)][1]
 
-    def _add(self, key: Any, depth: int) -> int:
+    def _add(self, key: object, depth: int) -> int:
         row = self._rows.setdefault(key, len(self._depths))
         if row == len(self._depths):
             self._depths.append(depth)

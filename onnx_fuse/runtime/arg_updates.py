@@ -77,7 +77,7 @@ def words(i: int, call: Call, launch: Launch) -> tuple[Any, ...]:
     return words_of(launch.args, places(i, call))[0]
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(value: object) -> bool:
     if isinstance(value, tuple):
         return any(_is_open(part) for part in value)
     if isinstance(value, TensorMap):

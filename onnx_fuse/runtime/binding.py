@@ -63,7 +63,7 @@ class Binding:
         name: str,
         device_type: str,
         device_id: int,
-        element_type: Any,
+        element_type: object,
         shape: Sequence[int],
         buffer_ptr: int,
     ) -> None:
@@ -72,19 +72,19 @@ class Binding:
         self._feed(name, memory)
         self.addressed.add(name)
 
-    def feed(self, name: str, value: Any, *, addressed: bool) -> None:
+    def feed(self, name: str, value: object, *, addressed: bool) -> None:
         """Feed what another binding has been fed."""
         self._feed(name, value)
         if addressed:
             self.addressed.add(name)
 
-    def rebind(self, name: str, where: str, place: DeviceTensor | None, lent: Any) -> None:
+    def rebind(self, name: str, where: str, place: DeviceTensor | None, lent: object) -> None:
         """Let an output go where another binding has it."""
         self._bind(name, where, place)
         if lent is not None:
             self.lent[name] = lent
 
-    def _feed(self, name: str, value: Any) -> None:
+    def _feed(self, name: str, value: object) -> None:
         self.feeds[name] = value
         self.addressed.discard(name)
         if self.prepared is not None and not self.prepared.takes(name, value):
@@ -95,7 +95,7 @@ class Binding:
         name: str,
         device_type: str = "cpu",
         device_id: int = 0,
-        element_type: Any = None,
+        element_type: object = None,
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class Binding:
             place = self._memory(*memory)
         self._bind(name, device_type, place)
 
-    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+    def bind_ortvalue_output(self, name: str, value: object) -> None:
         """Write an output into a contiguous GPU tensor, a DeviceTensor or one of any library.
 
         Each run that is given no `stream` comes after what the tensor's library has enqueued.

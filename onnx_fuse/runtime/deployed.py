@@ -296,7 +296,7 @@ def first_shapes(path: str | os.PathLike[str]) -> dict[str, list[int]]:
 _SHOWN = 8  # shapes that an error names
 
 
-def _axis(value: Any) -> int:
+def _axis(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("a size or an axis")
     return value

@@ -200,7 +200,7 @@ class Owned:
 
     _made: tuple[Any, Any, Callable[..., Any], Any] | None = None
 
-    def own(self, destroy: str, handle: Any) -> None:
+    def own(self, destroy: str, handle: object) -> None:
         """Have the driver's function of this name called with the handle at the end."""
         driver = bindings()
         result = driver.cuCtxGetCurrent()
@@ -247,7 +247,7 @@ class Pinned(Owned):
 
 
 @cache
-def _spare(driver: Any, device_id: int) -> list[Any]:
+def _spare(driver: object, device_id: int) -> list[Any]:
     """The driver's pools whose sessions are gone; the next session takes one of them.
 
     They are not destroyed: `cuMemPoolDestroy` with releases under way has ended a process in the
@@ -626,7 +626,7 @@ class Graph(Owned):
     `nodes` are the last node of each step that was captured. Destroyed when the object goes.
     """
 
-    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
+    def __init__(self, graph: object, nodes: Sequence[Any]) -> None:
         driver = self._driver = bindings()
         self._captured, self._nodes = Owned(), nodes  # the nodes live as long as the graph
         self._captured.own("cuGraphDestroy", graph)

@@ -147,12 +147,12 @@ def _fault(what: str) -> ModelError:
     return ModelError(f"its programs are damaged ({what})")
 
 
-def _a(value: Any, kind: type, what: str) -> None:
+def _a(value: object, kind: type, what: str) -> None:
     if type(value) is not kind:
         raise _fault(f"{what} is {str(value)[:40]!r}")
 
 
-def _whole(value: Any, low: int, high: int, what: str) -> None:
+def _whole(value: object, low: int, high: int, what: str) -> None:
     if type(value) is not int or not low <= value <= high:
         raise _fault(f"{what} is {str(value)[:40]!r}")
 

@@ -48,7 +48,7 @@ class Library:
         self._words, self._handle = (ctypes.c_uint64 * 6)(), ctypes.c_void_p()  # of a DlTensor
         self._place = ctypes.addressof(self._words)
 
-    def look(self, value: Any) -> Look:
+    def look(self, value: object) -> Look:
         """The look of a tensor. Raises what its library does."""
         with self._lock:
             self._tensor(value, self._place)
@@ -57,7 +57,7 @@ class Library:
             places = tuple([string_at(at, nbytes) if at else b"" for at in (shape, strides)])
         return address + offset, (where, kind, places)
 
-    def stream(self, value: Any, device_id: int) -> int | None:
+    def stream(self, value: object, device_id: int) -> int | None:
         """The handle of the stream that the library enqueues its work in now."""
         with self._lock:
             self._stream(_CUDA, device_id, ctypes.addressof(self._handle))
@@ -88,7 +88,7 @@ class _OrtValues:
         return value.data_ptr(), (tuple(value.shape()), value.element_type())
 
     @staticmethod
-    def stream(value: Any, device_id: int) -> None:
+    def stream(value: object, device_id: int) -> None:
         return None
 
 

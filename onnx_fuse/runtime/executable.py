@@ -231,7 +231,7 @@ class Executable:
             instance.stages = Stages(instance, inner)
         return instance.stages
 
-    def adopt(self, value: Any) -> np.ndarray | DeviceTensor:
+    def adopt(self, value: object) -> np.ndarray | DeviceTensor:
         """A feed as an array, or as the GPU tensor it is."""
         return value if isinstance(value, np.ndarray) else adopt(value, self.stream.handle)
 
@@ -325,7 +325,7 @@ class Executable:
         binding: Binding,
         checked: Callable[[Feeds], Feeds] | None = None,
         *,
-        stream: Any = None,
+        stream: object = None,
         synchronize: bool = True,
     ) -> None:
         """Run on what is bound; the results are the binding's. GPU memory is used in place.
@@ -592,7 +592,7 @@ class Executable:
             except NeedsValues as needs:
                 self._deciding += [name for name in needs.names if name not in self._deciding]
 
-    def host_value(self, value: Any) -> np.ndarray:
+    def host_value(self, value: object) -> np.ndarray:
         """A feed as an array on the host."""
         if not isinstance(value, DeviceTensor):
             array = np.asarray(value)
@@ -671,7 +671,7 @@ def _name_of(dtype: np.dtype) -> str:
     return str(dtype.name)
 
 
-def _settled(result: Any) -> Any:
+def _settled(result: object) -> Any:
     if isinstance(result, DeviceTensor):
         result.ready = None
     return result

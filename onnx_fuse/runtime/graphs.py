@@ -187,7 +187,7 @@ class _Weights:
                     maps[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._arrays[name] = np.frombuffer(maps[location], np.uint8, nbytes, at)
 
-    def nbytes(self, tensor: Any) -> int:
+    def nbytes(self, tensor: object) -> int:
         return self.array(tensor).nbytes
 
     def array(self, tensor: Any) -> Array:
@@ -195,7 +195,7 @@ class _Weights:
             return self._arrays[tensor.name]
         return self._container.tensor(tensor.name)
 
-    def place(self, tensor: Any) -> Place | None:
+    def place(self, tensor: object) -> Place | None:
         return None  # what is taken from an entry is not kept again
 
     def made(self, stored: str, dtype: str, shape: list[int]) -> Array:

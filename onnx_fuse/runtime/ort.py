@@ -208,12 +208,12 @@ _NODE_FAILED = "Non-zero status code returned while running"
 class WithFallback(_Around):
     """A session that runs its graph as written once onnxruntime's optimizations broke it."""
 
-    def __init__(self, inner: Any, as_written: Callable[[], Any]) -> None:
+    def __init__(self, inner: object, as_written: Callable[[], Any]) -> None:
         self._inner, self._open_as_written = inner, as_written
         self._optimized, self._as_written = inner, None  # what bindings were made for stays
 
     def run(
-        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
+        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: object = None
     ) -> list[Any]:
         """Run the session; what fails in a node is run as written, if that does not fail too."""
         return list(self._tried(lambda inner: inner.run(names, feeds, options)))
@@ -250,7 +250,7 @@ class Widened(_Around):
 
     note = "onnxruntime's CPU has no bfloat16 kernels: computed in float32"
 
-    def __init__(self, model: onnx_ir.Model, options: Any, providers: Sequence[Any]) -> None:
+    def __init__(self, model: onnx_ir.Model, options: object, providers: Sequence[Any]) -> None:
         from onnx_fuse.rewrite.precision import widened  # no other session needs its passes
 
         wide = widened(model, (DataType.BFLOAT16,), DataType.FLOAT)
@@ -272,7 +272,7 @@ class Widened(_Around):
         return Argument(end.name, kind, end.shape)
 
     def run(
-        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
+        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: object = None
     ) -> list[Any]:
         """Run the inner session; arrays of bfloat16 have the type of ml_dtypes."""
         wide = {k: a.astype(np.float32) if k in self._narrow else a for k, a in feeds.items()}

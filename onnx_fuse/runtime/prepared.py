@@ -86,7 +86,7 @@ class Prepared:
         """Whether the objects that are bound are what they were, but perhaps for their address."""
         return all(self._alike(watched, watched.value) for watched in self._watched)
 
-    def _alike(self, watched: _Watched, value: Any) -> bool:
+    def _alike(self, watched: _Watched, value: object) -> bool:
         """Whether a value may stand for the object that is watched, which it then does."""
         now = look(value)
         if now is None:
@@ -126,7 +126,7 @@ class Prepared:
                     self._event.record(self.owner.shared.order.stream(handle))
                     stream.wait_event(self._event)
 
-    def takes(self, name: str, value: Any) -> bool:
+    def takes(self, name: str, value: object) -> bool:
         """Feed another value from now on; False where it may have another type or rank."""
         for watched in self._watched:
             if watched.name == name and watched.side is self.feeds:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from onnx_fuse.errors import UsageError
 from onnx_fuse.runtime import device
 
@@ -19,7 +17,7 @@ class StreamOrder:
         self._streams: dict[int, device.Stream] = {}
         self._last: device.Stream | None = None
 
-    def stream(self, handle: Any) -> device.Stream:
+    def stream(self, handle: object) -> device.Stream:
         """The stream that a caller names: a handle, or an object with `__cuda_stream__`."""
         if hasattr(handle, "__cuda_stream__"):
             handle = handle.__cuda_stream__()[1]

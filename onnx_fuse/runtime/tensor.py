@@ -34,7 +34,7 @@ class DeviceTensor:
         shape: Sequence[int],
         dtype: str | np.dtype[Any],
         device_id: int,
-        owner: Any,
+        owner: object,
     ) -> None:
         self.address, self.shape = address, tuple(shape)
         self.dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
@@ -118,7 +118,7 @@ DeviceTensors: TypeAlias = Mapping[str, DeviceTensor]
 """Inputs or outputs by name."""
 
 
-def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
+def adopt(value: object, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
     """A feed as an array, or as the GPU tensor it is (DLPack, __cuda_array_interface__).
 
     `stream` is made to wait for what the producer has enqueued. Raises UsageError for a GPU tensor
@@ -212,7 +212,7 @@ def capsule(
     sizes: Sequence[int],
     steps: Sequence[int],
     dtype: np.dtype[Any],
-    owner: Any,
+    owner: object,
 ) -> Any:
     """A DLPack capsule of memory at address `data` that `owner` keeps alive.
 

@@ -57,7 +57,7 @@ class ExportedModule(nn.Module):
             return super().forward(*args, **named)
         return self._programs(self, args, named)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """As its own class, which a copy or a file is made of, and whole again."""
         state = {key: x for key, x in vars(self).items() if key != "_programs"}
         return _again, (type(self).__mro__[2],), state
@@ -67,7 +67,7 @@ class ExportedModule(nn.Module):
         self._programs = Programs(self)
 
 
-def _again(kind: Any) -> Any:
+def _again(kind: object) -> Any:
     cls = _fused_class(kind)
     return cls.__new__(cls)
 
@@ -148,7 +148,7 @@ class Programs:
                 kind.programs = [each for each in kind.programs if each is not program]
 
     def _made(
-        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: object
     ) -> Program:
         with self._lock:
             return self._export(module, args, named, key)

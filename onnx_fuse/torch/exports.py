@@ -91,7 +91,7 @@ class Exported:
 class _Flat(nn.Module):
     """A module as a function from tensors to tensors."""
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: object) -> None:
         super().__init__()
         self.module = module
         self._leaves, self._spec = [None if isinstance(x, Tensor) else x for x in leaves], spec
@@ -132,7 +132,7 @@ class _Flat(nn.Module):
 
 
 def export(
-    module: nn.Module, leaves: Sequence[Any], spec: Any, axes: Sequence[Collection[int]] = ()
+    module: nn.Module, leaves: Sequence[Any], spec: object, axes: Sequence[Collection[int]] = ()
 ) -> Exported:
     """The graph of a module's forward for arguments, which are given flat.
 
@@ -178,13 +178,13 @@ def export(
     return exported
 
 
-def _known_size(size: Any) -> Any:
+def _known_size(size: object) -> Any:
     """A size of an input: torch calls one that it made a constant by its digits."""
     name = size.value if isinstance(size, ir.SymbolicDim) else None
     return int(name) if name is not None and name.isdigit() else size
 
 
-def _served_shapes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
+def _served_shapes(program: torch.export.ExportedProgram, tensors: Sequence[Tensor]) -> Sizes:
     names = program.graph_signature.user_inputs
     nodes = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
     values = [nodes[name] for name in names]
@@ -203,7 +203,7 @@ def _served_shapes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
     return sizes
 
 
-def _refuse(program: Any, module: nn.Module) -> None:
+def _refuse(program: torch.export.ExportedProgram, module: nn.Module) -> None:
     """Raise UsageError for what has other gradients in ONNX, or acts on what it is given."""
     signature = program.graph_signature
     trained = {*signature.inputs_to_parameters, *signature.user_inputs}
@@ -281,7 +281,7 @@ def _attention(
     return F.dropout(shares, dropout_p) @ value
 
 
-def _batch_norms(program: Any, exported: Exported) -> None:
+def _batch_norms(program: torch.export.ExportedProgram, exported: Exported) -> None:
     """Let BatchNormalizations train where the module's do, with torch's new statistics."""
     graph = exported.model.graph
     calls = [n for n in program.graph.nodes if str(n.target) == "aten.batch_norm.default"]

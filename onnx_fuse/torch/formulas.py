@@ -127,7 +127,7 @@ class _Writer(fx.Interpreter):
     call_method = call_function
 
 
-def _typed(value: Any) -> Any:
+def _typed(value: object) -> Any:
     """`value`, of float32 where it is a value without a type."""
     if isinstance(value, ir.Value):
         value.dtype = value.dtype or ir.DataType.FLOAT
@@ -147,11 +147,11 @@ def _elementwise(op_type: str) -> Callable[..., Any]:
     return write
 
 
-def _clip(op: Builder, x: Any, min_val: float, max_val: float, inplace: bool = False) -> Any:
+def _clip(op: Builder, x: ir.Value, min_val: float, max_val: float, inplace: bool = False) -> Any:
     return op.Clip(x, float(min_val), float(max_val))
 
 
-def _leaky_relu(op: Builder, x: Any, negative_slope: float, inplace: bool = False) -> Any:
+def _leaky_relu(op: Builder, x: ir.Value, negative_slope: float, inplace: bool = False) -> Any:
     return op.LeakyRelu(x, alpha=negative_slope)
 
 
@@ -159,30 +159,30 @@ def _mean(op: Builder, x: Any, dim: Any, keepdim: bool = False) -> Any:
     return op.ReduceMean(x, np.ravel(dim), keepdims=int(keepdim))
 
 
-def _cast(op: Builder, x: Any, kind: Any = torch.float32) -> Any:
+def _cast(op: Builder, x: ir.Value, kind: object = torch.float32) -> Any:
     if kind not in (_SAME, torch.float32) and getattr(kind, "name", "") != "x":
         raise UsageError(f"a cast to {kind}")
     return op.Cast(x, to=int(ir.DataType.FLOAT))
 
 
-def _attribute(op: Builder, x: Any, key: str) -> Any:
+def _attribute(op: Builder, x: ir.Value, key: str) -> Any:
     return _SAME if key == "dtype" and x.name == "x" else {"shape": _shape}[key](op, x)
 
 
-def _shape(op: Builder, x: Any, *axis: int) -> Any:
+def _shape(op: Builder, x: ir.Value, *axis: int) -> Any:
     sizes = {(): {}, (-1,): {"start": -1}}
     shape = op.Shape(x, **sizes[axis])
     shape.dtype = ir.DataType.INT64
     return shape
 
 
-def _slice(op: Builder, x: Any, key: slice) -> Any:
+def _slice(op: Builder, x: ir.Value, key: slice) -> Any:
     if key.step is not None:
         raise UsageError("steps of a slice")
     return op.Slice(x, [key.start or 0], [key.stop])
 
 
-def _view(op: Builder, x: Any, *sizes: Any) -> Any:
+def _view(op: Builder, x: ir.Value, *sizes: object) -> Any:
     parts = [size if isinstance(size, ir.Value) else op.constant([size]) for size in sizes]
     return op.Reshape(x, parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0))
 

@@ -212,11 +212,11 @@ class _Scope:
         return by and self.kinds.is_linear(self.modules[str(node.target)])
 
 
-def _normalized_sizes(norm: Any) -> tuple[int, ...]:
+def _normalized_sizes(norm: nn.Module) -> tuple[int, ...]:
     return tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
 
 
-def _input_features(linear: Any) -> int:
+def _input_features(linear: nn.Module) -> int:
     return int(linear.in_features if isinstance(linear, nn.Linear) else linear.weight.shape[0])
 
 

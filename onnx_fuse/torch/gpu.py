@@ -50,7 +50,7 @@ def allocator(where: torch.device) -> Callable[..., torch.Tensor]:
     if quick is not None and where.type == "cuda":
         return quick
 
-    def new(shape: Any, strides: Any, kind: torch.dtype) -> torch.Tensor:
+    def new(shape: object, strides: object, kind: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=kind, device=where)
 
     return new
@@ -136,7 +136,7 @@ class GpuRunner:
             self._turns.clear()
             self._layouts.clear()
 
-    def run(self, graph: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, graph: object, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of the Graph in torch's current stream.
 
         Raises UsageError while a CUDA graph is captured, for shapes that have not run before.
@@ -147,7 +147,7 @@ class GpuRunner:
         turn = self.turn(graph, tensors)
         return self._through_binding(graph, tensors) if turn is None else turn.run(tensors)
 
-    def turn(self, graph: Any, tensors: Sequence[torch.Tensor]) -> TensorProgram | None:
+    def turn(self, graph: object, tensors: Sequence[torch.Tensor]) -> TensorProgram | None:
         """What runs tensors like these in torch's current stream, on torch's current device.
 
         None for a graph that needs the host between its kernels, or random numbers.
@@ -169,7 +169,7 @@ class GpuRunner:
         return "tf32" if graph.has_float32 and precision() != "highest" else "ieee"
 
     def _made(
-        self, graph: Any, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
+        self, graph: object, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
     ) -> TensorProgram | None:
         """A new turn, in the place of the least recently used one if there are too many."""
         program = self._turns.get((handle, sizes))

@@ -29,7 +29,7 @@ class Kinds:
         self._latest: tuple[Any, Callable[..., bool], Any] = None, _nothing, None
         """The kind of the last call, which is told sooner than another."""
 
-    def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+    def find(self, key: object, tensors: Sequence[Tensor]) -> Any:
         """What was entered for a call like this one; None where nothing was."""
         before, fits, entry = self._latest
         if before == key and fits(*tensors):
@@ -41,7 +41,7 @@ class Kinds:
                 return entry
         return None
 
-    def enter(self, key: Any, tensors: Sequence[Tensor], entry: Any) -> Any:
+    def enter(self, key: object, tensors: Sequence[Tensor], entry: object) -> Any:
         """Keep what runs calls like this one; returns it."""
         if self._count >= KINDS:
             self._by_group.clear()

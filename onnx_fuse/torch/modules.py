@@ -33,8 +33,8 @@ class LinearActivation(nn.Linear):
         bias: bool = True,
         *,
         activation: str | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.activation = check_activation(activation)
@@ -100,8 +100,8 @@ class FusedLayerNormLinear(_NormLinear):
         *,
         eps: float = 1e-5,
         activation: str | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = nn.LayerNorm(in_features, eps, **where)
@@ -133,8 +133,8 @@ class RMSNormLinear(_NormLinear):
         *,
         eps: float | None = None,
         activation: str | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = nn.RMSNorm(in_features, eps, **where)
@@ -164,8 +164,8 @@ class LinearCrossEntropy(nn.Linear):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: str = "mean",
-        device: Any = None,
-        dtype: Any = None,
+        device: object = None,
+        dtype: object = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing

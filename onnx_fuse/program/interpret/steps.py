@@ -24,15 +24,15 @@ NARROW_FLOATS = (
 )  # fmt: skip
 
 
-def _rounded_to(name: str, x: Any) -> Any:
+def _rounded_to(name: str, x: object) -> Any:
     return np.asarray(x).astype(np.float32).astype(dtype_of(name)).astype(np.float32)
 
 
-def _floating(a: Any) -> bool:
+def _floating(a: object) -> bool:
     return np.asarray(a).dtype.kind == "f"
 
 
-def _div(a: Any, b: Any) -> Any:
+def _div(a: np.ndarray, b: np.ndarray) -> Any:
     """Of integers towards zero, and 0 where b is."""
     if _floating(a):
         return a / b
@@ -42,7 +42,7 @@ def _div(a: Any, b: Any) -> Any:
     return np.where(b == 0, 0, whole)
 
 
-def _pow(a: Any, b: Any) -> Any:
+def _pow(a: np.ndarray, b: np.ndarray) -> Any:
     """Of integers modulo their width, and 0 below 1."""
     if _floating(a):
         return np.power(a, b)
@@ -51,27 +51,27 @@ def _pow(a: Any, b: Any) -> Any:
     return np.where(b < 0, below, np.power(a, np.maximum(b, 0)))
 
 
-def _is_inf(x: Any, negative: Any, positive: Any) -> Any:
+def _is_inf(x: np.ndarray, negative: np.ndarray, positive: np.ndarray) -> Any:
     return np.isinf(x) & (((x < 0) & (negative != 0)) | ((x > 0) & (positive != 0)))
 
 
-def _shift_left(a: Any, b: Any) -> Any:
+def _shift_left(a: np.ndarray, b: np.ndarray) -> Any:
     bits = 8 * np.asarray(a).dtype.itemsize
     inside = (b >= 0) & (b < bits)
     return np.where(inside, np.left_shift(a, np.where(inside, b, 0)), 0)
 
 
-def _shift_right(a: Any, b: Any) -> Any:
+def _shift_right(a: np.ndarray, b: np.ndarray) -> Any:
     bits = 8 * np.asarray(a).dtype.itemsize
     inside = (b >= 0) & (b < bits)
     return np.right_shift(a, np.where(inside, b, bits - 1)) * np.where(inside | (a < 0), 1, 0)
 
 
-def _saturated(x: Any, low: Any, high: Any) -> Any:
+def _saturated(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> Any:
     return np.where(x >= low, np.minimum(x, high), low)
 
 
-def _sigmoid(x: Any) -> Any:
+def _sigmoid(x: np.ndarray) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
