@@ -119,8 +119,7 @@ DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z, int w
                  : "memory");
 }
 // `box` pixels of a 4-D tensor of images from (w, h, image) on, at (dx, dy) from each: 64 channels.
-DEVICE void tma_load_im2col(u32 to, const TensorMap& map, u32 bar, int c, int w, int h, int image,
-                            u16 dx, u16 dy) {
+DEVICE void tma_load_im2col(u32 to, const TensorMap& map, u32 bar, int c, int w, int h, int image, u16 dx, u16 dy) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),

@@ -511,10 +511,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                         if (EARLY) cc = two(cs[EARLY ? g : 0][h]);
                         else if (EPI_OPERAND) cc = two(load_c(g, h));
                         Dots dots = {};
-                        v.x = epilogue<float>(v.x, rows[h], k0[j].x, k1[j].x, cc.x, alpha, beta,
-                                              act_alpha, zz.x, dots);
-                        v.y = epilogue<float>(v.y, rows[h], k0[j].y, k1[j].y, cc.y, alpha, beta,
-                                              act_alpha, zz.y, dots);
+                        v.x = epilogue<float>(v.x, rows[h], k0[j].x, k1[j].x, cc.x, alpha, beta, act_alpha, zz.x, dots);
+                        v.y = epilogue<float>(v.y, rows[h], k0[j].y, k1[j].y, cc.y, alpha, beta, act_alpha, zz.y, dots);
                         if (WIDE > 1) {
                             out[j] = bits(v);
                             out_z[j] = bits(zz);

@@ -108,8 +108,7 @@ template <> struct Activate<float> {
 };
 
 // Up to the activation; the activation of N elements, each hiding another's latency; what follows it.
-template <class S>
-DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
+template <class S> DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
     if (ALPHA) v *= alpha;
     if (ROW_SCALE) v *= row.r0;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;

@@ -16,8 +16,7 @@ DEVICE Pixel first_pixel(int m, int od, int oh, int ow) {
     return {m % ow * SW - PW, m / ow % oh * SH - PH, plane % od * SD - PD, plane / od};
 }
 // 64 channels from c on of the rows' pixels under a tap; of several CTAs where `sharers` are.
-DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixel& at, int tap,
-                        u16 sharers = 0) {
+DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixel& at, int tap, u16 sharers = 0) {
     const u16 dx = tap % KW * DW, dy = tap / KW % KH * DH, dz = tap / (KW * KH) * DD;
     if (sharers)
         asm volatile(
@@ -45,8 +44,7 @@ DEVICE Pixel first_pixel(int m, int oh, int ow) {
     return {m % ow * SW - PW, m / ow % oh * SH - PH, m / (oh * ow)};
 }
 // 64 channels from c on of the rows' pixels under a tap; of several CTAs where `sharers` are.
-DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixel& at, int tap,
-                        u16 sharers = 0) {
+DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixel& at, int tap, u16 sharers = 0) {
     const u16 dx = tap % KW * DW, dy = tap / KW * DH;
     if (sharers) tma_load_im2col_multicast(to, map, bar, c, at.x, at.y, at.image, dx, dy, sharers);
     else tma_load_im2col(to, map, bar, c, at.x, at.y, at.image, dx, dy);

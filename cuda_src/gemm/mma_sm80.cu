@@ -100,8 +100,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
                 int r = lane / 4, c = lane % 4;
                 UNROLLED for (int i = 0; i < MI; i++)
                     UNROLLED for (int q = 0; q < 4; q++)
-                        fa[i][q] = to_tf32(
-                            to_float(*TileA::at(ta, wm + i * 16 + r + q % 2 * 8, k + c + q / 2 * 4)));
+                        fa[i][q] = to_tf32(to_float(*TileA::at(ta, wm + i * 16 + r + q % 2 * 8, k + c + q / 2 * 4)));
                 UNROLLED for (int j = 0; j < NI; j++) {
                     u32 b2[2];
                     UNROLLED for (int q = 0; q < 2; q++)
@@ -114,15 +113,13 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
                 UNROLLED for (int i = 0; i < MI; i++)
                     UNROLLED for (int q = 0; q < 4; q++) {
                         int m = wm + i * 16 + r + q % 2 * 8, kk = k + c + q / 2 * 8;
-                        split(to_float(*TileA::at(ta, m, kk)), to_float(*TileA::at(ta, m, kk + 1)),
-                              ah[i][q], al[i][q]);
+                        split(to_float(*TileA::at(ta, m, kk)), to_float(*TileA::at(ta, m, kk + 1)), ah[i][q], al[i][q]);
                     }
                 UNROLLED for (int j = 0; j < NI; j++) {
                     u32 bh[2], bl[2];
                     UNROLLED for (int q = 0; q < 2; q++) {
                         int n = wn + j * 8 + r, kk = k + c + q * 8;
-                        split(to_float(*TileB::at(tb, n, kk)), to_float(*TileB::at(tb, n, kk + 1)),
-                              bh[q], bl[q]);
+                        split(to_float(*TileB::at(tb, n, kk)), to_float(*TileB::at(tb, n, kk + 1)), bh[q], bl[q]);
                     }
                     UNROLLED for (int i = 0; i < MI; i++) {
                         mma(acc[i][j], al[i], bh, bf16{});

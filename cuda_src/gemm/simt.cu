@@ -32,8 +32,7 @@ DEVICE Vec<T, VEC> fetch(const T* p, i64 ld, int row0, int rows, int k0, int K, 
     }
     return v;
 }
-template <int ROWS, bool CONTIG_K>
-DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
+template <int ROWS, bool CONTIG_K> DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
     int id = (threadIdx.x + i * THREADS) * VEC;
     int r = CONTIG_K ? id / BK : id % ROWS, k = CONTIG_K ? id % BK : id / ROWS;
     UNROLLED for (int j = 0; j < VEC; j++)

@@ -217,12 +217,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         else if (CLUSTER == 1)
             UNROLLED for (int i = 0; i < BOXES; i++) tma_load(b + i * 8192, map_b, bar, n + i * 64, k, zb);
         else if (TRANS_B)  // this CTA's half, to both
-            tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb,
-                               3);
+            tma_load_multicast(b + rank * (B_BYTES / 2), map_b, bar, k, n + rank * (BN / 2), zb, 3);
         else
             UNROLLED for (int i = 0; i < BOXES; i++)
-                tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64,
-                                   k + rank * 32, zb, 3);
+                tma_load_multicast(b + i * 8192 + rank * 4096, map_b, bar, n + i * 64, k + rank * 32, zb, 3);
     };
     if (warp == 0 && elect()) {
         Stages(barriers, true).set_up(READERS);
@@ -434,8 +432,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         bool have[4];
                         UNROLLED for (int u = 0; u < 4; u++) {
                             term[u] = {};
-                            have[u] = first + u >= work.tiles_n ||
-                                      pairs.get((first + u) * M + m, term[u].x, term[u].y);
+                            have[u] = first + u >= work.tiles_n || pairs.get((first + u) * M + m, term[u].x, term[u].y);
                         }
                         UNROLLED for (int u = 0; u < 4; u++) {
                             while (!have[u])
@@ -647,10 +644,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             bool in = gm < M && gn < N, both = in && gn + 1 < N;
                             float2 v = {vs[e * 2], vs[e * 2 + 1]}, &zz = zs[e];
                             if (pass > 0) {
-                                v.x = after_act(v.x, rows[i][h], k0[q][e / 2].x, k1[q][e / 2].x, cs[e].x,
-                                                zz.x, DOTS_X);
-                                v.y = after_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cs[e].y,
-                                                zz.y, DOTS_Y);
+                                v.x = after_act(v.x, rows[i][h], k0[q][e / 2].x, k1[q][e / 2].x, cs[e].x, zz.x, DOTS_X);
+                                v.y = after_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cs[e].y, zz.y, DOTS_Y);
                             }
                             if (plain) {
                                 at += (i64)t.split * M * N;
@@ -689,8 +684,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
 #if EPI_DW == 2  // sums of the warp's 16 rows
                         UNROLLED for (int e = 0; e < 2; e++) {
-                            float sum[4] = {down[e][0].gamma, down[e][1].gamma, down[e][0].beta,
-                                            down[e][1].beta};
+                            float sum[4] = {down[e][0].gamma, down[e][1].gamma, down[e][0].beta, down[e][1].beta};
                             UNROLLED for (int at = 0; at < 4; at++)
                                 UNROLLED for (int step = 4; step < 32; step *= 2)
                                     sum[at] += __shfl_xor_sync(~0u, sum[at], step);
@@ -705,8 +699,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         if (!plain) {
                             stmatrix_x4(to + swizzled, packed[0], packed[1], packed[2], packed[3]);
                             if (SAVE_Z && !TWICE)
-                                stmatrix_x4(toz + swizzled, packed_z[0], packed_z[1], packed_z[2],
-                                            packed_z[3]);
+                                stmatrix_x4(toz + swizzled, packed_z[0], packed_z[1], packed_z[2], packed_z[3]);
                         }
                     }
 #if COLUMN_MOMENTS

@@ -44,8 +44,7 @@ template <int R> DEVICE void load_block(u32 to, const T* from, int row, int rows
         int at = first + threadIdx.x, r = at / 8, c = at % 8;
         if (R * 8 % THREADS && at >= R * 8) break;
         bool in = row + r < rows && col + c * 8 < cols;
-        cp_async_16(to + r * 128 + ((c ^ (r & 7)) << 4),
-                    from + (u32)((row + r) * cols + col + c * 8), in ? 16 : 0);
+        cp_async_16(to + r * 128 + ((c ^ (r & 7)) << 4), from + (u32)((row + r) * cols + col + c * 8), in ? 16 : 0);
     }
 }
 DEVICE u32 swizzled(u32 block, int row, int chunk) {
@@ -137,12 +136,10 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
             UNROLLED for (int q = 0; q < N_STEP / 16; q++) {
                 u32 fa[AI][4];
                 UNROLLED for (int i = 0; i < AI; i++)
-                    ldmatrix_x4<false>(fa[i],
-                                       swizzled(a, wm + i * 16 + lane % 16, q * 2 + lane / 16));
+                    ldmatrix_x4<false>(fa[i], swizzled(a, wm + i * 16 + lane % 16, q * 2 + lane / 16));
                 UNROLLED for (int j = 0; j < AJ; j += 2) {
                     u32 fb[4];
-                    ldmatrix_x4<false>(fb, swizzled(b, wk + j * 8 + lane / 16 * 8 + lane % 8,
-                                                    q * 2 + lane / 8 % 2));
+                    ldmatrix_x4<false>(fb, swizzled(b, wk + j * 8 + lane / 16 * 8 + lane % 8, q * 2 + lane / 8 % 2));
                     UNROLLED for (int i = 0; i < AI; i++) {
                         mma(*(float(*)[4]) & acc[i][j * 4], fa[i], fb, T{});
                         mma(*(float(*)[4]) & acc[i][j * 4 + 4], fa[i], fb + 2, T{});
@@ -170,8 +167,7 @@ DEVICE void product_g(u8* smem, int id, const T* dz, const T* x, const T* gamma,
             UNROLLED for (int h = 0; h < 2; h++) {
                 int r = wm + i * 16 + h * 8 + lane / 4, m = m0 + r;
                 float2 v = {acc[i][j * 4 + h * 2], acc[i][j * 4 + h * 2 + 1]};
-                float2 xh = unpack2<T>(*(const u32*)(xs + swizzled(kk / 64 * AM * 128, r, kk % 64 / 8) +
-                                                     quad * 4));
+                float2 xh = unpack2<T>(*(const u32*)(xs + swizzled(kk / 64 * AM * 128, r, kk % 64 / 8) + quad * 4));
                 xh = {(xh.x - mu[i][h]) * rs[i][h], (xh.y - mu[i][h]) * rs[i][h]};
                 if (m < M && k < K) *(float2*)(g + ((i64)part * M + m) * K + k) = v;
                 plain.x += v.x, plain.y += v.y;
@@ -259,8 +255,7 @@ DEVICE void multiply_dz(float (&acc)[BI][BJ * 4], const Fragment (&h)[BI], u32 d
     UNROLLED for (int j = 0; j < BJ; j += 2) {
         int n = wn + j * 8;
         u32 fb[4];
-        ldmatrix_x4<true>(
-            fb, swizzled(dzs + n / 64 * BM * 128, q * 16 + lane % 16, n % 64 / 8 + lane / 16));
+        ldmatrix_x4<true>(fb, swizzled(dzs + n / 64 * BM * 128, q * 16 + lane % 16, n % 64 / 8 + lane / 16));
         UNROLLED for (int i = 0; i < BI; i++) {
             mma(*(float(*)[4]) & acc[i][j * 4], h[i], fb, T{});
             mma(*(float(*)[4]) & acc[i][j * 4 + 4], h[i], fb + 2, T{});
@@ -358,8 +353,7 @@ DEVICE void product_dw(u8* smem, int id, const T* dz, const T* x, const T* gamma
             UNROLLED for (int q = 0; q < BM / 16; q++) {  // one is normalised while the ones before multiply
                 normalised_fragments(h[q], xs, mu, rs, q, wk, scales);
                 wgmma_fence();
-                Wgmma<T, BN, 0, 1>::run(acc[0], h[q][0],
-                                           wgmma_descriptor<false>(dzs + q * 2048), step | q);
+                Wgmma<T, BN, 0, 1>::run(acc[0], h[q][0], wgmma_descriptor<false>(dzs + q * 2048), step | q);
             }
             wgmma_commit();
 #else

@@ -74,8 +74,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void gemm_skinny(
     auto observe = [&](int h, const uint4& v) {
         float2 p[4] = {unpack2<T>(v.x), unpack2<T>(v.y), unpack2<T>(v.z), unpack2<T>(v.w)};
         if (!RMS && seen == 0)
-            shift[h] = 0.125f * (((p[0].x + p[0].y) + (p[1].x + p[1].y)) +
-                                 ((p[2].x + p[2].y) + (p[3].x + p[3].y)));
+            shift[h] = 0.125f * (((p[0].x + p[0].y) + (p[1].x + p[1].y)) + ((p[2].x + p[2].y) + (p[3].x + p[3].y)));
         UNROLLED for (int i = 0; i < 4; i++) {
             float a = p[i].x - shift[h], b = p[i].y - shift[h];
             s1[h] += a + b;

@@ -8,6 +8,5 @@ struct Sofar { ACC top, sum; };
 
 DEVICE Sofar merge(Sofar a, Sofar b) {
     const ACC m = a.top > b.top || a.top != a.top ? a.top : b.top;
-    return {m, (a.sum == 0 ? a.sum : a.sum * fast_exp(a.top - m)) +
-                   (b.sum == 0 ? b.sum : b.sum * fast_exp(b.top - m))};
+    return {m, (a.sum == 0 ? a.sum : a.sum * fast_exp(a.top - m)) + (b.sum == 0 ? b.sum : b.sum * fast_exp(b.top - m))};
 }

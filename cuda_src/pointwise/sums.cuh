@@ -56,8 +56,7 @@ DEVICE bool last_to_come(u32* counter, u32 blocks) {
     return last;
 }
 
-template <class E>
-DEVICE void add_parts(const float* part, i64 m, i64 n, i64 from, i64 to, E* sum) {
+template <class E> DEVICE void add_parts(const float* part, i64 m, i64 n, i64 from, i64 to, E* sum) {
 #ifdef OVER_COLUMNS
     for (int c = threadIdx.x; c < 32 * W; c += 256) {
         i64 column = (i64)blockIdx.x * 32 * W + c;

@@ -42,8 +42,7 @@ template <int EXP, int MAN, int BIAS, int KIND> DEVICE float widen(Small<EXP, MA
     return sign ? -y : y;
 }
 
-template <int EXP, int MAN, int BIAS, int KIND>
-DEVICE void round_to(Small<EXP, MAN, BIAS, KIND>& y, float x) {
+template <int EXP, int MAN, int BIAS, int KIND> DEVICE void round_to(Small<EXP, MAN, BIAS, KIND>& y, float x) {
     typedef Small<EXP, MAN, BIAS, KIND> E;
     const u32 a = __float_as_uint(x) & 0x7fffffffu, sign = __float_as_uint(x) >> 31 << (EXP + MAN);
     u32 code;

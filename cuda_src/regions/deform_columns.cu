@@ -21,10 +21,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     const int tap = (int)(i / pixels % TAPS), group = (int)(i / pixels / TAPS % groups);
     const i64 n = i / pixels / TAPS / groups;
     const i64 place = (n * groups + group) * TAPS + tap;
-    const ACC v = (ACC)((int)(p / width) * SH - PH + tap / KW * DH) +
-                  (ACC)widen(offset[place * 2 * pixels + p]);
-    const ACC u = (ACC)((int)(p % width) * SW - PW + tap % KW * DW) +
-                  (ACC)widen(offset[(place * 2 + 1) * pixels + p]);
+    const ACC v = (ACC)((int)(p / width) * SH - PH + tap / KW * DH) + (ACC)widen(offset[place * 2 * pixels + p]);
+    const ACC u = (ACC)((int)(p % width) * SW - PW + tap % KW * DW) + (ACC)widen(offset[(place * 2 + 1) * pixels + p]);
     const ACC scale = mask ? (ACC)widen(mask[place * pixels + p]) : (ACC)1;
     const bool inside = v > -1 && v < (ACC)h && u > -1 && u < (ACC)w;
     const int top = inside ? (int)floor(v) : 0, left = inside ? (int)floor(u) : 0;

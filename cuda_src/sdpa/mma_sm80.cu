@@ -30,8 +30,7 @@ constexpr int PD = DP + 8, PV = VP + 8;  // pitches: an odd number of 16-byte ch
 DEVICE int warp_row() { return SPLIT ? 0 : threadIdx.x / 32 * 16 * MT; }
 
 // COUNT rows into shared memory; rows past `last` and columns past WIDTH as zeros.
-template <int COUNT, int WIDTH, int PADDED>
-DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
+template <int COUNT, int WIDTH, int PADDED> DEVICE void fetch(T* to, const T* from, i64 stride, int first, int last) {
     constexpr int CHUNKS = PADDED / 8;
     UNROLLED for (int k = 0; k < (COUNT * CHUNKS + TEAM - 1) / TEAM; k++) {
         const int i = threadIdx.x % TEAM + k * TEAM, r = i / CHUNKS, c = i % CHUNKS * 8;

@@ -13,8 +13,7 @@ constexpr int ROWS = 64, TILE = 32, PD = D + 4, PV = DV + 4, PT = TILE + 1;
 constexpr int OUT_D = (D + 15) / 16, OUT_V = (DV + 15) / 16;
 
 // rows x width of a strided matrix into shared memory, zeros outside
-template <int COUNT, int WIDTH, int PITCH>
-DEVICE void fill(ACC* to, const T* from, i64 stride, int first, int last) {
+template <int COUNT, int WIDTH, int PITCH> DEVICE void fill(ACC* to, const T* from, i64 stride, int first, int last) {
     for (int i = threadIdx.x; i < COUNT * WIDTH; i += 256) {
         const int r = i / WIDTH, c = i % WIDTH;
         to[r * PITCH + c] = first + r < last ? (ACC)widen(from[(first + r) * stride + c]) : (ACC)0;

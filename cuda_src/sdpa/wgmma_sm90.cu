@@ -378,8 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 total[i] = quad_sum(sum[i]);
                 factor[i] = GUARD && total[i] == 0 ? 0.0f : 1 / total[i];
                 if (lse && lane % 4 == 0 && row + 8 * i < queries)
-                    ((float2*)lse)[LSE_ROW + row + 8 * i] =
-                        row_lse(top[i] * (NATURAL ? 1.0f : scale), total[i]);
+                    ((float2*)lse)[LSE_ROW + row + 8 * i] = row_lse(top[i] * (NATURAL ? 1.0f : scale), total[i]);
             }
             wgmma_wait<0>();
             wgmma_hold(acc);
