@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7864, "validation": 4784,
     "generation": 1692,
     "adapters": 1165, "quantization": 1239,
-    "tests": 54697, "tools": 10906,
+    "tests": 54698, "tools": 10906,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

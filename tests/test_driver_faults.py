@@ -42,6 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyGpu]:
     gc.unfreeze()
     runner.home.cache_clear()
     gc.collect()
+    gc.freeze()  # as before: see conftest.py
 
 
 Work = Callable[[], None]
