@@ -113,7 +113,7 @@ def test_the_low_rank_product_comes_behind_the_bias_and_the_residual() -> None:
         "float[4] c", f"float[4, 6] v = {{{NUMBERS}}}, float[6] d, float[4] c"
     )
     text = text.replace("float[6] d", "float[6] d = {1, 2, 3, 4, 5, 6}")
-    model, _ = attach(load(text_model(text.replace("4] y)", "6] y)"))), Lora(2), 0)
+    model, *_ = attach(load(text_model(text.replace("4] y)", "6] y)"))), Lora(2), 0)
     rewrite.optimize(model, level=1, training=True)
     read = {n.op_type: [v.name for v in n.inputs if v is not None] for n in model.graph}
     made = {v.name: n for n in model.graph for v in n.outputs}
@@ -179,7 +179,7 @@ ROOT = graph(
 def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> None:
     """Fused operators and their gradients, as onnxruntime runs their bodies."""
     plain = load(text_model(text))
-    attached, found = attach(plain, Lora(2, 3.0), 0)
+    attached, found, _ = attach(plain, Lora(2, 3.0), 0)
     rng, form = np.random.default_rng(3), "three" if "batch, 2" in text else ""
     states = {}
     results = []

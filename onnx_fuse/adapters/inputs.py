@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +22,10 @@ from onnx_fuse.adapters.products import (
     Products,
     adaptable,
     add_beside,
+    matched,
     products_of,
     write_out,
 )
-from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
@@ -86,17 +85,8 @@ def chosen(model: ir.Model, globs: Collection[str]) -> list[AdaptedWeight]:
 
     Raises UsageError for one that names none.
     """
-    found: dict[str, AdaptedWeight] = {}
     weights = weights_of(model)
-    for glob in globs:
-        named = {
-            name: each
-            for name, each in weights.items()
-            if fnmatchcase(name, glob) or fnmatchcase(each.adapter.module, glob)
-        }
-        if not named:
-            raise UsageError(f"'{glob}' matches no weight of the model that could have an adapter")
-        found |= named
+    found = matched({each: (each, w.adapter.module) for each, w in weights.items()}, globs)
     return [each for name, each in weights.items() if name in found]
 
 

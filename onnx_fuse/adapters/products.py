@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeAlias
+from fnmatch import fnmatchcase
+from typing import TypeAlias, TypeVar
 
 import onnx_ir as ir
 
@@ -12,7 +13,7 @@ from onnx_fuse import autodiff
 from onnx_fuse.adapters import peft
 from onnx_fuse.adapters.files import Adapter
 from onnx_fuse.autodiff.emit import expand
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import Names
@@ -36,6 +37,20 @@ def adaptable(model: ir.Model) -> dict[str, Adapter]:
             transposed, name = products_of(value)[0][1], str(value.name)
             names = f"{name}.lora_a", f"{name}.lora_b"
             found[name] = Adapter(name, *names, 1.0, transposed, module)
+    return found
+
+
+Key = TypeVar("Key")
+
+
+def matched(names: Mapping[Key, Iterable[str]], globs: Iterable[str]) -> dict[Key, None]:
+    """The weights that globs name. Raises UsageError for a glob that matches no name of one."""
+    found: dict[Key, None] = {}
+    for glob in globs:
+        named = [key for key, its in names.items() if any(fnmatchcase(n, glob) for n in its)]
+        if not named:
+            raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
+        found |= dict.fromkeys(named)
     return found
 
 

@@ -19,7 +19,6 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +30,7 @@ from onnx_fuse.adapters.products import (
     Products,
     adaptable,
     add_beside,
+    matched,
     module_name,
     products_of,
     write_out,
@@ -99,28 +99,24 @@ def sizes(attached: ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowRank]:
         yield LowRank(k, n, rank, tuple(rows), normed)
 
 
-def attach(model: ir.Model, lora: Lora, seed: int) -> tuple[ir.Model, list[Adapter]]:
-    """The model with adapters beside the weights that `lora` names.
+def attach(
+    model: ir.Model, lora: Lora | Mapping[str, Lora] | None, seed: int
+) -> tuple[ir.Model, list[Adapter], AdapterSet | None]:
+    """The model with adapters beside the weights that `lora` names, one or several by name.
 
-    A is drawn from U(-1/√K, 1/√K) by `seed` and the weight's name. Raises UsageError where no
-    weight can have an adapter, with the first reason.
+    Of several, an input says for each row of a batch which one it has. A is drawn from
+    U(-1/√K, 1/√K) by `seed` and the weight's name. Raises UsageError where no weight can have an
+    adapter, with the first reason, and where rows cannot have different ones.
     """
-    model, chosen = _chosen(model, {"": lora})
-    return model, [pair for each in chosen for pair in _adapt(model.graph, each, seed)]
-
-
-def attach_several(
-    model: ir.Model, loras: Mapping[str, Lora], seed: int
-) -> tuple[ir.Model, AdapterSet]:
-    """The model with adapters by name; an input says for each row of a batch which one it has.
-
-    Each begins as `attach` would have it alone. Raises UsageError as `attach` does, and where rows
-    cannot have different adapters.
-    """
-    if not loras or not all(isinstance(name, str) and name for name in loras):
+    if lora is None:
+        return model, [], None
+    if isinstance(lora, Lora):
+        model, chosen = _chosen(model, {"": lora})
+        return model, [pair for each in chosen for pair in _adapt(model.graph, each, seed)], None
+    if not lora or not all(isinstance(name, str) and name for name in lora):
         raise UsageError("several adapters have names, which are texts that are not empty")
-    names = sorted(loras)
-    model, chosen = _chosen(model, {name: loras[name] for name in names})
+    names = sorted(lora)
+    model, chosen = _chosen(model, {name: lora[name] for name in names})
     graph, op = model.graph, Builder()
     rows = BatchRows.of(model, {each.weight: each.products for each in chosen})
     if rows.refusal:
@@ -136,7 +132,7 @@ def attach_several(
     masks: dict[tuple[int, ...], ir.Value] = {}
     found: dict[str, list[Adapter]] = {name: [] for name in names}
     for each in chosen:
-        owners = tuple(names.index(n) for n, lora in each.loras.items() for _ in range(lora.rank))
+        owners = tuple(names.index(n) for n, own in each.loras.items() for _ in range(own.rank))
         if owners not in masks:
             mask = masks[owners] = op.Equal(of_row, op.constant(np.array(owners)))
             mask.dtype, mask.shape = ir.DataType.BOOL, ir.Shape([rows.size, len(owners)])
@@ -144,19 +140,8 @@ def attach_several(
         for name, adapter in zip(each.loras, _adapt(graph, each, seed, choice), strict=True):
             found[name].append(adapter)
     graph.insert_before(next(iter(graph)), op.nodes)
-    return model, AdapterSet(str(number.name), found)
-
-
-def placed(
-    model: ir.Model, lora: Lora | Mapping[str, Lora] | None, seed: int
-) -> tuple[ir.Model, list[Adapter], AdapterSet | None]:
-    """The model with one adapter or with several by name; all their matrices. Errors as theirs."""
-    if lora is None:
-        return model, [], None
-    if isinstance(lora, Lora):
-        return *attach(model, lora, seed), None
-    attached, held = attach_several(model, lora, seed)
-    return attached, [each for its in held.by_name.values() for each in its], held
+    every = [each for its in found.values() for each in its]
+    return model, every, AdapterSet(str(number.name), found)
 
 
 @dataclass(frozen=True)
@@ -176,12 +161,8 @@ def _chosen(model: ir.Model, loras: Mapping[str, Lora]) -> tuple[ir.Model, list[
     names_of = {v: (str(v.name), module_name(v)) for v in graph.initializers.values()}
     named: dict[ir.Value, dict[str, Lora]] = {value: {} for value in names_of}
     for label, lora in loras.items():
-        for glob in lora.weights:
-            matched = [v for v, both in names_of.items() if any(fnmatchcase(n, glob) for n in both)]
-            if not matched:
-                raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
-            for value in matched:
-                named[value][label] = lora
+        for value in matched(names_of, lora.weights):
+            named[value][label] = lora
     write_out(model, [value for value, its in named.items() if its])
     chosen, reasons = [], []
     for value, its in named.items():

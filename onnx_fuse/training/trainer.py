@@ -136,7 +136,7 @@ class Trainer:
         plain, given = self._source, options.lora
         self.adapters: list[Adapter]
         """The low-rank adapters that train beside weights."""
-        self._source, self.adapters, self._several = adapters.placed(plain, given, options.seed)
+        self._source, self.adapters, self._several = adapters.attach(plain, given, options.seed)
         globs = [literal(name) for each in self.adapters for name in (each.a, each.b)]
         self._trainable = [*globs, *(trainable or ())] if globs else trainable
         self._merging: Merging | None = None
