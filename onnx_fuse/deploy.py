@@ -38,7 +38,6 @@ from onnx_fuse.program.packing import Packing, row_count
 from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite import padding
-from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.encoding import FORMAT
 from onnx_fuse.runtime.plan import PlannedProgram
@@ -152,7 +151,6 @@ class _Variant:
 
 def _with_adapters(graph: ir.Model, ranks: int, globs: Sequence[str], precision: str) -> _Variant:
     graph, rows = graph.clone(), rows_for(ranks)
-    lift_parameters(graph)
     kind = PRECISIONS[precision][0]
     weights = chosen(graph, globs)
     layout = AdapterColumns.of(weights, None if kind == "float32" else dtype_of(kind))
@@ -256,17 +254,11 @@ def _compiled(
     """Write the file of a graph in which everything is fused, with `more` in its manifest."""
     expand_standard_updates(graph)
     built: list[_Compiled] = []
-    free = _free(graph, ranges)
-    plain = _distinct(_closed(graph, each, free) for each in shapes)
     with cublaslt.left_out():
         for target, hw in targets.items():
-            programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
-            for i, closed in enumerate(plain):
-                progress.report(f"lowering for {target}", i, len(plain))
-                built += _programs(programs, target, closed, free)
-            for variant in variants:
-                built += _of_variant(variant, Specializer(variant.graph, hw, math=math), target,
-                                     shapes, ranges)  # fmt: skip
+            for each in (_Variant("", graph, {}, dict), *variants):
+                programs = Specializer(each.graph, hw, math=math, state=state)  # as a session's
+                built += _programs(each, programs, target, shapes, ranges)
     members: dict[str, bytes] = {}
     names, table = _modules(built, members)
     modules = list(dict.fromkeys(names.values()))
@@ -315,6 +307,8 @@ def _compiled(
         **{each.key: each.manifest(graph) for each in variants},
         **(more or {}),
     }
+    free = _free(graph, ranges)
+    plain = _distinct(_closed(graph, each, free) for each in shapes)
     with written(path) as draft:
         write(draft, manifest, members, tensors)
         nbytes = draft.stat().st_size
@@ -335,30 +329,27 @@ def _distinct(sets: Iterable[Closed]) -> list[Closed]:
     return distinct
 
 
-def _of_variant(
+def _programs(
     variant: _Variant,
     programs: Specializer,
     target: str,
     shapes: Sequence[Shapes],
     ranges: Mapping[str, tuple[int, int]],
 ) -> list[_Compiled]:
-    """The programs of a graph with further inputs."""
+    """The programs of a graph for its sets of shapes, over all sizes of the ranges."""
     graph, built = variant.graph, list[_Compiled]()
     free = _free(graph, ranges)
-    for closed in _distinct(_closed(graph, variant.shapes(own), free) for own in shapes):
-        if variant.packing is None:
-            built += _programs(programs, target, closed, free)
-        else:
+    sets = _distinct(_closed(graph, variant.shapes(own), free) for own in shapes)
+    for i, closed in enumerate(sets):
+        progress.report(f"lowering for {target}", i, len(sets))
+        if variant.packing is not None:
             built += _over(programs, target, *_over_tokens(variant.packing, closed, free))
+        elif free:
+            built += _over(programs, target, closed, free, _sizes(free))
+        else:
+            program = _lowered(programs, closed).program
+            built.append(_Compiled(target, programs.hw, closed, program, graph))
     return built
-
-
-def _programs(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Compiled]:
-    """The programs for one set of shapes, or for all sizes of the ranges."""
-    if free:
-        return _over(programs, target, closed, free, _sizes(free))
-    program = _lowered(programs, closed).program
-    return [_Compiled(target, programs.hw, closed, program, programs.model)]
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ class InferenceSession:
 
         compiled = self._executable and self._executable.model
         if isinstance(compiled, Deployed):
-            return HeldAdapters(AdaptedFile(compiled, self._alike))
+            return HeldAdapters(AdaptedFile(compiled, self._alike), batch_invariant=False)
         from onnx_fuse.adapters.inputs import AdaptedModel
 
         model = AdaptedModel(self._read, self._alike, self._computes_in)

@@ -46,7 +46,7 @@ class AdapterColumns:
     dtype: np.dtype[Any]
 
     @staticmethod
-    def of(weights: Iterable[AdaptedWeight], dtype: np.dtype[Any] | None = None) -> AdapterColumns:
+    def of(weights: Iterable[AdaptedWeight], dtype: np.dtype[Any] | None) -> AdapterColumns:
         """That of these weights, in their type or `dtype`."""
         places, begin, kinds = {}, 0, set()
         for each in weights:
@@ -88,8 +88,5 @@ class Ends:
 
 
 def rows_for(ranks: int) -> int:
-    """The rows of the matrices' input for adapters of so many ranks together: a power of two.
-
-    From 16 on, which is what tensor cores multiply at once in 16 bits.
-    """
+    """The matrices' rows for ranks: a power of two, at least the 16 that tensor cores take."""
     return max(16, 1 << (ranks - 1).bit_length())

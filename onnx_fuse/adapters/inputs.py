@@ -51,19 +51,14 @@ class AdaptedModel:
         """
         self._read, self._opened, self.dtype = read, opened, dtype
 
-    def _model(self) -> ir.Model:
-        model = self._read()
-        lift_parameters(model)
-        return model
-
     @cached_property
     def weights(self) -> dict[str, AdaptedWeight]:
         """The weights that can have an adapter."""
-        return weights_of(self._model())
+        return weights_of(self._read())
 
     def session(self, names: Collection[str]) -> tuple[Any, Ends, AdapterColumns]:
         """The session whose weights of these `names` have adapters, its inputs, their layout."""
-        model = self._model()
+        model = self._read()
         weights = [each for name, each in self.weights.items() if name in names]
         layout = AdapterColumns.of(weights, self.dtype)
         ends = add_inputs(model, layout)
@@ -73,6 +68,7 @@ class AdaptedModel:
 def weights_of(model: ir.Model) -> dict[str, AdaptedWeight]:
     """The weights that can have an adapter; what is fused with one is written out, in place."""
     found = {}
+    lift_parameters(model)
     for name, adapter in adaptable(model).items():
         weight = model.graph.initializers[name]
         shape = tuple(map(int, required(weight.shape).numpy()))
@@ -93,6 +89,7 @@ def chosen(model: ir.Model, globs: Collection[str]) -> list[AdaptedWeight]:
 def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     """Let a graph read its adapters, in place."""
     graph, op = model.graph, Builder()
+    lift_parameters(model)
     weights = [graph.initializers[name] for name in layout.places]
     write_out(model, weights)
     names = Names.of(graph)
