@@ -25,8 +25,8 @@ template <int COUNT, int CTAS = 1> struct Ring {
         phase ^= s / COUNT & 1;
         s %= COUNT;
     }
-    // The barrier on which `bytes` of copies are to land, once the stage is free.
     DEVICE void await_free() const { mbarrier_wait(empty + s * 8, phase); }
+    // The barrier on which `bytes` of copies are to land, once the stage is free.
     DEVICE u32 claim(u32 bytes) const {
         await_free();
         mbarrier_expect(full + s * 8, bytes);
