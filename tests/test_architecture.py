@@ -50,7 +50,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5173, "autodiff": 1809, "cli": 3595, "cuda": 1891, "cuda_src": 15222, "distributed": 908,
-    "importer": 5595, "ir": 2365, "kernels": 9910, "lower": 9382, "nn": 5157, "ops": 12374,
+    "importer": 5595, "ir": 2365, "kernels": 9901, "lower": 9382, "nn": 5157, "ops": 12374,
     "program": 10830, "report": 2383, "rewrite": 4181, "runtime": 9368, "torch": 3778,
     "training": 7845, "validation": 4784,
     "generation": 1692,
