@@ -39,7 +39,7 @@ class Spec:
     counts: str = ""
     """The input of what this rank's losses are means of, and of its rows: float64."""
     measures: tuple[Measure, ...] = ()
-    """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
+    """What the losses are means of: those of ranks, and of several adapters, are weighted by it."""
     untrained: Mapping[str, str] = field(default_factory=dict)
     """The weights that were to train and have no gradient, with the reason."""
     packing: Packing | None = None
