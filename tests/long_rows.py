@@ -28,6 +28,8 @@ def rows() -> Iterator[Row]:
     for op, dtype in (("Softmax", F32), ("LogSoftmax", F16), ("Softmax", BF16), ("Softmax", F64)):
         yield op, ((3, 40003),), {}, 1, dtype, "", "long"
         yield op, ((1, 65536),), {}, 1, dtype, "", "long"
+    for dtype in (F32, F16):
+        yield "ArgMaxFinite", ((2, 100000),), {}, 1, dtype, FUSE, "long"
     yield from _norms()
     yield "NonZero", (rng.random((70, 600)) < 0.3,), {}, 1, F32, "", "many"
     yield from _updates(rng)

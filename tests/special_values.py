@@ -22,7 +22,7 @@ TRIPLES = np.array(list(product([np.nan, 1, -1, 0.0, -0.0, np.inf, -np.inf], rep
 N = len(TRIPLES)
 _ALONE = "Relu LeakyRelu Elu Selu ThresholdedRelu Sign Hardmax HardSwish HardSigmoid Abs Round"
 _PLACED = """ArgMax <axis = 1>; ArgMin <axis = 1>; ArgMax <axis = 1, select_last_index = 1>
-ArgMin <axis = 1, select_last_index = 1>"""
+ArgMin <axis = 1, select_last_index = 1>; onnx_fuse.ArgMaxFinite"""
 _LARGEST = """T[N,2] y, int64[N,2] i) <int64[1] k = {2}> { y, i = TopK <largest = HOW> (x, k) }"""
 _SUMMED = "T[N,3] y) <int64 a = {1}> { y = CumSum <HOW> (x, a) }"
 _CLIPPED = """T[N,3] y) <float l = {LOW}, float h = {HIGH}> { low = CastLike (l, x)

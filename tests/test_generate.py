@@ -126,6 +126,19 @@ def test_runs_of_a_text_that_nobody_reads_are_waited_for(gpu: FakeGpu) -> None:
     assert "done" in [kind for kind, *_ in gpu.order]
 
 
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_a_token_follows_another_without_a_copy(capacity: int, gpu: FakeGpu) -> None:
+    """How many came before is counted on the GPU."""
+    model = gpt_cache.build(gpt_cache.Config(capacity=capacity))
+    options = {"max_new_tokens": 20, "device": "cuda", "precision": "fp16"}
+    generator = of.Generator(model, [5], **options)
+    tokens = [next(generator) for _ in range(12)]
+    gpu.counts.clear()
+    tokens += [next(generator) for _ in range(4)]
+    assert not [name for name in gpu.counts if name.startswith("cuMemcpy")]
+    assert tokens == of.generate(model, [5], max_new_tokens=16)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_on_a_gpu_neither_cache_nor_logits_go_through_the_host(
     form: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch

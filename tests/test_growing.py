@@ -385,6 +385,7 @@ def test_a_room_is_as_large_as_is_usual_where_that_is_little(
     owner = SimpleNamespace(
         pool=SimpleNamespace(allocate=lambda *_: SimpleNamespace(address=0)),
         stream=SimpleNamespace(move_rows=lambda *_: None),
+        uploads=SimpleNamespace(send=lambda *_: None),
         device_id=0,
     )
     assert growing.Rooms(owner, pasts, tokens, expected).size == room

@@ -118,6 +118,11 @@ template <class S> struct ArgMax : Arg<S, true, false> {};
 template <class S> struct ArgMin : Arg<S, false, false> {};
 template <class S> struct ArgMaxLast : Arg<S, true, true> {};
 template <class S> struct ArgMinLast : Arg<S, false, true> {};
+template <class S> struct ArgMaxFinite : ArgMax<S> {  // -1 where one is not a number or inf, or none is finite
+    typedef typename ArgMax<S>::State State;
+    static DEVICE State take(State s, S x, i64 at) { return ArgMax<S>::merge(s, {x == x ? x : Limits<S>::high(), at}); }
+    static DEVICE i64 value(State s, i64) { return Limits<S>::low() < s.x && s.x < Limits<S>::high() ? s.at : -1; }
+};
 template <class S> struct Moments {  // Welford inside a thread, Chan's merge between threads
     struct State { S n, mean, m2; };
     static DEVICE State identity() { return {0, 0, 0}; }

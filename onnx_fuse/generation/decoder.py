@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,21 @@ class Decoder:
     outputs: Sequence[str] = field(default=(), compare=False)
 
     @property
+    def counted(self) -> list[str]:
+        """The int64 inputs that are one more in a run of the next token, if there is a cache."""
+        roles = ("positions", "columns", "lengths") if self.caches else ()
+        ends = [self.roles[role] for role in roles if role in self.roles]
+        return [end.name for end in ends if end.dtype == np.int64]
+
+    @property
     def width(self) -> int | None:
         """The number of ids that a run takes, where the file fixes it."""
         return _size(self.roles["ids"].shape[1])
 
-    def feeds(self, ids: Array, counts: Array, total: int) -> dict[str, Array]:
-        """The inputs of a run but for the cache.
+    def feeds(
+        self, ids: Array, counts: Array, total: int, known: Collection[str] = ()
+    ) -> dict[str, Array]:
+        """The inputs of a run but for the cache and those that are `known`.
 
         `ids` [B, S], perhaps on a GPU, are the latest tokens of sequences that have `counts` [B]
         tokens in all with them, and `total` places, the first or (in a cache that grows) the last
@@ -99,17 +108,17 @@ class Decoder:
         count, left = counts[:, None], self.left
         values: dict[str, Callable[[], Any]] = {
             "mask": lambda: places >= total - count if left else places < count,
-            "columns": lambda: total - ids.shape[1] + columns,
+            "columns": lambda: first.max() + columns,
             "positions": lambda: np.maximum(first[:, None] + columns, 0),
             "keep": lambda: 1 if self.caches else 0,
             "branch": lambda: (counts > ids.shape[1]).any(),
             "lengths": lambda: counts - 1,
             "total": lambda: total,
         }
-        feeds = {}
+        kind = self.roles["ids"].dtype
+        feeds = {self.roles["ids"].name: ids.astype(kind) if isinstance(ids, np.ndarray) else ids}
         for role, end in self.roles.items():
-            if role == "ids":
-                feeds[end.name] = ids.astype(end.dtype) if isinstance(ids, np.ndarray) else ids
+            if role == "ids" or end.name in known:
                 continue
             array = np.asarray(values[role]()).astype(end.dtype)
             if role == "positions" and len(end.shape) == 1:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from math import prod
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +22,11 @@ from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.feeds import argument
 from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
-from onnx_fuse.generation.sampling import LAST, TOKEN, append_sampler, sampler
+from onnx_fuse.generation.sampling import AFTER, LAST, TOKEN, append_sampler, sampler
 from onnx_fuse.ir.build import Builder, required_inputs
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.runtime import device, ort
-from onnx_fuse.runtime.staging import Downloads, Pending
+from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.session import InferenceSession, load
 
 if TYPE_CHECKING:
@@ -72,7 +74,10 @@ class Engine:
             small = sampler(outputs[at], options, self.gathers, rows)
             self.sampler = InferenceSession(small, device=_place(model))
         else:
-            append = partial(append_sampler, sampling=options, ragged=self.gathers, rows=rows)
+            append = partial(
+                append_sampler, sampling=options, ragged=self.gathers, rows=rows,
+                counted=self.decoder.counted,
+            )  # fmt: skip
             if is_path:
                 self.session = _Sampled(source, model, at, append, device, precision)
             else:
@@ -84,9 +89,10 @@ class Engine:
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)
         self._slots: dict[str, Any] = {}
         self._grown: dict[str, Any] = {}
+        self._counted: dict[str, Any] = {}  # inputs that a run makes for the next one
         self._rows, self._cached, self._room = rows, 0, 0
         self._cutter: InferenceSession | None = None
-        self._downloads = Downloads()
+        self._read = deque[Answer]()  # answers that are read
 
     def __del__(self) -> None:
         if getattr(self, "on_gpu", False) and not sys.is_finalizing():
@@ -109,7 +115,7 @@ class Engine:
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
-        self._slots, self._grown, self._bindings, size = {}, {}, {}, 0
+        self._slots, self._grown, self._bindings, self._counted, size = {}, {}, {}, {}, 0
         self._cached, self._room = 0, tokens
         for cache in self.decoder.caches:
             shape = cache.sized(batch, tokens if self.in_place else 0)
@@ -190,32 +196,23 @@ class Engine:
         is_int64 = self.decoder.roles["ids"].dtype == np.int64
         return self.on_gpu and bool(self.decoder.caches) and is_int64
 
-    def begin(self, ids: object, counts: Array, draws: Mapping[str, Array]) -> tuple[Any, Pending]:
-        """Enqueue a run, and return at once: its tokens [B, 1] on the GPU, and on their way here.
+    def begin(self, ids: object, counts: Array, draws: Mapping[str, Array]) -> Answer:
+        """Enqueue a run, and return at once: its tokens [B, 1] are on their way.
 
         `ids` may be the tokens of the run before, on the GPU.
         """
-        shape, gpu = (len(counts), 1), self._gpu
-        room = self._downloads.acquire(8 * len(counts))
-        # the last launch writes page-locked memory, where the next run reads: a copy would keep
-        # the stream waiting for as long as some launches
-        place = "cuda", gpu, np.int64, shape, room.pinned.address
+        answer = self._read.popleft() if self._read else Answer(len(counts), self._gpu)
         with ort.faults(self.name):
-            tokens = self._run(ids, counts, draws, None, place)
-        room.passed.record(tokens.ready)
+            tokens = self._run(ids, counts, draws, None, answer.tokens)
+        answer.passed.record(tokens.ready)
+        return answer
 
-        def wait() -> None:
-            device.start(gpu)
-            room.passed.wait("the next token")
-
-        def read() -> list[Array]:
-            values = room.pinned.array[: 8 * len(counts)].view(np.int64).reshape(shape).copy()
-            self._downloads.release(room)
-            return [values]
-
-        pending = Pending([TOKEN], wait, read)
-        self._downloads.limit_pending(pending)
-        return tokens, pending
+    def taken(self, answer: Answer) -> Array:
+        """The tokens of a run that was begun, which must not be asked for again."""
+        device.start(self._gpu)
+        answer.passed.wait("the next token")
+        self._read.append(answer)
+        return answer.values.copy()
 
     def _run(
         self,
@@ -223,15 +220,20 @@ class Engine:
         counts: Array,
         draws: Mapping[str, Array],
         rows: tuple[int, int] | None,
-        place: tuple[Any, ...] = ("cpu",),
+        place: DeviceTensor | None = None,
     ) -> Any:
-        """The tokens, at `place`, for which nobody waits unless it is the CPU's."""
+        """The tokens; at a `place`, where nobody has waited for them."""
+        bind_tokens = methodcaller("bind_output", TOKEN)
+        if place is not None:
+            bind_tokens = methodcaller("rebind", TOKEN, "cuda", place, None)
         decoder, where = self.decoder, "cuda" if self.on_gpu else "cpu"
         total = int(counts.max()) if decoder.caches else ids.shape[1]
         if decoder.in_slots and decoder.elastic and 1 in ids.shape:
             total = self._room
-        feeds = decoder.feeds(ids, counts, total)
+        feeds = decoder.feeds(ids, counts, total, self._counted)
         binding = self._bindings.get(rows) or self._bound(rows)
+        if place is not None and not self.sampler and not self._counted:
+            self._count(binding, feeds)
         for name, value in self._adapters.items():
             is_mask = value.dtype == np.bool_  # which has a row for each sequence
             feeds[name] = value if rows is None or not is_mask else value[rows[0] : sum(rows)]
@@ -249,13 +251,14 @@ class Engine:
         if self.sampler:
             binding.bind_output(decoder.logits, where)
         else:
-            binding.bind_output(TOKEN, *place)
+            bind_tokens(binding)
         for cache in decoder.caches if not self.in_place and not self.on_gpu else ():
             binding.bind_output(cache.present, where)  # onnxruntime has it where the last one is
-        how = {} if place == ("cpu",) else {"synchronize": False}
+        how = {} if place is None else {"synchronize": False}
         self.session.run_with_iobinding(binding, **how)
         self._cached = total
         answer, *presents = binding.get_outputs()
+        presents = presents[: len(presents) - len(self._counted)]
         if presents and not self.in_place:
             self._grown = dict(zip(self._grown, presents, strict=True))
         if self.sampler is None:
@@ -265,9 +268,21 @@ class Engine:
         binding.bind_ortvalue_input("logits", answer)
         for name, array in draws.items():
             binding.bind_cpu_input(name, array)
-        binding.bind_output(TOKEN, *place)
+        bind_tokens(binding)
         self.sampler.run_with_iobinding(binding, **how)
         return binding.get_outputs()[0]
+
+    def _count(self, binding: Any, feeds: dict[str, Array]) -> None:
+        """Let each run make what is one more in the next, from what `feeds` have now."""
+        for name in self.decoder.counted:
+            array = np.ascontiguousarray(feeds.pop(name))
+            memory = self._counted[name] = device.Memory(array.nbytes, name)
+            stream = device.Stream()
+            stream.upload(memory.address, array.ctypes.data, array.nbytes)
+            stream.wait(name)
+            place = "cuda", self._gpu, array.dtype, array.shape, memory.address
+            binding.bind_input(name, *place)
+            binding.bind_output(AFTER + name, *place)
 
     def _bound(self, rows: tuple[int, int] | None) -> Any:
         """A binding to the cache's places, or to some of its slots."""
@@ -291,6 +306,18 @@ class Engine:
             ):
                 bind(name, *device, cache.dtype, shape, address)
         return binding
+
+
+class Answer:
+    """Page-locked memory for the tokens of a run, which the next one reads: a copy would keep the
+    stream waiting for as long as some launches.
+    """
+
+    def __init__(self, batch: int, gpu: int) -> None:
+        device.start(gpu)
+        self._memory, self.passed = device.Pinned(8 * batch), device.Event()
+        self.values: Array = self._memory.array.view(np.int64).reshape(batch, 1)
+        self.tokens = DeviceTensor(self._memory.address, (batch, 1), "int64", gpu, self._memory)
 
 
 class _Sampled(InferenceSession):

@@ -12,12 +12,11 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.generation.engine import Engine
+from onnx_fuse.generation.engine import Answer, Engine
 from onnx_fuse.generation.options import GeneratorOptions
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
 from onnx_fuse.options import shared, takes
-from onnx_fuse.runtime.staging import Pending
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
@@ -79,7 +78,7 @@ class Generator:
         self._check_room(max(lengths))
         self.tokens: list[list[int]] = [[*p] for p in self._prompts]
         """The prompts and what came after them."""
-        self._active = np.ones(len(lengths), bool)
+        self._active = [True] * len(lengths)
         self._counts = np.array(lengths, np.int64)
         self._numbers = streams(options.seed, len(lengths))
         self._options = replace(options, model=None, draft=None)  # which may be large
@@ -90,7 +89,7 @@ class Generator:
         # the next run then depends on the host in nothing but the number of the token
         plain = options.repetition_penalty == 1 and (len(lengths) == 1 or not self._eos)
         self._is_ahead = self._engine.runs_ahead and plain and options.draft is None
-        self._begun_runs = deque[Pending]()
+        self._begun_runs = deque[Answer]()
         self._latest: Any = None  # tokens of the last of them
         self._draft = None if options.draft is None else Draft(self._room, options)
 
@@ -105,7 +104,7 @@ class Generator:
         return self
 
     def __next__(self) -> Any:
-        if self._left <= 0 or not self._active.any():
+        if self._left <= 0 or not any(self._active):
             raise StopIteration
         if not self._begun:
             self._cache_bytes = self._engine.allocate(len(self._counts), self._room)
@@ -119,18 +118,18 @@ class Generator:
         return self._taken(answer)
 
     def _taken(self, answer: Array) -> Any:
-        faults = np.flatnonzero(self._active & (answer < 0))
-        if faults.size:
-            row = int(faults[0])
+        values: list[int] = answer.tolist()
+        for row in (i for i, token in enumerate(values) if token < 0 and self._active[i]):
             raise ModelError(
                 f"{self._engine.name}: the logits of token {len(self.tokens[row])} of sequence "
                 f"{row} are not finite: --precision fp32, or check the weights"
             )
-        new: list[int | None] = [None] * len(answer)
-        for row in map(int, np.flatnonzero(self._active)):
-            new[row] = token = int(answer[row])
-            self.tokens[row].append(token)
-            self._active[row] = token not in self._eos
+        new: list[int | None] = [None] * len(values)
+        for row, token in enumerate(values):
+            if self._active[row]:
+                new[row] = token
+                self.tokens[row].append(token)
+                self._active[row] = token not in self._eos
         return new[0] if self.is_one else new
 
     def _prompt(self) -> Array:
@@ -159,7 +158,7 @@ class Generator:
         if self._is_ahead:
             return self._step_ahead()
         # a sequence that has ended stays in its place, and the slot of its last token
-        going = self._active if not engine.decoder.left else np.ones_like(self._active)
+        going = np.array(self._active) | engine.decoder.left
         self._check_room(int(self._counts.max(where=going, initial=0)) + 1)
         self._counts = self._counts + going
         if self._draft is not None:
@@ -171,17 +170,16 @@ class Generator:
 
     def _step_ahead(self) -> Array:
         """The next tokens, while runs for those behind them are under way."""
-        runs, full = self._begun_runs, self._limit or 1 << 62
-        while len(runs) < min(AHEAD, self._left):
-            if runs and int(self._counts.max()) >= full:
-                break
-            self._check_room(int(self._counts.max()) + 1)
+        runs, most, full = self._begun_runs, int(self._counts.max()), self._limit or 1 << 62
+        while len(runs) < min(AHEAD, self._left) and not (runs and most >= full):
+            most += 1
+            self._check_room(most)
             self._counts = self._counts + 1
             ids = np.array([[t[-1]] for t in self.tokens]) if self._latest is None else self._latest
-            self._latest, run = self._engine.begin(ids, self._counts, self._draws())
+            run = self._engine.begin(ids, self._counts, self._draws())
+            self._latest = run.tokens
             runs.append(run)
-        [tokens] = runs.popleft().result()
-        return tokens[:, -1]
+        return self._engine.taken(runs.popleft())[:, -1]
 
     def _whole(self) -> Array:
         """A run of all tokens so far, of a model without a cache."""

@@ -10,9 +10,11 @@ import onnx_ir as ir
 
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.constants import CANONICAL_OPSET
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 
 TOKEN = "next_token"
+AFTER = "after."
+"""What the name of an output begins with that is an input of the next run."""
 LAST, DRAWN, HISTORY = "last_position", "drawn", "tokens_so_far"
 """Names of the sampler's inputs; a graph has those that its options need."""
 
@@ -42,13 +44,19 @@ def _value(name: str, kind: ir.DataType, shape: Sequence[Any]) -> ir.Value:
 
 
 def append_sampler(
-    graph: ir.Graph, logits: ir.Value, sampling: DecoderOptions, ragged: bool, rows: int = 1
+    graph: ir.Graph,
+    logits: ir.Value,
+    sampling: DecoderOptions,
+    ragged: bool,
+    rows: int = 1,
+    counted: Sequence[str] = (),
 ) -> None:
     """Put the output TOKEN int64 [B, R] in the place of the output `logits` [B, S, V] or [B, V].
 
     It is the token behind each of the last positions, at most `rows`, or behind those of each
     sequence's LAST where `ragged`; -1 where a logit is not a number. DRAWN are numbers in [0, 1),
-    and HISTORY the tokens of each sequence, of which any may come again; with these, R is 1.
+    and HISTORY the tokens of each sequence, of which any may come again; with these, R is 1. For
+    each of the int64 inputs `counted` there is an output AFTER of its name: its values and one.
     """
     ends = {n: _value(n, *end) for n, end in sampler_inputs(sampling, ragged).items()}
     graph.inputs.extend(ends.values())
@@ -71,18 +79,22 @@ def append_sampler(
         penalty = float(sampling.repetition_penalty)
         less = op.Where(op.Less(there, 0.0), op.Mul(there, penalty), op.Div(there, penalty))
         x = op.ScatterElements(x, ends[HISTORY], less, axis=1)
-    # finite for logits of which some are -inf, and none is inf or not a number
-    weight = op.ReduceLogSumExp(x, [-1], keepdims=int(one))
     if DRAWN in ends:
+        # finite for logits of which some are -inf, and none is inf or not a number
+        weight = op.ReduceLogSumExp(x, [-1], keepdims=1)
         token = _drawn(op, x, sampling, ends[DRAWN])
+        token = op.Where(op.Less(op.Abs(weight), np.float32(np.inf)), token, -1)
     else:
-        token = op.ArgMax(x, axis=-1, keepdims=int(one))
-    token = op.Where(op.Less(op.Abs(weight), np.float32(np.inf)), token, -1)
+        token = op.ArgMaxFinite(x, domain=FUSE, keepdims=int(one))
     token.name, token.shape = TOKEN, ir.Shape(["batch", "rows"])
     token.type = ir.TensorType(ir.DataType.INT64)
-    graph.extend(op.nodes)
     place = next(i for i, v in enumerate(graph.outputs) if v is logits)
     graph.outputs[place] = token
+    for value in [v for v in graph.inputs if v.name in counted]:
+        after = op.Add(value, 1)
+        after.name, after.shape, after.type = AFTER + str(value.name), value.shape, value.type
+        graph.outputs.append(after)
+    graph.extend(op.nodes)
 
 
 def _drawn(op: Builder, x: ir.Value, sampling: DecoderOptions, drawn: ir.Value) -> ir.Value:

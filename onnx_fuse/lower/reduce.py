@@ -180,12 +180,12 @@ def dots(ctx: Context, node: ir.Node) -> None:
 
 
 def arg(ctx: Context, node: ir.Node) -> None:
-    """ArgMax, ArgMin along one axis: the first index of the extreme, or the last."""
+    """ArgMax, ArgMin along one axis: the first index of the extreme, or the last; ArgMaxFinite."""
     x = ctx.dense(node, 0)
     y = ctx.output(node, 0)
     last = "Last" if ctx.attr(node, "select_last_index", 0) else ""
     if y.size:
-        axis = ctx.attr(node, "axis", 0) % len(x.shape)
+        axis = ctx.attr(node, "axis", -1 if node.domain else 0) % len(x.shape)
         reduction(ctx, node, x, y, node.op_type + last, [axis])
 
 
@@ -229,6 +229,7 @@ folded = elementwise.LOWERINGS["", "Sum"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{("", name): reduce for name in REDUCERS},
     (FUSE, "Dots"): dots,
+    (FUSE, "ArgMaxFinite"): arg,
     ("", "Sum"): sum_of_squares,
     ("", "ArgMax"): arg,
     ("", "ArgMin"): arg,

@@ -167,10 +167,9 @@ class Lowerer(Control):
         keep |= {t.buffer for _, t in writes}
         keep |= {t.buffer for stage in rest for _, t in stage.inputs if t is not None}
         if self._random is not None:  # the next run draws other numbers
-            draw, code = self._random.slice([1], [1], [1]), Code()
-            after = code.step("Add", "uint64", code.load(draw), code.scalar(1, "uint64"))
-            self.calls.append(call_of(code.expression(after), code.reads, [draw], ["random"]))
-            keep.add(self._random.buffer)
+            self._count(self._random.slice([1], [1], [1]), "random", keep)
+        if self.lengths is not None:  # and has these tokens before it
+            self._count(self.lengths, LENGTHS, keep)
         calls = program_passes.run(self.calls, keep, self)
         used = keep | {t.buffer for c in calls for _, t in (*c.reads, *c.writes)}
         setup, calls = self._once_only(calls, keep)
@@ -185,6 +184,13 @@ class Lowerer(Control):
             setup,
             in_parts=tuple(f"{op}: {why}" for op, why in self.in_parts.items()),
         )
+
+    def _count(self, x: Tensor, name: str, keep: set[int]) -> None:
+        """Add one to a number in place, for the next run."""
+        code = Code()
+        more = code.step("Add", x.dtype, code.load(x), code.scalar(1, x.dtype))
+        self.calls.append(call_of(code.expression(more), code.reads, [x], [name]))
+        keep.add(x.buffer)
 
     def _once_only(
         self, calls: Sequence[Call], keep: Collection[int]

@@ -381,7 +381,8 @@ LENGTHS = "onnx_fuse.lengths"
 """Input of a program, int32 [B]: the tokens of each sequence before the new ones.
 
 Where `Shapes` has it, caches that grow are lowered in rooms: past and present are one place, with
-room for more tokens than there are, and all that a token more changes is this number."""
+room for more tokens than there are, and all that a token more changes is this number, to which each
+run adds one."""
 
 
 class NoRoom(Exception):

@@ -101,7 +101,10 @@ class Rooms:
             owner.stream.move_rows(memory.address, step, source, pitch, width, heads)
             self.places[name] = memory
         self.binding = Binding([], owner.device_id)
-        self.tokens = np.zeros(next(iter(self.shapes.values()))[0], np.int32)
+        self.batch = next(iter(self.shapes.values()))[0]
+        self.lengths = owner.pool.allocate(4 * self.batch, "lengths")  # each run adds one
+        lengths = np.full(self.batch, tokens, np.int32)
+        owner.uploads.send(lengths, self.lengths.address, owner.stream)
 
     def row(self, past: str) -> int:
         """The bytes of all tokens of a head."""
@@ -165,17 +168,17 @@ class Growing:
         for name, value in binding.feeds.items():
             if name not in self._pairs and inner.feeds.get(name) is not value:
                 inner.feed(name, value, addressed=name in binding.addressed)
-        rooms.tokens[...] = rooms.used
+        rooms.used += 1  # whatever comes of it: a run that began has added one on the GPU
         try:
             run(inner)
         except NoRoom:
+            rooms.used -= 1
             self._refused.add(self._others(binding))
             if binding.follows is not None:
                 binding.follows = None
                 for past, value in rooms.presents().items():
                     binding.feed(past, value, addressed=False)
             return False
-        rooms.used += 1
         binding.late = inner.late
         results = inner.results
         if binding.chained:
@@ -196,7 +199,8 @@ class Growing:
             place = ("cuda", self._owner.device_id, dtype, shape, rooms.places[past].address)
             inner.bind_input(past, *place)
             inner.bind_output(present, *place)
-        inner.bind_cpu_input(LENGTHS, rooms.tokens)
+        lengths = ("cuda", self._owner.device_id, np.int32, (rooms.batch,), rooms.lengths.address)
+        inner.bind_input(LENGTHS, *lengths)
 
     def _rooms(self, binding: Binding) -> Rooms | None:
         """Where a run appends: where its pasts stand, or a new room.

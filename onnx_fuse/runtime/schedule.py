@@ -106,7 +106,12 @@ def by_dependency(program: Program) -> Order:
 
 
 def _by_data(program: Program) -> list[list[int]]:
-    """The calls that each call follows by what they read and write."""
+    """The calls that each call follows by what they read and write.
+
+    An output made of an input, element by element, may stand where that does: its call follows
+    those before it that read the input.
+    """
+    kinds = {b.id: b.kind for b in program.buffers}
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     before: list[list[int]] = []
@@ -114,6 +119,10 @@ def _by_data(program: Program) -> list[list[int]]:
         reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
         before.append([writer[b] for b in reads | writes if b in writer])
         before[-1] += [r for b in writes for r in readers[b]]
+        sources, made = dict(call.reads), dict(call.writes)
+        for y, x in ((made[w].buffer, sources[r].buffer) for w, r in call.inplace):
+            if (kinds[x], kinds[y]) == ("input", "output"):
+                before[-1] += readers[x]
         for b in reads - writes:
             readers[b].append(i)
         for b in writes:

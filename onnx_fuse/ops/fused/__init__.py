@@ -11,7 +11,7 @@ from onnx_fuse.ops.fused import (
     gather_pushdown,
     gemm,
     groupnorm,
-    kept,  # noqa: F401  (lowering asks for its operators, no rule)
+    kept,  # noqa: F401  (lowering and generation ask for its operators, no rule)
     layerscale,
     linear_cross_entropy,
     loss,

@@ -76,6 +76,7 @@ def _mean(states: States, count: int) -> np.ndarray:
 Merge = Callable[[States], States]
 _MERGES: dict[str, Merge] = {
     "ArgMax": partial(_arg, largest=True, last=False),
+    "ArgMaxFinite": partial(_arg, largest=True, last=False),
     "ArgMaxLast": partial(_arg, largest=True, last=True),
     "ArgMin": partial(_arg, largest=False, last=False),
     "ArgMinLast": partial(_arg, largest=False, last=True),
@@ -143,7 +144,7 @@ def _first_states(reducer: str, x: np.ndarray) -> States:
     x = x.astype(np.int64) if x.dtype == bool else x
     if reducer.startswith("Arg"):
         at = np.broadcast_to(np.arange(x.shape[1])[:, None], x.shape)
-        return [x, at]
+        return [np.where(np.isnan(x), np.inf, x) if reducer == "ArgMaxFinite" else x, at]
     if reducer in ("LogSumExp", "LogCount"):
         return [x, np.ones_like(x)]
     if reducer == "Moments":
@@ -169,6 +170,8 @@ def _identity(reducer: str, states: States) -> States:
 
 
 def _value(reducer: str, states: States, count: int) -> np.ndarray:
+    if reducer == "ArgMaxFinite":
+        return np.where(np.isfinite(states[0]), states[1], -1)
     if reducer.startswith("Arg"):
         return states[1]
     if reducer == "Mean":

@@ -363,7 +363,7 @@ def as_problem(call: Call) -> Call:
         (w, r)
         for w, y in call.writes
         for r, x in call.reads
-        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.strides == y.strides and x.dense
+        if ITEMSIZE[x.dtype] == ITEMSIZE[y.dtype] and x.dense and x.strides in (y.strides, (0,))
         if r not in tables
     ]
     problem = pointwise(call)
