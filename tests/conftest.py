@@ -38,6 +38,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _left_alone() -> Iterator[None]:
+    """So is what stays of a file's tests: a collection took half a second behind those that parse
+    all sources, and each test of a fake GPU collects once or twice.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The compiler's answers are kept for all tests, and for all workers of a run: each variant of
