@@ -33,6 +33,11 @@ FORMULAS = {
         "y_1 = Neg (x)\ny_2 = Constant <value: tensor = double {-1.0}> ()\n"
         "y_3 = CastLike (y_2, y_1)\ny = Mul (y_1, y_3)",
     ),
+    "a number without end": (
+        "y = Max(x, -inf)",
+        "y_1 = Constant <value: tensor = double {-inf}> ()\n"
+        "y_2 = CastLike (y_1, x)\ny = Max (x, y_2)",
+    ),
     "two formulas in a line": ("a = x * x; y = a + a", "a = Mul (x, x)\ny = Add (a, a)"),
     "a list alone": ("first = [0]", "first = Constant <value_ints: ints = [0]> ()"),
 }
@@ -70,6 +75,12 @@ def test_formulas_are_what_a_builder_makes_of_them() -> None:
     ]  # fmt: skip
     assert op.nodes[1].attributes["keepdims"].value == 0
     assert y.producer().inputs[1] is op.nodes[1].outputs[0]
+
+
+def test_attributes_may_be_numbers_without_end() -> None:
+    op = Builder()
+    emitted("ThresholdedRelu <alpha = -inf> (x); Elu <alpha = inf> (x)", op, x=ir.Value(name="x"))
+    assert [node.attributes["alpha"].value for node in op.nodes] == [float("-inf"), float("inf")]
 
 
 def test_a_line_may_give_several_values_and_name_several_outputs() -> None:

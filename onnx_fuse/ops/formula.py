@@ -39,6 +39,7 @@ _OF_NUMBERS: dict[str, Callable[..., float]] = {
     **{"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv},
     **{"Neg": operator.neg, "Sqrt": math.sqrt, "Max": max},
 }
+_NAMED = {"pi": math.pi, "inf": math.inf, "nan": math.nan}
 _OF_ONE_TYPE = {*_OF_NUMBERS, "Pow"}
 """Operators whose result has the type of their first operand."""
 
@@ -80,7 +81,7 @@ def _tree(node: ast.expr) -> _Tree:
         case ast.Constant(value=int() | float() as number):
             return float(number)
         case ast.Name(id=name):
-            return math.pi if name == "pi" else name
+            return _NAMED.get(name, name)
         case ast.Attribute(value=ast.Name(id="at"), attr=name):
             return f"@{name}"
         case ast.Tuple(elts=results):
@@ -283,7 +284,8 @@ class _Nodes:
 def _attributes(text: str) -> tuple[tuple[str, Any], ...]:
     """The attributes of a call; a reference as `@name`."""
     pairs = re.findall(r"(\w+)\s*(?::\s*\w+\s*)?=\s*(\[[^\]]*\]|[^,>]*[^,>\s])", text)
-    return tuple((k, v if v[0] == "@" else ast.literal_eval(v)) for k, v in pairs)
+    named = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+    return tuple((k, v if v[0] == "@" else named.get(v) or ast.literal_eval(v)) for k, v in pairs)
 
 
 @lru_cache(256)

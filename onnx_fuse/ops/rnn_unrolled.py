@@ -69,8 +69,7 @@ class Cell:
         values: dict[str, Any] = {"row": row, "h": self.h, "c": self.c, "r": self.r}
         values |= zip(("peep_i", "peep_o", "peep_f"), self.p, strict=False)
         values |= {"b": self.b[1]} if self.b else {}
-        biased = " + b" if self.b else ""
-        total = f"row + MatMul(h, r){biased}"
+        total = "row + MatMul(h, r) + b" if self.b else "row + MatMul(h, r)"
         if self.kind == "LSTM":
             i, o, f = "iof"
             if self.p:

@@ -130,10 +130,9 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
     if constant_ints(split.inputs[1]) != [0, groups, -1] and not same_size(x, 0, x3, 0):
         return False
     nodes = [node]
-    unit = _holds(ones, 1) and _holds(zeros, 0)
     if back is None or back.op_type != "Reshape" or not restores(back, x):
         return rw.refuse("GroupNorm", nodes, "its reader is not a Reshape to its input's shape")
-    if not unit:
+    if not (_holds(ones, 1) and _holds(zeros, 0)):
         return rw.refuse("GroupNorm", nodes, "its scale and bias are a group's, not a channel's")
     n = back.outputs[0]
     scale = _by_channel(n, "Mul", channels)
