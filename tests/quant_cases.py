@@ -454,14 +454,16 @@ def dequantized(
     return quantized(name, nodes, feeds, outputs, held, tolerance=2e-6, steps=1)
 
 
-def block(kind: str, zero: int) -> Quantized:
-    """A residual block from codes to codes: two convolutions, a sum with x, the largest of it."""
+def block(kind: str, zero: int, n: int = 16) -> Quantized:
+    """A residual block of n channels from codes to codes: two convolutions, a sum with x, the
+    largest of it.
+    """
     rng = np.random.default_rng(8)
     weights = {
         "s": np.array(0.05, np.float32), "z": np.array(zero, kind),
-        "sw": scales((16,)) / np.float32(100), "zw": np.zeros(16, np.int8),
-        "w0": integers((16, 16, 1, 1), "int8"), "w1": integers((16, 16, 3, 3), "int8"),
-        "b": (rng.standard_normal(16) / 4).astype(np.float32),
+        "sw": scales((n,)) / np.float32(100), "zw": np.zeros(n, np.int8),
+        "w0": integers((n, n, 1, 1), "int8"), "w1": integers((n, n, 3, 3), "int8"),
+        "b": (rng.standard_normal(n) / 4).astype(np.float32),
     }  # fmt: skip
     nodes = """
         x = Transpose <perm = [0, 3, 1, 2]> (pixels) fx = DequantizeLinear (x, s, z)
@@ -475,9 +477,9 @@ def block(kind: str, zero: int) -> Quantized:
         q3 = QuantizeLinear (m, s, z) d3 = DequantizeLinear (q3, s, z)
         y = Transpose <perm = [0, 2, 3, 1]> (d3)
     """
-    feeds, outputs = {"pixels": integers((2, 6, 6, 16), kind)}, {"y": ("float32", (2, 6, 6, 16))}
+    feeds, outputs = {"pixels": integers((2, 6, 6, n), kind)}, {"y": ("float32", (2, 6, 6, n))}
     # a code that another rounding has moved moves those behind it
-    name = f"block of codes {kind} {zero}"
+    name = f"block of codes {kind} {zero} {n}"
     return quantized(name, nodes, feeds, outputs, weights, tolerance=0.014)
 
 
@@ -561,6 +563,8 @@ DEQUANTIZED = [
     rows("uint8", 128),
     block("int8", -128),
     block("uint8", 100),
+    block("int8", -128, 64),
+    block("uint8", 0, 64),
     dequantized("Conv", (2, 16, 9, 9), (24, 16, 3, 3), ("uint8", "int8"), 0, plain=True),
     stem("int8", -5, (2, 3, 20, 24), (16, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
     stem("uint8", 77, (2, 3, 12, 18), (16, 3, 3, 3), strides=[2, 2], pads=[0, 1, 1, 0]),
@@ -577,6 +581,11 @@ DEQUANTIZED = [
                 dilations=[1, 2, 2], plain=True),
     dequantized("MatMul", (137, 208), (208, 320), zero=-7, residual=True, act="Sigmoid"),
     stem("int8", -5, (2, 3, 34, 40), (64, 3, 7, 7), strides=[2, 2], pads=[3] * 4),
+    dequantized("Conv", (2, 80, 19, 21), (192, 80, 3, 3), ("uint8", "int8"), 0, pads=[1] * 4,
+                residual=True, act="Relu"),
+    dequantized("Conv", (2, 64, 9, 7), (64, 64, 2, 3), zero=0, pads=[1, 0, 0, 2], act="Relu"),
+    dequantized("Conv", (1, 64, 1, 1), (64, 64, 3, 3), zero=0, pads=[1] * 4, plain=True),
+    dequantized("MatMul", (1, 64), (64, 64), ("uint8", "int8"), 0, residual=True),
 ]  # fmt: skip
 """What are calls of integers, but for groups of few channels."""
 

@@ -11,6 +11,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
+from onnx_fuse.lower.quantized import ONE_TAP
 from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
@@ -57,9 +58,7 @@ def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None
 def test_codes_become_codes_in_one_call_a_convolution() -> None:
     for case in (c for c in DEQUANTIZED if "block" in c.name):
         first, second, largest, _ = (call.problem for call in case.program().calls)
-        zero = (
-            0 if case.name.endswith(" -128") else first.border
-        )  # codes behind a Relu count from 0
+        zero = 0 if " -128 " in case.name else first.border  # codes behind a Relu count from 0
         assert (largest.op, largest.dtype) == ("Pool", second.tail.dtype)
         assert first.op == second.op == "IntegerConv"
         assert (first.tail.dtype, second.border) == ("uint8" if zero == 0 else first.dtype, zero)
@@ -171,6 +170,13 @@ def test_many_rows_unpack_the_weights_first(shape: tuple[int, int, int], kernel:
     assert choice.kernel.name == kernel
     forced = select(problem.op, problem, H200, {"MatMulNBits": "unpack_simt"})
     assert forced.kernel.name == "unpack_simt"
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(32, "mma_s8_nhwc"), (4096, "tma_s8_nhwc")])
+def test_the_cheapest_candidate_serves_rows_of_codes(rows: int, kernel: str) -> None:
+    sizes = (1, 1, rows)
+    problem = IntegerConv(1, 1, 768, 768, sizes, sizes, ONE_TAP, "uint8")
+    assert select(problem.op, problem, H200).kernel.name == kernel
 
 
 def test_a_cast_to_float8_is_saturated_where_asked() -> None:

@@ -10,7 +10,7 @@
 //            [groups * filters, TAPS, ldw], of whose last axis the first `channels` count and the others are 0;
 //            shift i32, scale and bias f32 [groups * filters]; n0 ...: the numbers of SUFFIX.
 // Outputs  : y TY [n, od, oh, ow, groups * filters] = SUFFIX(scale (sum + shift) + bias, ...).
-// Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK (bytes) STAGES, geometry.cuh's,
+// Macros   : T BM BN (pixels and filters of a block), SHIFTED (else there is no shift), WM WN (of a warp), BK (bytes) STAGES, geometry.cuh's,
 //            DEEP (three axes), FLAT (y's pixels are x's, one behind another), VEC (16 or 8 where filters are a
 //            multiple of it, else 1), suffix.cuh's, and E1, E2, E3, the types of its operands, of which those of bits
 //            of ROWS_OF_E are rows; NUMBERS, the parameters n0 and so on.
@@ -18,6 +18,7 @@
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : the instructions of the epilogue; mma.sync's rate (about half of wgmma's on Hopper).
 #include "sm80.cuh"
+#include "conv/codes.cuh"
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
 
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int acc[MT][NT][4];
     UNROLLED for (int j = 0; j < NT; j++) {
         const int n = wn + j * 8 + pair;
-        const int s0 = n < left_n ? shift[f0 + n] : 0, s1 = n + 1 < left_n ? shift[f0 + n + 1] : 0;
+        const int s0 = SHIFTED && n < left_n ? shift[f0 + n] : 0, s1 = SHIFTED && n + 1 < left_n ? shift[f0 + n + 1] : 0;
         UNROLLED for (int i = 0; i < MT; i++)
             UNROLLED for (int e = 0; e < 4; e++) acc[i][j][e] = e % 2 ? s1 : s0;
     }
@@ -168,8 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 Vec<TY, 2> out;
                 UNROLLED for (int k = 0; k < 2; k++) {
                     const float v = fmaf((float)acc[i][j][e * 2 + k], by[k], plus[k]);
-                    out.at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(a[k]), widen(b[k]),
-                                                                                   widen(c[k])));
+                    out.at[k] = stored<TY>(SUFFIX(v, widen(a[k]), widen(b[k]), widen(c[k])));
                 }
                 store<2>(tile_y + r * OUT + n, out);
             }

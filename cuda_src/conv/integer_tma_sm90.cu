@@ -1,33 +1,53 @@
-// conv/integer_tma_sm90.cu: what conv/integer_sm90.cu computes, with copies by TMA, where the border is zeros.
+// conv/integer_tma_sm90.cu: what conv/integer_sm80.cu computes, of one group, by Hopper's wgmma with copies by TMA.
 // Idea     : blocks that stay walk over the tiles. One warp has copies of STAGES steps on their way, of BK channels of a
 //            tap each: pixels gathered from the images (im2col), filters, and the tile of e1 where AHEAD. Warpgroups of
 //            64 pixels each multiply them by all BN filters, and make codes in registers while the next tile's copies
 //            arrive. The sums start from `shift`. A tile's filters lie in shared memory in an order by which a lane's
-//            columns of a row are 16 neighbours of each 64: it reads and stores 16 codes at once.
-// Inputs   : integer_sm80.cu's, of one group, of whole 64 filters, with zeros where taps fall outside; the weights
-//            never change: they are read ahead.
+//            columns of a row are 16 neighbours of each 64: it reads and stores 16 codes at once. KEPT: a block has one
+//            column of tiles, whose filters it copies once. PATCH: a step has all taps, of a patch of an image which is
+//            copied once; a tile's rows are the patch's, and those beyond an image's line are not stored.
+// Inputs   : integer_sm80.cu's, of one group, of filters whose results are whole 16 bytes, zeros filling the weights up
+//            to 64; the weights never change: they are read ahead.
 // Outputs  : integer_sm80.cu's.
-// Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), AHEAD
-//            (e1 is laid out as y and has 8 bits), WHOLE (filters are a multiple of BN), FLAT (y's pixels are x's, one behind another), else IM2COL and
-//            gemm/im2col.cuh's, geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
+// Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), SHIFTED,
+//            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters are a multiple of BN), KEPT (the grid is a multiple of
+//            the columns of tiles), FLAT (y's pixels are x's, one behind another), else PATCH (the pixels of a line of
+//            a patch, or 0) and LINES (of y of a patch), or IM2COL and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's,
+//            E1, E2, E3, ROWS_OF_E, NUMBERS.
 // Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM + 32 threads; fewer than 2^31 pixels.
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
+#include "conv/codes.cuh"
 #include "conv/geometry.cuh"
-#include "conv/integer_products.cuh"
 #include "conv/suffix.cuh"
 #include "gemm/im2col.cuh"
-#include "sm90.cuh"
+#include "tma_ring.cuh"
 
-constexpr int WARPS = BM / 16, THREADS = 32 * WARPS + 32, STAGE = (BM + BN) * BK;
+constexpr int WARPS = BM / 16, THREADS = 32 * WARPS + 32;
 constexpr int RUN = 16, PIECE = 16 / sizeof(TY);  // of each 64 filters a lane's neighbours; those of one store
+constexpr int INNER = PATCH ? TAPS : 1;           // taps of a step
+constexpr int PIXELS = PATCH ? BM + (KH - 1) * PATCH + KW - 1 : BM;  // those beyond a patch are of no result
+constexpr int COPIED = PATCH ? (LINES + KH - 1) * PATCH * BK : BM * BK, FILTERS = BN * BK;
+constexpr int PLACE = (PIXELS * BK + 1023) / 1024 * 1024, STAGE = PLACE + (KEPT ? 0 : INNER * FILTERS);
 constexpr int SLOT = BM * BN, E_AT = STAGES * STAGE, BAR_AT = E_AT + (AHEAD ? 2 * SLOT : 0);
+constexpr int KEPT_AT = (BAR_AT + STAGES * 16 + 40 + 1023) / 1024 * 1024;
 
-// Elements of an operand from `at` on, if there is one.
-template <bool USED, class E> DEVICE Vec<E, PIECE> piece_of(const E* e, i64 at) {
-    const Vec<E, PIECE> none = {};
-    return USED ? load<PIECE>(e + at) : none;
+// 8 bits, both operands along k, of 32 bytes.
+template <class E, int WIDTH> struct Integers;
+#define INTEGERS_(E_, type, n, r0, r1, r2, r3, r4, r5, r6)                                                        \
+    template <> struct Integers<E_, n> {                                                                           \
+        DEVICE static void run(int (&d)[r0], u64 a, u64 b, int add) {                                              \
+            asm volatile(WGMMA_(n, "k32.s32." type ".s8", R##r0##_, r2, "%" #r0 ", %" #r1 ", p") : D##r0##_("+r")  \
+                         : "l"(a), "l"(b), "r"(add));                                                              \
+        }                                                                                                          \
+    };
+WGMMA_WIDTHS_(INTEGERS_, signed char, "s8")
+WGMMA_WIDTHS_(INTEGERS_, u8, "u8")
+// The descriptor of rows of BK bytes, swizzled as wide.
+DEVICE u64 rows_at(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(8 * BK >> 4) << 32 | (BK == 128 ? 1ull : 2ull) << 62;
 }
+
 #if AHEAD
 #define MAP_OF_E const __grid_constant__ TensorMap map_e,
 #else
@@ -37,23 +57,28 @@ template <bool USED, class E> DEVICE Vec<E, PIECE> piece_of(const E* e, i64 at) 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     conv_integer_tma(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w, MAP_OF_E
                        const float* bias, const E1* e1, const E2* e2, const E3* e3, TY* y, u32 pixels, int channels,
-                       int filters, int od, int oh, int ow, int ldw, const int* shift,
-                       const float* scale, NUMBERS) {
+                       int filters, int d, int h, int w, int od, int oh, int ow, int ldw, const int* shift,
+                       const float* scale, u32 border, NUMBERS) {
     extern __shared__ __align__(1024) u8 memory[];
-    const u32 base = smem_address(memory), full = base + BAR_AT, empty = full + STAGES * 8;
-    const u32 e_full = empty + STAGES * 8, e_empty = e_full + 16;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const u32 across = (filters + BN - 1) / BN, tiles = (pixels + BM - 1) / BM * across;
-    const int steps = (channels + BK - 1) / BK * TAPS;
+    const u32 base = smem_address(memory), bars = base + BAR_AT, kept = bars + STAGES * 16 + 32;
+    Ring<STAGES> ring(bars, warp == WARPS);
+    Ring<2> ring_e(bars + STAGES * 16, warp == WARPS);
+    // the block's tiles: so many down and to the right, one after another
+    const u32 across = (filters + BN - 1) / BN, down = gridDim.x / across, right = gridDim.x % across;
+    const u32 patches = PATCH ? (oh + LINES - 1) / LINES : 1;  // of an image
+    const u32 rows = PATCH ? pixels / (oh * ow) * patches : (pixels + BM - 1) / BM;
+    struct Tile { u32 row, column; };
+    const Tile first = {blockIdx.x / across, blockIdx.x % across};
+    auto next = [&](Tile& tile) {
+        tile.row += down;
+        if ((tile.column += right) >= across) tile.column -= across, tile.row++;
+    };
+    const int steps = (channels + BK - 1) / BK * (PATCH ? 1 : TAPS);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, WARPS * WARP_ARRIVALS);
-        }
-        for (int i = 0; i < 2; i++) {
-            mbarrier_init(e_full + i * 8, 1);
-            mbarrier_init(e_empty + i * 8, WARPS * WARP_ARRIVALS);
-        }
+        ring.set_up(WARPS);
+        ring_e.set_up(WARPS);
+        mbarrier_init(kept, 1);
         fence_barrier_init();
     }
     __syncthreads();
@@ -64,42 +89,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         auto after = [&](Step& at) {
             if ((at.c += BK) >= channels) at.c = 0, at.tap++;
         };
-        auto copy_filters = [&](int s, u32 tile, const Step& at) {
-            mbarrier_expect(full + s * 8, STAGE);
-            tma_load(base + s * STAGE + BM * BK, map_w, full + s * 8, at.tap * ldw + at.c, 0, 0, 0, tile % across * (BN / 64));
+        auto copy_filters = [&](u32 to, u32 bar, const Tile& tile, const Step& at) {
+            for (int t = 0; t < INNER; t++)
+                tma_load(to + t * FILTERS, map_w, bar, (at.tap + t) * ldw + at.c, 0, 0, 0, tile.column * (BN / 64));
         };
-        const int early = min(steps, STAGES);
+        constexpr int BYTES = COPIED + (KEPT ? 0 : INNER * FILTERS);  // of a stage
+        int early = KEPT ? steps : min(steps, STAGES);                // steps whose filters are on their way
         Step ahead = {};
-        for (int s = 0; s < early; s++, after(ahead)) copy_filters(s, blockIdx.x, ahead);
+        if (KEPT) mbarrier_expect(kept, steps * INNER * FILTERS);
+        for (int s = 0; s < early; s++, after(ahead)) {
+            if (!KEPT) mbarrier_expect(ring.full + s * 8, BYTES);
+            copy_filters(KEPT ? base + KEPT_AT + s * INNER * FILTERS : base + s * STAGE + PLACE,
+                         KEPT ? kept : ring.full + s * 8, first, ahead);
+        }
         after_previous_launch();
         launch_dependents();  // the next one's blocks come as this one's leave
-        int s = 0, turn = 0;
-        u32 phase = 1;
-        for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn++) {
-            const int q0 = tile / across * BM;
+        for (Tile tile = first; tile.row < rows; next(tile), early = 0) {
+            const u32 q0 = tile.row * BM;
 #if AHEAD
-            const u32 slot = turn % 2, e_bar = e_full + slot * 8;
-            mbarrier_wait(e_empty + slot * 8, turn / 2 % 2 ^ 1);
-            mbarrier_expect(e_bar, SLOT);
+            const u32 e_bar = ring_e.claim(SLOT), e_at = base + E_AT + ring_e.s * SLOT;
             for (int u = 0; u < BN / 64; u++)
-                tma_load(base + E_AT + slot * SLOT + u * BM * 64, map_e, e_bar, tile % across * BN + u * 64, q0, 0);
+                tma_load(e_at + u * BM * 64, map_e, e_bar, tile.column * BN + u * 64, q0, 0);
+            ring_e.next();
 #endif
-#if !FLAT
-            const Pixel first = first_pixel(q0, PIXELS_OF_Y);
+#if IM2COL
+            const Pixel pixel = first_pixel(q0, PIXELS_OF_Y);
 #endif
             Step at = {};
-#pragma unroll 1
-            for (int step = 0; step < steps; step++, after(at)) {
-                if (turn || step >= early) {
-                    mbarrier_wait(empty + s * 8, phase);
-                    copy_filters(s, tile, at);
+            ROLLED for (int step = 0; step < steps; step++, after(at)) {
+                const u32 to = base + ring.s * STAGE, bar = ring.full + ring.s * 8;
+                if (KEPT || step >= early) {
+                    ring.claim(BYTES);
+                    if (!KEPT) copy_filters(to + PLACE, bar, tile, at);
                 }
 #if FLAT
-                tma_load(base + s * STAGE, map_x, full + s * 8, at.c, q0, 0);
+                tma_load(to, map_x, bar, at.c, q0, 0);
+#elif PATCH
+                tma_load(to, map_x, bar, at.c, -PW, (int)(tile.row % patches) * LINES - PH, tile.row / patches);
 #else
-                load_pixels(base + s * STAGE, map_x, full + s * 8, at.c, first, at.tap);
+                load_pixels(to, map_x, bar, at.c, pixel, at.tap);
 #endif
-                if (++s == STAGES) s = 0, phase ^= 1;
+                ring.next();
             }
         }
         return;
@@ -107,92 +137,99 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // ---- sums and codes ----
     after_previous_launch();
-    int s = 0, turn = 0;
-    u32 phase = 0;
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn++) {
+    const int lane = threadIdx.x % 32;
+    if (KEPT) mbarrier_wait(kept, 0);
+    for (Tile tile = first; tile.row < rows; next(tile)) {
         // made again for each tile: they would take registers while it is multiplied
         const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, own_n = threadIdx.x % 4 * RUN;
-        const u32 q0 = tile / across * BM + row;  // the lane's first row; its second is 8 behind
-        const int m0 = tile % across * BN, wide = min(BN, filters - m0);
+        auto pixel_of = [&](int r) -> u32 {  // of a row of the tile; none where it is as many as there are
+            if (!PATCH) return tile.row * BM + r;
+            const u32 image = tile.row / patches, top = tile.row % patches * LINES + r / max(PATCH, 1), x = r % max(PATCH, 1);
+            return r < LINES * PATCH && top < oh && x < ow ? (image * oh + top) * ow + x : pixels;
+        };
+        const int m0 = tile.column * BN, wide = filters - m0 - own_n;  // of the lane's
+#if BORDER  // where the first tap of a pixel is, which two threads fill where a tap falls outside
+        const u32 own = tile.row * BM + threadIdx.x / 2, line = own / ow, sheet = line / oh;
+        const int ix = (int)(own - line * ow) * SW - PW, iy = (int)(line - sheet * oh) * SH - PH;
+        const int iz = (int)(sheet % od) * SD - PD;
+        int tap = 0, c0 = 0;
+#endif
         int acc[BN / 2];
-#pragma unroll
-        for (int i = 0; i < BN / 2; i++) acc[i] = 0;
-#pragma unroll
-        for (int u = 0; u < BN / 64; u++)
-#pragma unroll
-            for (int c = 0; c < RUN; c += 4)
-                if (WHOLE || u * 64 < wide) {
+#if SHIFTED
+        UNROLLED for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+        UNROLLED for (int u = 0; u < BN / 64; u++)
+            UNROLLED for (int c = 0; c < RUN; c += 4)
+                if (WHOLE || u * 64 + c < wide) {
                     const auto start = load<4>(shift + m0 + u * 64 + own_n + c);
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
+                    UNROLLED for (int k = 0; k < 4; k++) {
                         const int at = (u * 8 + (c + k) / 2) * 4 + k % 2;
                         acc[at] = acc[at + 2] = start.at[k];
                     }
                 }
-#pragma unroll 1
-        for (int step = 0; step < steps; step++) {
-            mbarrier_wait(full + s * 8, phase);
-            const u32 a = base + s * STAGE + warp / 4 * 64 * BK, b = base + s * STAGE + BM * BK;
+#endif
+        int step = 0;
+        ring.multiply(steps, lane, [&](int s, bool more) {
+            const u32 a = base + s * STAGE + warp / 4 * 64 * BK;
+            const u32 b = base + (KEPT ? KEPT_AT + step++ * INNER * FILTERS : s * STAGE + PLACE);
+            ring.await();
+#if BORDER
+            const int x = ix + tap % KW * DW, top = iy + tap / KW % KH * DH, z = iz + tap / (KW * KH) * DD;
+            if ((unsigned)x >= (unsigned)w || (unsigned)top >= (unsigned)h || (unsigned)z >= (unsigned)d)
+                UNROLLED for (int i = 0; i < BK / 2; i += 16)
+                    *(uint4*)(memory + s * STAGE + threadIdx.x * (BK / 2) + i) = make_uint4(border, border, border, border);
+            if ((c0 += BK) >= channels) c0 = 0, tap++;
+            fence_proxy_async();
+            bar_sync(1 + warp / 4, 128);
+#endif
             wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < BK / 32; k++)
-                Integers<T, BN>::run(acc, rows_of<BK>(a + k * 32), rows_of<BK>(b + k * 32));
-            wgmma_commit();
-            if (step > 0) {  // the step before is done: its stage is free
-                wgmma_wait<1>();
-                if (arrives(threadIdx.x % 32)) mbarrier_arrive(empty + (s == 0 ? STAGES - 1 : s - 1) * 8);
-            }
-            if (++s == STAGES) s = 0, phase ^= 1;
-        }
+            UNROLLED for (int t = 0; t < INNER; t++)
+                UNROLLED for (int k = 0; k < BK / 32; k++)
+                    Integers<T, BN>::run(acc, rows_at(a + (t / KW * PATCH + t % KW) * BK + k * 32),
+                                         rows_at(b + t * FILTERS + k * 32), SHIFTED || t || k || more);
+        });
         wgmma_wait<0>();
-        if (arrives(threadIdx.x % 32)) mbarrier_arrive(empty + (s == 0 ? STAGES - 1 : s - 1) * 8);
-        TY* to = y + (i64)q0 * filters + m0 + own_n;
+        ring.release_before(lane);
+        const u32 places[2] = {pixel_of(row), pixel_of(row + 8)};
 #if AHEAD
-        const u32 slot = turn % 2;
-        const u8* of_e = memory + E_AT + slot * SLOT + row * 64 + own_n;
-        mbarrier_wait(e_full + slot * 8, turn / 2 % 2);
+        const u8* of_e = memory + E_AT + ring_e.s * SLOT + row * 64 + own_n;
+        ring_e.await();
 #endif
-#pragma unroll
-        for (int u = 0; u < BN / 64; u++)
-#pragma unroll
-            for (int c = 0; c < RUN; c += PIECE) {
-                if (!WHOLE && u * 64 >= wide) continue;
+        UNROLLED for (int u = 0; u < BN / 64; u++)
+            UNROLLED for (int c = 0; c < RUN; c += PIECE) {
+                if (!WHOLE && u * 64 + c >= wide) continue;
                 const int f = m0 + own_n + u * 64 + c;
-                Vec<TY, PIECE> out[2];
-                [[maybe_unused]] Vec<E1, PIECE> a[2];
-                [[maybe_unused]] Vec<E2, PIECE> b[2];
-                [[maybe_unused]] Vec<E3, PIECE> z[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const i64 at = (i64)min(q0 + i * 8, pixels - 1) * filters + f;
+                Piece<TY, PIECE> out[2];
+                [[maybe_unused]] Piece<E1, PIECE> a[2];
+                [[maybe_unused]] Piece<E2, PIECE> b[2];
+                [[maybe_unused]] Piece<E3, PIECE> z[2];
+                UNROLLED for (int i = 0; i < 2; i++) {
+                    const i64 at = (i64)min(places[i], pixels - 1) * filters + f;
 #if AHEAD
-                    a[i] = load<PIECE>((const E1*)(of_e + u * BM * 64 + i * 8 * 64 + c));
+                    a[i] = piece_of<PIECE>((const E1*)of_e + u * BM * 64 + i * 8 * 64 + c);
 #else
-                    a[i] = piece_of<(OPERANDS > 0)>(e1, ROWS_OF_E & 1 ? f : at);
+                    a[i] = piece_of<PIECE, (OPERANDS > 0)>(e1, ROWS_OF_E & 1 ? f : at);
 #endif
-                    b[i] = piece_of<(OPERANDS > 1)>(e2, ROWS_OF_E & 2 ? f : at);
-                    z[i] = piece_of<(OPERANDS > 2)>(e3, ROWS_OF_E & 4 ? f : at);
+                    b[i] = piece_of<PIECE, (OPERANDS > 1)>(e2, ROWS_OF_E & 2 ? f : at);
+                    z[i] = piece_of<PIECE, (OPERANDS > 2)>(e3, ROWS_OF_E & 4 ? f : at);
                 }
-#pragma unroll
-                for (int four = 0; four < PIECE; four += 4) {
-                    const auto by = load<4>(scale + f + four), plus = load<4>(bias + f + four);
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-#pragma unroll
-                        for (int k = four; k < four + 4; k++) {
-                            const int sum = acc[(u * 8 + (c + k) / 2) * 4 + i * 2 + (c + k) % 2];
-                            const float v = fmaf((float)sum, by.at[k - four], plus.at[k - four]);
-                            out[i].at[k] = narrow<TY>((typename Accumulator<TY>::type)SUFFIX(
-                                v, widen(a[i].at[k]), widen(b[i].at[k]), widen(z[i].at[k])));
-                        }
+                UNROLLED for (int q = 0; q < PIECE / 4; q++) {
+                    const auto by = load<4>(scale + f + q * 4), plus = load<4>(bias + f + q * 4);
+                    UNROLLED for (int i = 0; i < 2; i++) {
+                        auto result = [&](int k) {
+                            const int n = c + q * 4 + k, sum = acc[(u * 8 + n / 2) * 4 + i * 2 + n % 2];
+                            const float v = fmaf((float)sum, by.at[k], plus.at[k]);
+                            return SUFFIX(v, widen(a[i].at[q][k]), widen(b[i].at[q][k]), widen(z[i].at[q][k]));
+                        };
+                        out[i].at[q] = Four<TY>::made(result(0), result(1), result(2), result(3));
+                    }
                 }
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (q0 + i * 8 < pixels) store<PIECE>(to + i * 8 * filters + u * 64 + c, out[i]);
+                UNROLLED for (int i = 0; i < 2; i++)
+                    if (places[i] < pixels) *(Piece<TY, PIECE>*)(y + (i64)places[i] * filters + f) = out[i];
             }
 #if AHEAD
         __syncwarp();
-        if (arrives(threadIdx.x % 32)) mbarrier_arrive(e_empty + slot * 8);
+        ring_e.release(lane);
+        ring_e.next();
 #endif
     }
 }

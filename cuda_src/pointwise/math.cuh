@@ -84,10 +84,14 @@ template <class E> DEVICE E m_div(E a, E b) { return b ? a / b : 0; }
 DEVICE float rounded_steps(float x, float zero, float low, float high) {
     return __fadd_rn(fminf(fmaxf(x, low - zero), high - zero), 12582912.0f);
 }
+template <class E> DEVICE float scaled(E x, float scale) { return __fmul_rn((float)x, scale); }
+DEVICE float quotient(float scale, float inverse, float x) {
+    const float near = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
+}
 DEVICE float rounded_ratio(float x, float scale, float inverse, float zero, float low, float high) {
     x = fminf(fmaxf(x, __fmul_rn(low - zero, scale)), __fmul_rn(high - zero, scale));
-    const float near = __fmul_rn(x, inverse);
-    return __fadd_rn(__fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near), 12582912.0f);
+    return __fadd_rn(quotient(scale, inverse, x), 12582912.0f);
 }
 // saturate(round(x / scale) + zero) as a float, the same less zero, and an integer whose low 8 bits are its. Without
 // a scale and its inverse, x counts in steps of the scale.
@@ -99,6 +103,18 @@ CODES_((float x, float scale, float inverse, float zero, float low, float high),
        rounded_ratio(x, scale, inverse, zero, low, high))
 CODES_((float x, float zero, float low, float high), rounded_steps(x, zero, low, high))
 #undef CODES_
+// An integer that saturates to the code; x in steps is no NaN, and a quotient that is one is of a number too large. From 0
+// on, the zero point, codes are the bits of floats whose steps are 2^-149.
+DEVICE int wide_code(float x, float zero, float low) {
+    return __float_as_int(__fadd_rn(fmaxf(x, low - zero), 12582912.0f)) - (0x4B400000 - (int)zero);
+}
+DEVICE int wide_code(float scale, float inverse, float x, float zero, float low) {
+    return wide_code(quotient(scale, inverse, fmaxf(x, __fmul_rn(low - zero, scale))), zero, low);
+}
+DEVICE int code_from_0(float x) { return __float_as_int(__fmul_rn(x, 0x1p-149f)); }
+DEVICE int code_from_0(float scale, float inverse, float x) {
+    return code_from_0(quotient(scale, inverse, fmaxf(x, 0.0f)));
+}
 
 // A count below 0 or past the width shifts everything out: 0, or the sign.
 template <class E, class C> DEVICE E m_shift_right(E a, C count) {

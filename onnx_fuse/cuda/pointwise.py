@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.quantizing import quantizing
+from onnx_fuse.cuda.quantizing import WIDE_CODE, quantizing
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
@@ -206,12 +206,17 @@ def vector_width(
     return width
 
 
-def _steps(expression: Expression, values: list[str]) -> list[str]:
-    """A statement a step; `values` names the loads and scalars and is extended by the steps."""
+def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[str]:
+    """A statement a step; `values` names the loads and scalars and is extended by the steps.
+
+    The Code that is value `wide` is an integer that saturates to it.
+    """
     body: list[str] = []
     for i, step in enumerate(expression.steps):
-        ctype = compute_type(step.dtype)
-        text, args = quantizing(expression, step, TABLE[step.name])
+        ctype, text = compute_type(step.dtype), TABLE[step.name]
+        if step.name == "Code" and len(values) == wide:
+            ctype, text = "int", WIDE_CODE
+        text, args = quantizing(expression, step, text)
         text = text.format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
@@ -221,7 +226,8 @@ def _steps(expression: Expression, values: list[str]) -> list[str]:
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
     """The one stored value as a C++ expression of `loads`; None where it can't be written.
 
-    Its scalars are called by `numbers`, and literals where these are none.
+    Its scalars are called by `numbers`, and a code of 8 bits is then an integer that saturates to
+    it; they are literals where these are none.
     """
     if expression.rows or expression.counts:
         return None
@@ -229,7 +235,7 @@ def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] 
         return None
     literals = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
     values = [*loads, *(numbers or literals)]
-    body = _steps(expression, values)
+    body = _steps(expression, values, expression.stores[0] if numbers else -1)
     return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
 
 

@@ -7,16 +7,28 @@ from onnx_fuse.program.expression import Expression, Operation
 Args = tuple[int, ...]
 
 
+WIDE_CODE = "wide_code({1}, {2}, {0}, {3}, {4})"
+"""A Code as an integer that saturates to it."""
+_FROM_0 = "code_from_0({1}, {2}, {0})"
+
+
 def quantizing(expression: Expression, step: Operation, text: str) -> tuple[str, Args]:
     """The text of a step, which is `text` in general, and its operands."""
     first, args = expression.loads + len(expression.scalars), step.args
     before = args[0] - first if args else -1  # an Iota reads nothing
     if step.name == "Cast" and before >= 0 and expression.steps[before].name == "Code":
         return text, expression.steps[before].args  # the integer as it was, in a float
+    if step.name == "Scale" and before >= 0 and (at := args[1] - expression.loads) >= 0:
+        cast = expression.steps[before]
+        read = (cast.name, cast.dtype) == ("Cast", "float32") and cast.args[0] < expression.loads
+        if read and at < len(expression.scalars) and abs(expression.scalars[at][1]) < 2.0**100:
+            return "scaled({0}, {1})", (cast.args[0], args[1])
     if (quantized := _less_zero(expression, step)) is not None:
         args, text = quantized, "quantized_less_zero({0}, {1}, {2}, {3}, {4}, {5})"
     elif step.name == "Code":
         args = expression.steps[before].args
+        if text == WIDE_CODE and step.dtype == "uint8" and args[3] == args[4]:
+            text = _FROM_0
     elif step.name != "Quantize":
         return text, args
     args = _clipped_once(expression, args)

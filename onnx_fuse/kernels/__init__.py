@@ -227,9 +227,13 @@ def _by_rule(
     kernels: Sequence[Kernel], problem: AnyProblem, hw: Hardware, why: str
 ) -> Selection | None:
     """The first kernel by its own rule, which looks at open sizes themselves and not at their
-    class; the next one where its launch is none that a GPU takes.
+    class; the next one where its launch is none that a GPU takes. Those that are `compared` come by
+    their costs for the largest sizes of the class.
     """
     how, here = KernelConfig.of(), problem.concrete()
+    if all(isinstance(kernel, HeuristicKernel) and kernel.compared for kernel in kernels):
+        largest = problem.upper_bound()
+        kernels = sorted(kernels, key=lambda kernel: kernel.cost(largest, how, hw))
     for kernel in kernels:
         if isinstance(kernel, HeuristicKernel) and not beyond(kernel, how, here, hw):
             return Selection(kernel, how, kernel.cost(here, how, hw), why)

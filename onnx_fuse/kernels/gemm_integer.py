@@ -9,7 +9,7 @@ which are copied for it: as many times x's bytes as the filter has taps over its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
@@ -24,7 +24,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     is_deep,
     unboxed,
 )
-from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices, roofline
+from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices
 from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import (
@@ -122,6 +122,19 @@ def is_flat(problem: IntegerConv) -> bool:
     return prod(window.kernel) == 1 and not moved and dense and problem.inner == problem.outer
 
 
+def _is_filled(problem: IntegerConv) -> bool:
+    """Whether taps fall outside of the images, where x has no zeros."""
+    window = problem.window
+    return problem.border != 0 and any((*window.before, *window.after))
+
+
+def _copies_codes(problem: IntegerConv) -> bool:
+    """Whether the first operand of its tail can be copied to shared memory."""
+    tail = problem.tail
+    codes = tail is not None and tail.reads[:1] in (("int8",), ("uint8",)) and 0 not in tail.rows
+    return codes and problem.filters % LINE == 0
+
+
 def served_bytes(problem: IntegerConv) -> str | None:
     """Why no kernel reads the images, or None if the kernels do."""
     if problem.dtype not in BYTES:
@@ -147,6 +160,7 @@ def _tail_of(problem: IntegerConv) -> tuple[list[Num], dict[str, Any]]:
     kinds = (*(tail.reads if tail else ()), *["float32"] * 3)[:3]
     macros = {
         "T": C_TYPES[problem.dtype], "TRANSPOSED": False, "TY": "float",
+        "SHIFTED": problem.border != 0,
         "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
         "NUMBERS": ", ".join(f"{SCALAR[n.ctype]} {name}"
                              for name, n in zip(NUMBERS, numbers, strict=True)),
@@ -156,43 +170,13 @@ def _tail_of(problem: IntegerConv) -> tuple[list[Num], dict[str, Any]]:
     return numbers, macros
 
 
-def shared_seconds(blocks: int, resident: int, work: float, alone: float, hw: Hardware) -> float:
-    """Waves of blocks that share a multiprocessor, each at least as long as one block alone."""
-    waves, last = divmod(-(-blocks // hw.sm_count), resident)
-    return waves * max(resident * work, alone) + (max(last * work, alone) if last else 0)
-
-
-@dataclass(frozen=True)
-class IntegerCosts:
-    """What a block of a convolution of integers takes on a multiprocessor, in seconds."""
-
-    start: float = 4.4e-7
-    """Until the first step's copies are there."""
-    step: float = 1.95e-7
-    """The latency of a step."""
-    barrier: float = 5e-9
-    """Of a step, what no other block hides."""
-    traffic: float = 8e-12
-    """Of two bytes of a filter into shared memory, a third of a pixel's, and of four out of it."""
-    output: float = 1.02e-10
-    """Of one result, as a code."""
-    operand: float = 8.3e-11
-    """Of one element that its tail reads, and what it makes of it."""
-
-
 class MmaInt8Nhwc(Chosen):
     """conv/integer_sm80.cu: convolutions and products of integers, from codes to codes."""
 
     name = "mma_s8_nhwc"
     source = "conv/integer_sm80.cu"
-    entry = "conv_integer"
-    version = 3
-    costs = IntegerCosts()
-    all_tiles: tuple[tuple[int, ...], ...] = CONV_TILES
-    warps = 1
-    """Warps that share WM x WN."""
-    pieces: tuple[int, ...] = (16, 8, 1)
-    """Elements that a thread stores at once, where filters are a multiple of them."""
+    version = 4
+    compared = True
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         if hw.cc < 80:
@@ -201,39 +185,36 @@ class MmaInt8Nhwc(Chosen):
 
     def _vec(self, problem: IntegerConv) -> int:
         """Elements that a thread stores at once."""
-        return next(n for n in self.pieces if problem.filters % n == 0)
+        return next(n for n in (16, 8, 1) if problem.filters % n == 0)
 
     def _threads(self, tile: tuple[int, ...]) -> int:
         bm, bn, wm, wn, _, _ = tile
-        return 32 * self.warps * (bm // wm) * (bn // wn)
+        return 32 * (bm // wm) * (bn // wn)
 
     def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
         """Bytes of the stages; of the result, which takes their place or that of an operand."""
         (bm, bn, _, _, bk, stages), tail = tile, problem.tail
         wide = ITEMSIZE[tail.dtype] if tail else 4
-        ahead = (
-            tail is not None and tail.reads[:1] in (("int8",), ("uint8",)) and 0 not in tail.rows
-        )
-        if ahead and wide == 1 and self._vec(problem) == 16:
+        if _copies_codes(problem) and wide == 1:
             return stages * (bm + bn) * bk + bm * (bn + 16)
         return max(stages * (bm + bn) * bk, bm * (bn * wide + 16))
 
     def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds."""
-        fitting = [t for t in self.all_tiles if self._smem(problem, t) <= hw.smem_per_block]
+        fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
         return [KernelConfig.of(tile=tile) for tile in fitting]
 
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
         """Blocks that a multiprocessor holds: by about how many registers its threads have."""
         _, _, wm, wn, _, _ = tile
         threads = self._threads(tile)
-        registers = threads * (44 + wm * wn // 32 // self.warps)
+        registers = threads * (44 + wm * wn // 32)
         shared = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
         return max(1, min(2**16 // registers, shared, 2048 // threads))
 
     def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         """Waves of blocks that share a multiprocessor or wait for their own latency; bytes."""
-        tile, costs = config.integers("tile"), self.costs
+        tile, costs = config.integers("tile"), self.numbers(hw)
         bm, bn, wm, wn, bk, _ = tile
         blocks = -(-problem.batch * prod(problem.outer) // bm) * -(-problem.filters // bn)
         blocks *= problem.groups
@@ -241,11 +222,13 @@ class MmaInt8Nhwc(Chosen):
         products = 2 * bm * bn * bk / (problem.rate(hw) / hw.sm_count)
         read = (bm // wm) * (bn // wn) * (wm + wn)
         operands = problem.tail.expression.loads - 1 if problem.tail else 0
-        copies = costs.traffic * bk / 2 * (3 * bm + bn + read / 2)
-        work = steps * (products + copies + costs.barrier)
-        work += bm * bn * (costs.output + costs.operand * operands)
-        alone = work + costs.start + costs.step * steps
-        took = shared_seconds(blocks, self._resident(problem, tile, hw), work, alone, hw)
+        copies = costs["traffic"] * bk / 2 * (3 * bm + bn + read / 2)
+        work = steps * (products + copies + costs["barrier"])
+        work += bm * bn * (costs["output"] + costs["operand"] * operands)
+        alone = work + costs["start"] + costs["step"] * steps
+        resident = self._resident(problem, tile, hw)
+        waves, last = divmod(-(-blocks // hw.sm_count), resident)
+        took = waves * max(resident * work, alone) + (max(last * work, alone) if last else 0)
         return max(took, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
@@ -261,150 +244,177 @@ class MmaInt8Nhwc(Chosen):
         )  # fmt: skip
         numbers, macros = _tail_of(problem)
         return self.one(
-            self.entry, blocks, self._threads(tile), *made, *numbers,
+            "conv_integer", blocks, self._threads(tile), *made, *numbers,
             smem=self._smem(problem, tile), FLAT=is_flat(problem), BM=bm, BN=bn, WM=wm, WN=wn,
             BK=bk, STAGES=stages, DEEP=is_deep(problem), VEC=self._vec(problem), **macros,
         )  # fmt: skip
 
 
-WGMMA_TILES = (
-    (128, 256, 64, 256, 128, 3), (128, 128, 64, 128, 128, 3), (128, 64, 64, 64, 128, 3),
-    (128, 64, 64, 64, 64, 4), (128, 64, 128, 64, 128, 3),
-    (128, 64, 128, 64, 64, 4), (64, 128, 64, 128, 64, 3), (64, 64, 64, 64, 128, 6),
-    (64, 64, 64, 64, 128, 4), (64, 64, 64, 64, 64, 4), (256, 64, 128, 64, 64, 3),
-)  # fmt: skip
-"""As CONV_TILES; WM x WN is of a warpgroup, which has all filters of its tile."""
-
-
-class WgmmaInt8Nhwc(MmaInt8Nhwc):
-    """conv/integer_sm90.cu: the same on wgmma; mma.sync is for few rows and for other chips."""
-
-    name = "wgmma_s8_nhwc"
-    source, waits = "conv/integer_sm90.cu", "later"
-    entry = "conv_integer_wgmma"
-    version = 2
-    costs = IntegerCosts(
-        start=8.6e-7, step=6.4e-8, barrier=5.9e-8, traffic=4.6e-12, output=1.11e-10,
-        operand=1.14e-10,
-    )  # fmt: skip
-    all_tiles = WGMMA_TILES
-    warps = 4
-    pieces = (16, 8, 4, 1)
-
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
-        if hw.arch != "sm_90a":
-            return f"wgmma needs sm_90a, this is {hw.arch}"
-        if problem.batch * image_strides(problem)[0] >= 2**35:
-            return "images of 2^35 bytes or more"
-        return super().supports(problem, hw)
-
-    def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
-        """Bytes of the stages, and of the places of the pixels."""
-        bm, bn, _, _, bk, stages = tile
-        return stages * (bm + bn) * bk + 16 * bm
-
-
 TMA_TILES = (
-    (256, 64, 64, 4), (128, 64, 64, 4), (128, 64, 128, 3), (64, 64, 128, 4), (64, 128, 128, 3),
-    (128, 256, 128, 4),
+    (256, 64, 64, 4), (128, 64, 64, 4), (64, 64, 128, 4), (64, 128, 128, 3), (128, 128, 64, 4),
+    (128, 128, 128, 3), (128, 256, 128, 4),
 )  # fmt: skip
 """BM, BN, bytes of k a step, steps in shared memory."""
+PATCH_TILES = ((256, 64, 64, 2), (128, 64, 128, 2), (64, 64, 128, 2))
+"""Those of patches."""
 
 
 class TmaInt8Nhwc(Chosen):
-    """conv/integer_tma_sm90.cu: the same with copies by TMA, of whole 64 filters."""
+    """conv/integer_tma_sm90.cu: the same on wgmma, with copies by TMA, of one group."""
 
     name = "tma_s8_nhwc"
     source, waits = "conv/integer_tma_sm90.cu", "later"
+    version = 2
+    compared = True
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
-        if problem.groups > 1 or problem.filters % 64:
-            return f"{problem.groups} groups of {problem.filters} filters (one, a multiple of 64)"
-        if problem.border and any((*problem.window.before, *problem.window.after)):
-            return "TMA makes zeros of a border"
+        width = ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
+        if problem.groups > 1 or problem.filters * width % 16:
+            return f"{problem.groups} groups of {problem.filters} filters (one, whole 16 bytes)"
         reason = None if is_flat(problem) else unboxed(problem)
         return reason or served_bytes(problem) or HeuristicKernel.supports(self, problem, hw)
 
-    def _ahead(self, problem: IntegerConv) -> bool:
-        """Whether the first operand of its tail is copied to shared memory."""
-        tail = problem.tail
-        return tail is not None and tail.reads[:1] in (("int8",), ("uint8",)) and 0 not in tail.rows
+    def _width(self, problem: IntegerConv) -> int:
+        """The pixels of a line of a patch."""
+        return problem.outer[2] + problem.window.kernel[2] - 1
+
+    def _steps(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
+        """Steps of one tap each."""
+        return -(-problem.channels // tile[2]) * prod(problem.window.kernel)
 
     def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
-        """Bytes of the stages, of two tiles of the operand, and of the barriers."""
-        bm, bn, bk, stages = tile
-        return stages * (bm + bn) * bk + 2 * bm * bn * self._ahead(problem) + 16 * stages + 32
+        """Bytes of the stages, two tiles of the operand, the barriers, and kept filters."""
+        bm, bn, bk, stages, kept, lines = tile
+        _, kh, kw = problem.window.kernel
+        pixels = bm + ((kh - 1) * self._width(problem) + kw - 1 if lines else 0)
+        stage = -(-pixels * bk // 1024) * 1024
+        stage += 0 if kept else bn * bk * (kh * kw if lines else 1)
+        tiles = 2 if _copies_codes(problem) and not lines else 0
+        own = stages * stage + tiles * bm * bn + 16 * stages + 40
+        return -(-own // 1024) * 1024 + self._steps(problem, tile) * bn * bk if kept else own
 
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
         """Blocks that a multiprocessor holds: by shared memory, and the registers of the sums."""
-        bm, bn, _, _ = tile
+        bm, bn = tile[:2]
         warps = bm // 16 + 1  # which four schedulers share, with 2^14 registers each
         most = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
 
         def registers(blocks: int) -> int:
             return 512 // -(-blocks * warps // 4) // 8 * 8
 
-        return max((n for n in range(1, most + 1) if registers(n) >= 40 + bn // 2), default=1)
+        plain = not problem.border and (problem.tail is None or problem.tail.expression.loads == 1)
+        more = 40 if bn == 64 else 32 if plain else 64
+        return max((n for n in range(1, most + 1) if registers(n) >= more + bn // 2), default=1)
+
+    def _lines(self, problem: IntegerConv, bm: int) -> int:
+        """Lines of y of which a patch makes a tile; 0 where there are none."""
+        window = problem.window
+        if prod(window.kernel) == 1 or is_deep(problem) or _is_filled(problem):
+            return 0
+        if max(*window.strides, *window.dilations) > 1:
+            return 0
+        return min(bm // self._width(problem), problem.outer[1], 257 - window.kernel[1])
 
     def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
-        """Each tile that shared memory holds."""
-        fitting = [t for t in TMA_TILES if self._smem(problem, t) <= hw.smem_per_block]
-        return [KernelConfig.of(tile=tile) for tile in fitting]
+        """Each tile that shared memory holds, by way of its copies."""
+        ways = [(*tile, kept, 0) for tile in TMA_TILES for kept in (0, 1)]
+        ways += [
+            (*tile, kept, lines)
+            for tile in PATCH_TILES
+            for kept in (0, 1)
+            if (lines := self._lines(problem, tile[0]))
+        ]
+        return [
+            KernelConfig.of(tile=way)
+            for way in ways
+            if self._smem(problem, way) <= hw.smem_per_block and self._at_once(problem, way, hw) > 0
+        ]
+
+    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
+        """As of the others, but no patch of images of open sizes, which a patch's text has."""
+        if config.attrs or all(isinstance(size, int) for size in problem.outer):
+            return super().ruled(problem, config, hw)
+        largest = problem.upper_bound()
+        ways = [how for how in self.tiles(largest, hw) if not how.integers("tile")[5]]
+        return min(ways, key=lambda how: self.seconds(largest, how, hw))
 
     def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
-        """As of the others; products and epilogues of tiles that share a multiprocessor overlap.
+        """Tiles one behind another, each as long as its own latency or as what shares the
+        multiprocessor takes: products, lines of copies and results, which overlap in part.
 
         Fitted to the layers of a ResNet-50 of 32 images on an H200 (2026-11).
         """
         tile, costs = config.integers("tile"), self.numbers(hw)
-        bm, bn, bk, _ = tile
-        blocks = -(-problem.batch * prod(problem.outer) // bm) * -(-problem.filters // bn)
-        steps = -(-problem.channels // bk) * prod(problem.window.kernel)
-        rate = costs["math"] * problem.rate(hw) / hw.sm_count
-        products = steps * (2 * bm * bn * bk / rate + costs["barrier"])
+        bm, bn, bk, _, kept, lines = tile
+        across, steps = -(-problem.filters // bn), self._steps(problem, tile)
+        blocks = self._rows(problem, bm, lines) * across
+        grid = min(blocks, self._at_once(problem, tile, hw))
+        shared, turns = -(-grid // hw.sm_count), -(-blocks // grid)
+        chunks = steps // prod(problem.window.kernel) if lines else steps
+        pixels = (lines + problem.window.kernel[1] - 1) * self._width(problem) if lines else bm
         operands = problem.tail.expression.loads - 1 if problem.tail else 0
+        copied = chunks * pixels + (0 if kept else steps * bn) + operands * bm * bn / bk
+        wide = 4 if problem.tail is None or ITEMSIZE[problem.tail.dtype] == 4 else 0
+        copies = costs["line"] * (copied + wide * bm * bn / 128 * 3)
+        products = 2 * bm * bn * bk * steps / (costs["math"] * problem.rate(hw) / hw.sm_count)
         each = costs["result"] + costs["operand"] * operands
         results = bm * min(bn, problem.filters) * each
-        work = max(products, results) + 0.3 * min(products, results)
-        alone = costs["start"] + max(costs["step"] * steps, products)
-        took = shared_seconds(blocks, self._resident(problem, tile, hw), work, alone, hw)
-        return roofline(hw, {}, problem.bytes, took)
+        longest = max(products, copies, results)
+        work = longest + (products + copies + results - longest) / 2
+        alone = max(chunks * costs["step"], products) + results
+        once = costs["start"] + kept * steps * bn * costs["line"] * shared / 2
+        took = once + turns * max(shared * work, alone)
+        return max(took, problem.bytes / hw.bandwidth)
+
+    def _at_once(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
+        """Blocks that the GPU holds, as many for each column of tiles where filters are kept."""
+        blocks = self._resident(problem, tile, hw) * hw.sm_count
+        return blocks - (blocks % -(-problem.filters // tile[1]) if tile[4] else 0)
+
+    def _rows(self, problem: IntegerConv, bm: int, lines: int) -> Any:
+        """The tiles from top to bottom."""
+        if lines:
+            return problem.batch * -(-problem.outer[1] // lines)
+        return -(-problem.batch * prod(problem.outer) // bm)
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         tile = self.ruled(problem, config, hw).integers("tile")
-        bm, bn, bk, stages = tile
+        bm, bn, bk, stages, kept, lines = tile
         rows, filters = problem.batch * prod(problem.outer), problem.filters
-        flat, resident = is_flat(problem), self._resident(problem, tile, hw)
-        tiles = -(-rows // bm) * -(-filters // bn)
+        flat, across = is_flat(problem), -(-filters // bn)
         line, pixel = row_of_filters(problem), image_strides(problem)[2]
         depth = prod(problem.window.kernel) * line
-        x = (
-            matrices("x", problem.dtype, problem.channels, rows, pixel, (bk, bm))
-            if flat
-            else replace(gathered(problem, bm), box=(bk, bm))
-        )
+        if flat:
+            x = matrices("x", problem.dtype, problem.channels, rows, pixel, (bk, bm))
+        elif lines:
+            box = (bk, self._width(problem), lines + problem.window.kernel[1] - 1, 1)
+            x = replace(gathered(problem, bm), box=box, window=())
+        else:
+            x = replace(gathered(problem, bm), box=(bk, bm))
         # of each 64 filters, the order by which a lane's columns are neighbours
         weight = TensorMap(
-            Ptr("weight"), "int8", (depth, 2, 4, 8, filters // 64),
+            Ptr("weight"), "int8", (depth, 2, 4, 8, -(-filters // 64)),
             (depth, 16 * depth, 2 * depth, 64 * depth), (bk, 2, 4, 8, bn // 64),
         )  # fmt: skip
         maps = [replace(x, swizzle=bk), replace(weight, swizzle=bk)]
-        if ahead := self._ahead(problem):
+        if ahead := _copies_codes(problem) and not lines:
             e1 = matrices("e1", problem.tail.reads[0], filters, rows, filters, (64, bm))
             maps.append(replace(e1, swizzle=0))
         made = args(
-            "bias e1 e2 e3 y, u32 rows, i32 channels filters outer line, shift scale", problem,
-            rows=rows, line=line,
+            "bias e1 e2 e3 y, u32 rows, i32 channels filters inner outer line, shift scale, "
+            "u32 border", problem, rows=rows, line=line, border=problem.border % 256 * 0x01010101,
         )  # fmt: skip
         numbers, macros = _tail_of(problem)
         return self.one(
-            "conv_integer_tma", minimum(tiles, resident * hw.sm_count), 2 * bm + 32, *maps,
-            *made, *numbers, smem=self._smem(problem, tile), FLAT=flat, BM=bm, BN=bn, BK=bk,
-            STAGES=stages, BLOCKS=resident, AHEAD=ahead, WHOLE=filters % bn == 0,
-            **macros,
-            **({} if flat else {"IM2COL": 1, **gathering(problem)}),
+            "conv_integer_tma",
+            minimum(self._rows(problem, bm, lines) * across, self._at_once(problem, tile, hw)),
+            2 * bm + 32, *maps, *made, *numbers, smem=self._smem(problem, tile), FLAT=flat, BM=bm,
+            BN=bn, BK=bk, STAGES=stages, BLOCKS=self._resident(problem, tile, hw), AHEAD=ahead,
+            WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem),
+            PATCH=self._width(problem) if lines else 0, **macros,
+            **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
         )  # fmt: skip
 
 
@@ -435,6 +445,6 @@ class BlocksOfPixels(HeuristicKernel):
 
 KERNELS: Kernels = {
     "GemmInteger": (MmaInt8(),),
-    "IntegerConv": (TmaInt8Nhwc(), WgmmaInt8Nhwc(), MmaInt8Nhwc()),
+    "IntegerConv": (TmaInt8Nhwc(), MmaInt8Nhwc()),
     "PixelBlocks": (BlocksOfPixels(),),
 }

@@ -96,6 +96,8 @@ class HeuristicKernel(Kernel):
     """
 
     name = "plain"
+    compared = False
+    """Whether the cheapest is chosen, where all that serve a problem say so."""
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """Every problem of its operator whose tail is one."""
@@ -228,10 +230,7 @@ def thread_choices(threads: int, least: int = 1) -> list[KernelConfig]:
 
 
 def tail_text(tail: Tail, numbers: Sequence[str] = ()) -> str | None:
-    """The tail as a C++ expression of v0, v1, v2 and v3; None where it has no such form.
-
-    Its scalars are called by `numbers`, and literals where these are none.
-    """
+    """The tail as a C++ expression of v0, v1, v2 and v3, as of `inline`; None where it has none."""
     loads = range(tail.expression.loads)
     names = ["v0" if j == tail.own else f"v{j + (j < tail.own)}" for j in loads]
     return inline(tail.expression, names, numbers)

@@ -153,7 +153,15 @@ def convolution(
         )
     else:
         step = None
-    operands = {**reads, "bias": bias, "shift": both.shift, "scale": scale}
+    operands = {**reads, "bias": bias, "scale": scale}
+    if more := problem.columns - filters:
+        operands["weight"] = required(
+            ctx.packed(
+                reads["weight"], f"and {more} filters of zeros",
+                lambda w: np.pad(w.reshape(filters, -1), ((0, more), (0, 0))),
+            )
+        )  # fmt: skip
+    operands |= {"shift": both.shift} if problem.border else {}
     plain = y.dtype == "float32" and not name and step is None
     sums = y if plain else ctx.scratch("float32", y.shape)
     ctx.select(node, problem, operands, {"y": sums})

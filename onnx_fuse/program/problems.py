@@ -309,7 +309,8 @@ class IntegerConv(_Filtering):
 
     x is [batch, *inner, groups * channels] of `dtype`, as a channels-last Conv's, and `border`
     around it; y alike. The weights are int8 [groups * filters, taps, channels], of whose last axis
-    zeros fill up 16 bytes. "shift" is int32 and "scale" and "bias" are float32 [groups * filters].
+    zeros fill up 16 bytes; of one group, zeros fill up the filters to 64. "scale" and "bias" are
+    float32 [groups * filters], and "shift" int32, if `border`, the zero point of x, is not 0.
     A product of rows has one tap.
     """
 
@@ -325,6 +326,11 @@ class IntegerConv(_Filtering):
         x, weights = self.channels * prod(self.inner), self.filters * self.depth
         y = self.filters * prod(self.outer) * ITEMSIZE[self.tail.dtype if self.tail else "float32"]
         return self.groups * (self.batch * (x + y) + weights)
+
+    @property
+    def columns(self) -> int:
+        """The filters that the weights hold."""
+        return self.groups * self.filters if self.groups > 1 else -(-self.filters // 64) * 64
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of 8-bit integers."""

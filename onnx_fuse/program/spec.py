@@ -157,10 +157,12 @@ def _cached_attention(p: contractions.CachedAttention) -> Iterator[OperandRow]:
 def _integer_conv(p: problems.IntegerConv) -> Iterator[OperandRow]:
     yield from rows_of(
         p,
-        """weight: int8 groups filters depth; shift: int32 groups filters;
-        scale bias: float32 groups filters; x: dtype batch groups channels inner !x_strides""",
+        """scale bias: float32 groups filters; x: dtype batch groups channels inner !x_strides""",
     )
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
+    yield "weight", "int8", p.columns * p.depth
+    if p.border:
+        yield "shift", "int32", filters
     yield "y", p.tail.dtype if p.tail else "float32", filters * pixels
     for i, dtype in enumerate(p.tail.reads if p.tail else ()):
         yield f"e{i + 1}", dtype, filters * (1 if p.tail and i in p.tail.rows else pixels)

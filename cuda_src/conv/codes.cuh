@@ -1,0 +1,51 @@
+// conv/codes.cuh: elements four at a time, those of 8 bits in a word: as floats, and of integers that saturate to them.
+#pragma once
+#include "common.cuh"
+
+// A result in y's type.
+template <class Y, class S> DEVICE Y stored(S v) { return narrow<Y>((typename Accumulator<Y>::type)v); }
+template <> DEVICE u8 stored<u8, int>(int v) { return (u8)min(max(v, 0), 255); }
+template <> DEVICE signed char stored<signed char, int>(int v) { return (signed char)min(max(v, -128), 127); }
+
+template <class E> struct Four {
+    Vec<E, 4> of;
+    DEVICE E operator[](int k) const { return of.at[k]; }
+    template <class S> DEVICE static Four made(S a, S b, S c, S d) {
+        return {stored<E>(a), stored<E>(b), stored<E>(c), stored<E>(d)};
+    }
+};
+// One of four codes; as a float it is the low bits of 2^23.
+template <class E> struct Code {
+    u32 word, at;
+    static constexpr bool SIGNED = (E)-1 < 0;
+    DEVICE operator E() const { return (E)(word >> at * 8); }
+    // The compiler may not know 2^23: as an immediate it would move each selector to a register.
+    DEVICE float raised() const {
+        const u32 high = 0x4AFFFFFF + blockDim.y;
+        return __uint_as_float(__byte_perm(SIGNED ? word ^ 0x80808080 : word, high, 0x7440 + at));
+    }
+    DEVICE explicit operator float() const { return raised() - (SIGNED ? 8388608.0f + 128 : 8388608.0f); }
+};
+// Rounded once: 2^23 times a scale is a float.
+DEVICE float scaled(Code<u8> x, float scale) { return __fmaf_rn(x.raised(), scale, -8388608.0f * scale); }
+#define CODES_(E, type)                                                                            \
+    template <> struct Four<E> {                                                                   \
+        u32 word;                                                                                  \
+        DEVICE Code<E> operator[](u32 k) const { return {word, k}; }                               \
+        DEVICE static Four made(int a, int b, int c, int d) {                                      \
+            Four y;                                                                                \
+            asm("{\n.reg .b32 t;\ncvt.pack.sat." type ".s32.b32 t, %4, %3, 0;\n"                   \
+                "cvt.pack.sat." type ".s32.b32 %0, %2, %1, t;\n}"                                  \
+                : "=r"(y.word) : "r"(a), "r"(b), "r"(c), "r"(d));                                  \
+            return y;                                                                              \
+        }                                                                                          \
+    };
+CODES_(u8, "u8")
+CODES_(signed char, "s8")
+
+// PIECE neighbours, by fours; of an operand, if there is one.
+template <class E, int PIECE> using Piece = Vec<Four<E>, PIECE / 4>;
+template <int PIECE, bool USED = true, class E> DEVICE Piece<E, PIECE> piece_of(const E* e, i64 at = 0) {
+    const Piece<E, PIECE> none = {};
+    return USED ? *(const Piece<E, PIECE>*)(e + at) : none;
+}
