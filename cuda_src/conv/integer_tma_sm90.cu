@@ -10,10 +10,10 @@
 //            to 64; the weights never change: they are read ahead.
 // Outputs  : integer_sm80.cu's.
 // Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), SHIFTED,
-//            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters are a multiple of BN), KEPT (the grid is a multiple of
-//            the columns of tiles), FLAT (y's pixels are x's, one behind another), else PATCH (the pixels of a line of
-//            a patch, or 0) and LINES (of y of a patch), or IM2COL and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's,
-//            E1, E2, E3, ROWS_OF_E, NUMBERS.
+//            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters
+//            are a multiple of BN), KEPT (the grid is a multiple of the columns of tiles), FLAT (y's pixels are x's, one
+//            behind another), else PATCH (the pixels of a line of a patch, or 0) and LINES (of y of a patch), or IM2COL
+//            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
 // Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM + 32 threads; fewer than 2^31 pixels.
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
