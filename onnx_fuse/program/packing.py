@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,26 +77,26 @@ class Packing:
         if any(tuple(shapes[name][:2]) != mask.shape for name in self.inputs):
             return "its inputs have other sizes than the mask"
         there = mask != 0
-        if mask.dtype.kind in "iu":  # comparing two types would take as long as all the rest
-            others = mask.view(f"u{mask.itemsize}").max() > 1
+        if mask.dtype.kind in "biu":  # comparing two types would take as long as all the rest
+            others = int(np.bitwise_or.reduce(mask, axis=None)) not in (0, 1)
         else:
             others = not (mask == there).all()
         if others:
             return "its mask has other numbers than 0 and 1"
         batch, length = mask.shape
         at = there.ravel().nonzero()[0]
-        starts = np.arange(batch + 1) * length
-        offsets = at.searchsorted(starts)
-        if (offsets[1:] == offsets[:-1]).any():
+        found = at.searchsorted(_searched(batch, length, self.picked))
+        offsets = found[: batch + 1]
+        picked = all(-length <= place < length and there[:, place].all() for place in self.picked)
+        if not (picked and self.picked) and (offsets[1:] == offsets[:-1]).any():
             return "a sequence has no token"
-        if not all(-length <= place < length and there[:, place].all() for place in self.picked):
+        if not picked:
             return "a row that is read is padding"
-        rows = np.full((1, row_count(len(at), length)), at[0])
-        rows[0, : len(at)] = at
-        fed = {self.rows: rows, self.offsets: offsets}
+        rows = np.empty((1, row_count(len(at), length)), np.int64)
+        rows[0, : len(at)], rows[0, len(at) :] = at, at[0]
+        fed: dict[str, Array] = {self.rows: rows, self.offsets: offsets}
         if self.chosen:
-            places = [place % length for place in self.picked]
-            fed[self.chosen] = at.searchsorted(starts[:-1, None] + places)
+            fed[self.chosen] = found[batch + 1 :].reshape(batch, -1)
         if self.places:
             row_of = np.zeros(mask.size, np.int64)
             row_of[at] = np.arange(len(at))
@@ -107,3 +108,11 @@ def row_count(tokens: int, length: int) -> int:
     """The rows for so many tokens in sequences of a length: few counts serve all batches."""
     step = 1 << (max(1, min(length, tokens // 8)).bit_length() - 1)
     return -(-tokens // step) * step
+
+
+@lru_cache(maxsize=16)
+def _searched(batch: int, length: int, picked: Sequence[int]) -> Array:
+    """The places whose rows are asked for: the begin of each sequence, the end, those picked."""
+    starts = np.arange(batch + 1) * length
+    picks = starts[:-1, None] + np.array([place % length for place in picked], np.int64)
+    return np.concatenate((starts, picks.ravel()))
