@@ -45,6 +45,17 @@ def test_small_feeds_and_results_are_not_copied(gpu: FakeGpu) -> None:
         np.testing.assert_allclose(pending.result()[0], expected(i), rtol=1e-6)
 
 
+def test_of_what_gives_its_shape_alone_nothing_is_copied(gpu: FakeGpu) -> None:
+    text = """agraph (float[65536] x, float[3] t) => (float[3] y)
+        { s = Shape(x) n = Cast <to = 1> (s) m = Mul(t, n) y = Tanh(m) }"""
+    made = Executable(text_model(text))
+    for _ in range(WARM):
+        gpu.counts.clear()
+        (got,) = made.run(["y"], feeds(0, np.ones(SIZE, np.float32)))
+        np.testing.assert_allclose(got, np.tanh(np.arange(3) / 8 * SIZE), rtol=1e-6)
+    assert not gpu.counts["cuMemcpyHtoDAsync"], "t is read in the host's memory"
+
+
 def test_a_gpu_tensor_that_comes_again_is_read_in_place(gpu: FakeGpu) -> None:
     made = Executable(text_model(TEXT))
     tensors = []

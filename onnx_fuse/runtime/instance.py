@@ -91,7 +91,11 @@ class Instance:
         own = {b.id: b for b in program.buffers if b.id in set(self.movable)}
         offsets: dict[int, int] = {}
         spans, total = {}, 0
-        small_first = sorted(own.values(), key=lambda b: b.nbytes)  # so that one copy fills them
+        ends = [t for _, t in program.outputs if isinstance(t, Tensor)]
+        ends += [t for stage in program.stages for _, t in stage.inputs if t is not None]
+        used = self._used = {t.buffer for t in ends}.union(*(c.buffers for c in program.calls))
+        # so that one copy fills them
+        small_first = sorted(own.values(), key=lambda b: (b.id not in used, b.nbytes))
         for kind in ("input", "output"):
             start = total
             for b in small_first:
@@ -201,7 +205,8 @@ class Instance:
                 for n, t in self.inputs
             }
             fed = sorted(self._places.values(), key=itemgetter(1))
-            self._fed = tuple([place[:3] for place in fed if place[3]])
+            # that of which nothing but its shape is read stays on the host
+            self._fed = tuple([p[:3] for p in fed if p[3] and p[2].buffer in self._used])
             sizes = [(n, t.nbytes) for n, t in self.inputs if n in known and known[n][2] is not t]
             for key, placement in list(self._placements.items()):
                 if any(nbytes > placement.reach.get(n, nbytes) for n, nbytes in sizes):
@@ -299,7 +304,8 @@ class Instance:
             self._direct_of, self._direct = self.made, None
             plan = None
             if not self._apart:
-                plan = ZeroCopy.of(self.program, dict(self.inputs), self._in_place)
+                inputs = {name: t for name, _, t in self._fed}
+                plan = ZeroCopy.of(self.program, inputs, self._in_place)
             if plan is not None:
                 self._direct = plan, self.placement(*plan.places(self.owner.device_id))
         return self._direct
@@ -392,12 +398,13 @@ class Instance:
                 room = self.owner.uploads.acquire(self._spans["input"][1])
                 views = room.arrays(places, places)
             assert room is not None
+            nbytes = views[name].nbytes
             for first, end in copied(views[name], value):
-                if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
+                if end - first < nbytes:  # a piece goes on alone while others are copied
                     by.upload(start + at + first, room.pinned.address + at + first, end - first)
                     continue
                 near = bool(spans) and at - spans[-1][1] <= GAP
-                spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
+                spans.append((spans.pop()[0] if near else at, at + nbytes))
         if room is not None:
             for low, high in spans:
                 by.upload(start + low, room.pinned.address + low, high - low)

@@ -7,7 +7,7 @@ computing; a kernel that fetches some kilobytes over the bus itself loses one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.program.call import Program, Tensor, dtype_of
-from onnx_fuse.program.problem import Launch, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Launch, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import DeviceTensor
@@ -90,19 +90,22 @@ def over_bus(program: Program, t: Tensor, *, alone: bool = False) -> bool:
 
     With `alone`, one launch uses it.
     """
-    launches: list[Launch] = []
-    read = 0
+    launches = read = 0
     for call in program.calls:
-        if t.buffer in call.buffers:
-            if call.host:
-                return False
-            launches += call.launches
-            operands = sum(x.buffer == t.buffer for _, x in call.reads)
-            read += operands * t.nbytes * sum(prod(launch.grid) for launch in call.launches)
-    return all(map(is_plain, launches)) and read <= READ and (not alone or len(launches) == 1)
+        names = {name for name, x in (*call.reads, *call.writes) if x.buffer == t.buffer}
+        if not names:
+            continue
+        if call.host or not all(reaches(launch, names) for launch in call.launches):
+            return False
+        launches += len(call.launches)
+        most = t.nbytes * sum(prod(launch.grid) for launch in call.launches)
+        if call.expression is not None:  # once for each element of the result
+            most = min(most, call.writes[0][1].size * ITEMSIZE[t.dtype])
+        read += most * sum(x.buffer == t.buffer for _, x in call.reads)
+    return read <= READ and (not alone or launches == 1)
 
 
-def is_plain(launch: Launch) -> bool:
-    """Whether a kernel of ours reaches its operands by ordinary loads and stores alone."""
-    maps = any(isinstance(arg, TensorMap) for arg in launch.args)
-    return not launch.of_library and not maps
+def reaches(launch: Launch, names: Collection[str]) -> bool:
+    """Whether a kernel is ours, and uses these operands by ordinary loads and stores alone."""
+    maps = (arg.ptr.name for arg in launch.args if isinstance(arg, TensorMap))
+    return not launch.of_library and not any(name in names for name in maps)
