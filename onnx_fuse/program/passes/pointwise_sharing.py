@@ -42,9 +42,10 @@ def _joined(calls: Sequence[Call]) -> list[Call]:
     now: list[Call | None] = list(calls)
     readers: dict[Tensor, list[int]] = defaultdict(list)
     for j, call in enumerate(calls):
-        if call.expression is None or not call.expression.steps:
+        if call.expression is None or not (call.expression.steps or call.expression.rows):
             continue
-        shared = [t for _, t in call.reads if _large(t)]
+        places = {call.reads[row.index][1] for row in call.expression.rows}
+        shared = [t for _, t in call.reads if _large(t) or t in places]
         for i in sorted({i for t in shared for i in readers[t]}, reverse=True):
             earlier, later = now[i], now[j]
             if earlier is None or later is None or not _may_wait(now, i, j):
