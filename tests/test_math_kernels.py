@@ -25,6 +25,7 @@ from onnx_fuse.program.call import Program
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window
+from onnx_fuse.program.size import Trace
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 PARKED = {("softmax/column.cu", "sm_120a"): 32}
@@ -407,6 +408,10 @@ def test_packed_attention_takes_the_hopper_kernel_where_it_was_faster(op):
         problem = attention(op, 64, "bfloat16", causal=causal, packed=tokens, guard=1)
         problem = replace(problem, batch=(batch, 12), m=longest, n=longest)
         assert select(op, problem, H200).kernel.name == "wgmma"
+        # 33 is the least of its class, whose largest would have sequences half as long
+        trace = Trace()
+        open_ones = {"packed": trace.symbol("t", tokens), "batch": (trace.symbol("b", batch), 12)}
+        assert select(op, replace(problem, **open_ones), H200).kernel.name == "wgmma"
 
 
 def test_the_joint_gradient_of_attention_is_taken_where_it_was_faster():

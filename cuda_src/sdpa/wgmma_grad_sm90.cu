@@ -156,20 +156,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             fetch(j - 1 + STAGES);
         }
     };
+    // rows of y and of lse are on their way beside the block's own
+    Vec<T, 8> ys[2][VD * 2];
+    float2 levels[2];
+    const i64 head = (i64)b * heads + own_head;
+    UNROLLED for (int i = 0; !KEYS && i < 2; i++) {
+        const int r = row + 8 * i;
+        levels[i] = make_float2(-NEGATIVE_INFINITY, 0);  // past the last row: no probabilities
+        if (r >= queries) continue;
+        UNROLLED for (int n = 0; n < VD * 2; n++)  // 16 bytes each
+            if (const int k = n * 4 + lane % 4; k * 8 < DV)
+                ys[i][n] = load<8>(y + b * y_batch + own_head * y_head + (start + r) * y_row + k * 8);
+        levels[i] = ((const float2*)lse)[LSE_ROW + r];
+    }
     mbarrier_wait(own_full, 0);
     UNROLLED for (int i = 0; !KEYS && i < 2; i++) {
         const int r = row + 8 * i;
-        const bool there = r < queries;
         float sum = 0;
-        UNROLLED for (int k = lane % 4; k < VD * 8; k += 4) {  // 16 bytes each
-            if (!there || k * 8 >= DV) continue;
-            const auto one = load<8>(y + b * y_batch + own_head * y_head + (start + r) * y_row + k * 8);
+        UNROLLED for (int n = 0; n < VD * 2; n++) {
+            const int k = n * 4 + lane % 4;
+            if (r >= queries || k * 8 >= DV) continue;
             const auto two = load<8>((const T*)(smem + (own2 - base) + k / 8 * BOX + r % 64 * 128 + ((k % 8 ^ r % 8) << 4)));
-            UNROLLED for (int e = 0; e < 8; e++) sum += to_float(one.at[e]) * to_float(two.at[e]);
+            UNROLLED for (int e = 0; e < 8; e++) sum += to_float(ys[i][n].at[e]) * to_float(two.at[e]);
         }
-        const i64 head = (i64)b * heads + own_head;
-        float2 l = make_float2(-NEGATIVE_INFINITY, 0);  // past the last row: no probabilities
-        if (there) l = ((const float2*)lse)[LSE_ROW + r];
+        float2 l = levels[i];
         if (GUARD && l.y != l.y) l = make_float2(-NEGATIVE_INFINITY, 0);
         own_rows[i][0] = NATURAL ? l.x : (l.x + l.y) * LOG2E;
         if (NATURAL) own_rows[i][SPREAD] = l.y;

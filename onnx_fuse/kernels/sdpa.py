@@ -360,7 +360,9 @@ _SHORT = (  # of heads up to 64, against keys of one tile
 )  # fmt: skip
 _ALONE, _PAIR = ((129, _ANY), (1, 1, 128, 2, 0, 3)), ((129, _ANY), (2, 1, 128, 2, 1, 1))
 _THREE = ((129, _ANY), (3, 1, 128, 2, 0, 1))
-_SPARSE = ((65, _ANY), (1, 1, 64, 2, 0, 4))  # of sequences that end early: fewer keys in vain
+_SPARSE = (  # of sequences that end early: fewer keys in vain, or most blocks on an SM
+    ((65, _ANY), (1, 1, 64, 2, 0, 4)), ((65, 128), (1, 1, 128, 1, 0, 5)),
+)  # fmt: skip
 _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
     32: (*_SHORT, _ALONE),
     48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _THREE, _PAIR, _ALONE),
@@ -399,7 +401,7 @@ class Wgmma(Kernel):
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
         if p.packed and wide <= 64:
-            tiles = (*tiles, _SPARSE)
+            tiles += _SPARSE
         configs = [
             KernelConfig.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles

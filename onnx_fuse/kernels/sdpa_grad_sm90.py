@@ -27,6 +27,7 @@ _CONFIGS = {
     (64, 0): ((2, 2, 2),), (64, 1): ((2, 3, 1),), (64, 2): ((2, 2, 1),),
     (128, 0): ((2, 3, 1), (2, 2, 1)), (128, 1): ((2, 2, 1),), (128, 2): ((2, 2, 1),),
 }  # fmt: skip
+_SPARSE = (1, 1, 4)  # of short sequences, by which no warpgroup of a block is without rows
 _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 """An SM's rate by the warpgroups on it, in parts of that with four."""
 
@@ -37,7 +38,7 @@ class WgmmaGrad(Planned):
     Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.
     """
 
-    name, source, waits = "wgmma", "sdpa/wgmma_grad_sm90.cu", "later"
+    name, source, version, waits = "wgmma", "sdpa/wgmma_grad_sm90.cu", 2, "later"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -53,6 +54,8 @@ class WgmmaGrad(Planned):
         rows = next(
             (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()
         )
+        if problem.packed and wide <= 64 and problem.m <= 128:
+            rows = (_SPARSE, *rows)
         return [
             KernelConfig.of(**dict(zip(("keys", "queries", "blocks"), row, strict=True)))
             for row in rows
@@ -68,7 +71,7 @@ class WgmmaGrad(Planned):
         seconds = hw.launch_seconds + start + 2 * p.batches * p.m * p.dv / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
         for length, other, count, products, at_once in (
-            (p.n, p.m, config.integer("keys"), 2.0, 1),
+            (p.n, p.m, config.integer("keys"), 2.0, 2 // config.integer("keys")),
             (p.m, p.n, config.integer("queries"), 1.5 / beside, config.integer("blocks")),
         ):
             rows = -(-length // (64 * count)) * 64 * count
@@ -109,10 +112,13 @@ class WgmmaGrad(Planned):
         return self.one(
             "sdpa_gradients", (-(-rows // (64 * count)), over, batch), 128 * count, *made,
             smem=self._smem(p, config, keys), KEYS=keys, TILE=TILE, WGS=count,
-            STAGES=self._stages(p), BLOCKS=1 if keys else config.integer("blocks"), **macros,
+            STAGES=self._stages(p, config), BLOCKS=1 if keys else config.integer("blocks"),
+            **macros,
         )  # fmt: skip
 
-    def _stages(self, p: Attention) -> int:
+    def _stages(self, p: Attention, config: KernelConfig) -> int:
+        if config.integer("blocks") > 2:
+            return 2
         return 4 if max(p.k, p.dv) <= 64 else 3
 
     def _padded(self, p: Attention) -> int:
@@ -125,7 +131,7 @@ class WgmmaGrad(Planned):
 
     def _smem(self, p: Attention, config: KernelConfig, keys: bool) -> int:
         """The owned rows (results leave from there), stages of tiles, mask and rows, barriers."""
-        boxes, stages = sum(-(-n // 64) for n in (p.k, p.dv)), self._stages(p)
+        boxes, stages = sum(-(-n // 64) for n in (p.k, p.dv)), self._stages(p, config)
         count = config.integer("keys" if keys else "queries")
         tile = boxes * TILE * 128 + (count * TILE * 128 if MMA.mask(p) == 1 else 0)
         rows = TILE * self._row(p) if keys else 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction, Hardware
-from onnx_fuse.program.size import maximum, minimum, upper_bound
+from onnx_fuse.program.size import maximum, minimum, size_class, upper_bound
+
+A = TypeVar("A", bound="Attention")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ class Attention(AnyProblem):
         """All but the queries' where those are few: a cache grows by a token a run."""
         few = upper_bound(self.m) <= FEW  # a block walks over all its keys anyway
         return self.fields().keys() - {"m", "k", "batch"} if few else ()
+
+    def upper_bound(self: A) -> A:
+        """At the largest sizes of its class; packed rows in the fewest sequences of theirs.
+
+        Many sequences would make each of them short.
+        """
+        largest = super().upper_bound()
+        if not self.packed or self.trace is None:
+            return largest
+        return replace(largest, batch=(size_class(largest.batch[0])[0], largest.batch[1]))
 
     @property
     def typical(self) -> Attention:
