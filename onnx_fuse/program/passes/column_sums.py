@@ -28,7 +28,7 @@ def sum_columns(calls: Calls, i: int, call: Call) -> None:
     for at in dict.fromkeys(calls.readers[x.buffer]):
         product = calls.now[at][0] if len(calls.now[at]) == 1 else calls.calls[i]
         problem = product.problem
-        if not isinstance(problem, GemmProblem) or not _reads(product, problem, x, summed):
+        if not isinstance(problem, GemmProblem) or not adds_up(product, x, summed):
             continue
         if any(min(i, at) <= w <= max(i, at) for w in calls.writers[x.buffer]):
             continue  # the two read other values
@@ -83,9 +83,12 @@ def passes_of(calls: Calls, i: int) -> list[int]:
     return places if isinstance(problem, Reduce | SlopeProduct | PartSums) and same else []
 
 
-def _reads(product: Call, problem: GemmProblem, x: Tensor, summed: tuple[int, int]) -> bool:
-    """Whether the rows that are added up are all of the product's left operand."""
-    if problem.op != "Gemm" or problem.batch or problem.trans_a:
+def adds_up(product: Call, x: Tensor, summed: tuple[int, int]) -> bool:
+    """Whether rows and columns that are added up are those of the product's left operand."""
+    problem = product.problem
+    if not isinstance(problem, GemmProblem) or problem.op != "Gemm":
+        return False
+    if problem.batch or problem.trans_a:
         return False
     a = dict(product.reads)["a"]
     return (

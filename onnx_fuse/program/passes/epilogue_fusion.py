@@ -25,6 +25,7 @@ from onnx_fuse.program.passes.callgraph import (
     steps_of,
     whole,
 )
+from onnx_fuse.program.passes.column_sums import adds_up
 from onnx_fuse.program.passes.pointwise_fusion import join, pointwise, without_stores
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Value
 from onnx_fuse.program.problems import IntegerConv, Norm, SlopeProduct
@@ -243,14 +244,19 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
     fused, left = plain.with_epilogue(dact=True, **how), None
+    after: list[AnyProblem] = [fused]
     if isinstance(problem, GemmProblem):
         left = replace(call, problem=replace(problem, epilogue=NONE))
-    else:
+        after += [replace(problem, epilogue=NONE)]
+    elif isinstance(problem, SlopeProduct):
         dz = dict(call.writes)["dz"]
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
         if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
-            left = _column_sums(call, dz, sums)
-    after = [fused, *([left.problem] if left is not None and left.problem is not None else [])]
+            left = _column_sums(call, problem, dz, sums)
+            # a product that reads dz adds up its columns in passing
+            readers = [now for j in calls.readers[dz.buffer] for now in calls.now[j]]
+            passing = any(adds_up(now, dz, (problem.m, problem.n)) for now in readers)
+            after += [] if passing or left.problem is None else [left.problem]
     if problem is None or not calls.pays((plain, problem), after):
         return
     joined = replace(product, problem=fused, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
@@ -267,10 +273,11 @@ def _slope(call: Call) -> dict[str, Value] | None:
     return {"act": call.problem.act, "act_alpha": call.problem.act_alpha}
 
 
-def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -> Call:
+def _column_sums(
+    call: Call, problem: SlopeProduct, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]
+) -> Call:
     """The pass of an activation's gradient over a dz that is there: dbias, or its parts."""
-    assert isinstance(call.problem, SlopeProduct)
-    problem = replace(call.problem, act="")
+    problem = replace(problem, act="")
     return replace(call, problem=problem, reads=(("dy", dz),), writes=sums, bytes=dz.nbytes)
 
 
