@@ -355,6 +355,7 @@ def test_nodes_that_remove_padding_run(gpu: FakeGpu) -> None:
         (want,) = kept.run(None, {"x": x, "n": counts, **weights})
         (found,) = removed.run(None, {"x": np.where(there, x, np.nan), "n": counts, **weights})
         np.testing.assert_allclose(found, np.where(there, want, 0), rtol=0, atol=1e-5)
+    assert "SdpaPackedGuard" in removed.explain({"x": x, "n": counts, **weights})
 
 
 @pytest.mark.filterwarnings("ignore:a batch runs with its padding")

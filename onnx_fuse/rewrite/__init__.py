@@ -32,7 +32,12 @@ from onnx_fuse.rewrite.canonicalize import (
     tidy_layout,
 )
 from onnx_fuse.rewrite.canonicalize import tidy_inlined as tidy_inlined
-from onnx_fuse.rewrite.contrib import expand_where_fused, forget_regions, regions
+from onnx_fuse.rewrite.contrib import (
+    attend_to_tokens,
+    expand_where_fused,
+    forget_regions,
+    regions,
+)
 from onnx_fuse.rewrite.explain import Leftover, explain
 from onnx_fuse.rewrite.gather_rows import GATHER_ROWS, gather_rows
 
@@ -136,6 +141,8 @@ def optimize(
         rw.notes += canonicalize(model, training=training)
         shape_of_source(model)
         infer_shapes(model, again=True)
+        if own_kernels and not training and attend_to_tokens(model):
+            refresh(model)
         before = regions(model)
         if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
             rw.fusions[FOLD_BATCH_NORM] = folded

@@ -10,10 +10,18 @@ whole would need each pass, constant folding among them, to be undone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import sqrt
 
 import onnx_ir as ir
 
 from onnx_fuse.importer import contrib
+from onnx_fuse.importer.contrib.attention import join_heads, projected, split_heads
+from onnx_fuse.importer.contrib.table import MICROSOFT, Body, Unwritable
+from onnx_fuse.ir.build import given, required
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.copying import replace_node
+from onnx_fuse.ir.names import Names
+from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.rules import REGION, Refusal, is_float, label
 
 
@@ -69,3 +77,31 @@ def forget_regions(model: ir.Model) -> None:
     """Take the marks off again."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         node.metadata_props.pop(REGION, None)
+
+
+def attend_to_tokens(model: ir.Model) -> int:
+    """Let nodes PackedAttention be attention over packed rows, in place; how many there were.
+
+    One with an added bias stays: its body attends to rows with their padding.
+    """
+    nodes = [n for n in model.graph if (n.op_type, n.domain) == ("PackedAttention", MICROSOFT)]
+    names, kind, count = Names.of(model.graph), Kind(packed=True, guard="Guard"), 0
+    for node in [node for node in nodes if given(node, 5) is None]:
+        op = Body(node)
+        x, weights, bias, places, starts = (given(node, i) for i in range(5))
+        try:
+            heads = op.count("num_heads")
+            qkv, sizes = projected(op, required(x), required(weights), bias)
+        except Unwritable:
+            continue  # the run says why
+        parts = op.Split(op.Unsqueeze(qkv, [0]), sizes, outputs=3, axis=-1)
+        rows = [split_heads(op, part, heads, n) for part, n in zip(parts, sizes, strict=True)]
+        scale = op.attr("scale") or sqrt(heads / sizes[0])
+        inputs = [*rows, starts, places]
+        y = op.node(kind.name, inputs, domain=FUSE, attributes={"scale": scale})
+        result = op.Squeeze(join_heads(op, y, sizes[2]), [0])
+        for value in (v for made in op.nodes for v in made.outputs):
+            value.name = names.fresh(f"{node.name}.tokens")
+        replace_node(node, op.nodes, [result])
+        count += 1
+    return count

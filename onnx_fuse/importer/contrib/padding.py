@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.contrib.attention import attention_of, projected, steps
 from onnx_fuse.importer.contrib.table import Body, Input, Results, contrib
+from onnx_fuse.ir.build import given
 
 
 def _int64(op: Body, x: ir.Value) -> ir.Value:
@@ -63,7 +64,7 @@ def restore_padding(op: Body, x: ir.Value, offset: ir.Value) -> Results:
     return _restored(op, x, offset)
 
 
-@contrib("PackedAttention")
+@contrib("PackedAttention", lowered=lambda node: given(node, 5) is None)
 def packed_attention(
     op: Body, x: ir.Value, weights: ir.Value, bias: Input, offset: ir.Value, starts: ir.Value,
     added: Input,
