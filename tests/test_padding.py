@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from cases import real_cases
 from fake_gpu import FakeGpu
-from lowering import interpreted
+from lowering import interpreted, program_of
 from support import step_results, table, with_weights
 
 from onnx_fuse import InferenceSession, Trainer, deploy, optim, rewrite, session
@@ -24,6 +24,7 @@ from onnx_fuse.rewrite.padding import NotPacked, pack
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
+from onnx_fuse.runtime.zero_copy import over_bus
 from onnx_fuse.training import backends, tokens
 from onnx_fuse.training.step import training_model
 
@@ -127,6 +128,18 @@ def test_tokens_have_the_rows_that_they_have_among_padding(name: str, left: bool
                 assert not got[~there].any()
                 want = np.where(there[..., None], want, 0)
             np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_a_small_batch_is_read_in_the_memory_of_the_host() -> None:
+    """Each input by one launch: ids, types and positions by the same, the mask by none."""
+    _, packed = stored("encoder")
+    packing = Packing.of(packed)
+    feeds = packed_feeds(packing, batch(packing, packed, *BATCHES["mixed"]))
+    program = program_of(packed, {v.name: feeds[v.name] for v in packed.graph.inputs})
+    readers = {n: [c for c in program.calls if t.buffer in c.buffers] for n, t in program.inputs}
+    once = (packing.rows, packing.offsets, packing.chosen, *packing.inputs)
+    assert all(len(readers[name]) == 1 for name in once)
+    assert all(over_bus(program, t, alone=True) for name, t in program.inputs if name in once)
 
 
 def test_the_program_of_a_gpu_gives_the_same() -> None:

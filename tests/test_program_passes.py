@@ -552,19 +552,21 @@ HIDDEN_GRAD = """agraph (bfloat16[M,K] dy, bfloat16[N,K] v, bfloat16[M,128] x,
 """Backward of y = silu(x w + c) v to its first layer."""
 
 
-def hidden_gradient(rows, width, inner, more):
-    text = HIDDEN_GRAD.replace("MORE", more).replace("M,", f"{rows},")
+def hidden_gradient(rows, width, inner, more, inputs=128):
+    text = HIDDEN_GRAD.replace("MORE", more).replace("M,", f"{rows},").replace("128", str(inputs))
     for name, size in (("K", width), ("N", inner)):
         text = text.replace(f"{name}]", f"{size}]").replace(f"[{name},", f"[{size},")
     return text_model(text)
 
 
 @pytest.mark.parametrize(
-    ("rows", "more", "sums"), [(8, "", False), (4100, "", False), (4100, ", bfloat16[N] dc", True)]
-)
-def test_an_activations_gradient_is_made_before_and_its_bias_summed_after(rows, more, sums):
+    ("rows", "inputs", "more", "sums"),
+    [(8, 128, "", False), (4100, 128, "", False), (4100, 128, ", bfloat16[N] dc", True),
+     (2048, 768, ", bfloat16[N] dc", True)],
+)  # fmt: skip
+def test_an_activations_gradient_is_made_before_and_its_bias_summed_after(rows, inputs, more, sums):
     """The product before multiplies by the slope; the one behind sums up the bias's gradient."""
-    model = hidden_gradient(rows, 768, 3072, more)
+    model = hidden_gradient(rows, 768, 3072, more, inputs)
     program = lowered(model)
     first, *products = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     assert (first.problem.epilogue.dact, first.problem.epilogue.act) == (True, "silu")

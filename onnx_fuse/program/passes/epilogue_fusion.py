@@ -244,20 +244,24 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
     fused, left = plain.with_epilogue(dact=True, **how), None
-    after: list[AnyProblem] = [fused]
+    ways: list[tuple[tuple[AnyProblem, ...], tuple[AnyProblem, ...]]] = [((), ())]
     if isinstance(problem, GemmProblem):
         left = replace(call, problem=replace(problem, epilogue=NONE))
-        after += [replace(problem, epilogue=NONE)]
+        ways = [((), (replace(problem, epilogue=NONE),))]
     elif isinstance(problem, SlopeProduct):
         dz = dict(call.writes)["dz"]
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
         if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
             left = _column_sums(call, problem, dz, sums)
-            # a product that reads dz adds up its columns in passing
-            readers = [now for j in calls.readers[dz.buffer] for now in calls.now[j]]
-            passing = any(adds_up(now, dz, (problem.m, problem.n)) for now in readers)
-            after += [] if passing or left.problem is None else [left.problem]
-    if problem is None or not calls.pays((plain, problem), after):
+            ways = [((), (replace(problem, act=""),))]
+            # or a product that reads dz adds up its columns in passing
+            for after in (now for j in calls.readers[dz.buffer] for now in calls.now[j]):
+                if adds_up(after, dz, (problem.m, problem.n)):
+                    assert isinstance(after.problem, GemmProblem)
+                    ways += [((after.problem,), (after.problem.with_epilogue(column_sums=True),))]
+    if problem is None or not any(
+        calls.pays((plain, problem, *before), (fused, *after)) for before, after in ways
+    ):
         return
     joined = replace(product, problem=fused, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
     calls.fuse(at, i, joined, *([left] if left is not None else []))
