@@ -378,9 +378,9 @@ class InferenceSession:
     def run_with_iobinding(
         self,
         iobinding: Any,
-        run_options: Any = None,
+        run_options: object = None,
         *,
-        stream: Any = None,
+        stream: object = None,
         synchronize: bool = True,
     ) -> None:
         """Run on what is bound; `iobinding.get_outputs()` has the results.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -309,7 +308,7 @@ def _detaches(node: ir.Node) -> bool:
     return node.op_type == "StopGradient" and node.domain == FUSE
 
 
-def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> None:
+def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Collection[ir.Value]) -> None:
     wanted, used = set(results), []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):

@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
-    from typing import Any, TextIO
+    from typing import TextIO
 
 _WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "terminated: hung up"}
 
@@ -50,7 +50,7 @@ class Interrupts:
     def _raise_again(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def _on_unraisable(self, fault: Any) -> None:
+    def _on_unraisable(self, fault: sys.UnraisableHookArgs) -> None:
         if issubclass(fault.exc_type, KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, 0.01)
         elif self.came is None:

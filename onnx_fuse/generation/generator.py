@@ -236,7 +236,7 @@ def checked_ids(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
             )
 
 
-def prompts_of(ids: Any) -> tuple[bool, list[list[int]]]:
+def prompts_of(ids: Sequence[Any]) -> tuple[bool, list[list[int]]]:
     """Whether there is one prompt alone, and the prompts as lists."""
     prompts: list[list[int]] = []
     try:

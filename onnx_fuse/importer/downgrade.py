@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnx
@@ -55,8 +54,8 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
                 raise ModelError(
                     f"{name} needs opset {since} or newer: it cannot be written in {opset}"
                 )
-    old: Any = onnx.defs.get_schema(node.op_type, opset, "")
-    new: Any = onnx.defs.get_schema(node.op_type, version, "")
+    old = onnx.defs.get_schema(node.op_type, opset, "")
+    new = onnx.defs.get_schema(node.op_type, version, "")
     if old.since_version == new.since_version:
         return
     for key in list(node.attributes):
@@ -104,7 +103,7 @@ _TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 
 def _check_type(
-    node: ir.Node, name: str, schema: Any, index: int, dtype: ir.DataType, opset: int
+    node: ir.Node, name: str, schema: onnx.defs.OpSchema, index: int, dtype: ir.DataType, opset: int
 ) -> None:
     formal = schema.inputs[min(index, len(schema.inputs) - 1)]
     kind = _TYPE_NAMES.get(dtype, dtype.name.lower())

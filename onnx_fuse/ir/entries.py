@@ -354,7 +354,7 @@ def _each(function: Callable[..., Any], arrays: Sequence[Array]) -> Array | None
     return _filled(together[0].shape, *(function(*args) for args in zip(*flat, strict=True)))
 
 
-def _filled(shape: Sequence[int], *entries: Any) -> Array:
+def _filled(shape: Sequence[int], *entries: object) -> Array:
     """An array of objects of these entries, or of the only one."""
     array = np.empty(tuple(shape), object)
     for i in range(array.size):

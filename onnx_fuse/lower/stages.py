@@ -232,7 +232,7 @@ def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> i
             ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)
         )
 
-    def takes(schema: Any) -> bool:
+    def takes(schema: onnx.defs.OpSchema) -> bool:
         variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
         types = [d and f"tensor({_TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
         return all(w is None or w in p.types for w, p in zip(types, variadic, strict=True))

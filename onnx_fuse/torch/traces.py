@@ -107,7 +107,7 @@ class _Tracer(fx.Tracer):
 
 
 @cache
-def _check_further(forward: Any) -> None:
+def _check_further(forward: Callable[..., Any]) -> None:
     """Raise TraceError where a forward looks into its `**kwargs`, of which a trace has none."""
     plain = inspect.unwrap(forward)
     kinds = inspect.signature(plain).parameters.values()
