@@ -24,6 +24,7 @@ from onnx_fuse.ops.shape_ops import (
     fail,
     known_rank,
     same_dim,
+    same_size,
 )
 
 
@@ -34,6 +35,10 @@ def _heads(op: Writer, x: Tensor, heads: int) -> Tensor:
 
 SHORTER = 24
 """The opset from which a mask may have fewer columns than there are keys: it hides the others."""
+
+
+_KERNELS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+"""The types that onnxruntime (1.32) has a kernel for; others take the operator's function."""
 
 
 def whole_mask(node: ir.Node) -> bool:
@@ -47,6 +52,22 @@ def whole_mask(node: ir.Node) -> bool:
     return before is not None and new is not None and dim(mask, -1) == before + new
 
 
+def hidden_from(mask: ir.Value, q: ir.Value) -> np.ndarray:
+    """The number, in q's type, from which down an added mask hides all keys of a row, too."""
+    dtype = q.dtype or ir.DataType.FLOAT
+    kernel = mask.dtype == dtype and dtype in _KERNELS
+    return np.asarray(dtype.min if kernel else -np.inf, dtype.numpy())
+
+
+def lengthened(op: Writer, mask: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask with a column for each key, those that it does not reach hidden; what a Pad added."""
+    missing = op.Sub(op.Shape(k, start=2, end=3), op.Shape(mask, start=-1))
+    missing = op.vector([*[0] * (2 * known_rank(mask) - 1), missing])
+    low = False if mask.dtype == ir.DataType.BOOL else -np.inf
+    wide = op.Pad(mask, missing, op.constant(np.asarray(low, mask.dtype.numpy())))
+    return wide, missing
+
+
 def broadcast_rows(
     op: Writer, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +75,7 @@ def broadcast_rows(
 
     So does onnxruntime (1.32) where it has no kernel: from opset 25 on, beside float and float16.
     """
-    if opset < 25 and q.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+    if opset < 25 and q.dtype in _KERNELS:
         return q, v
     if known_rank(v) and not same_dim(k.shape[2], v.shape[2]):
         v = _expand(op, v, [1, 1, op.sizes_of(k)[2], 1])
@@ -88,10 +109,7 @@ def _attention(op: Writer, node: ir.Node, dys: Values) -> Values:
     missing, added = None, mask is not None and mask.dtype != ir.DataType.BOOL
     bias = op.to_type(mask, q.dtype) if added else mask
     if mask is not None and op.opset >= SHORTER and not whole_mask(node):
-        missing = op.Sub(op.Shape(k4, start=2, end=3), op.Shape(mask, start=-1))
-        missing = op.vector([*[0] * (2 * known_rank(mask) - 1), missing])
-        low = -np.inf if added else False
-        bias = op.Pad(bias, missing, op.constant(np.asarray(low, bias.dtype.numpy())))
+        bias, missing = lengthened(op, bias, k4)
     wide_q, long_v = broadcast_rows(op, op.opset, q4, k4, v4, bias)
 
     def fold(x: Tensor) -> Tensor:
@@ -126,10 +144,10 @@ def _attention(op: Writer, node: ir.Node, dys: Values) -> Values:
     allowed = bias
     if added:
         u = op.Add(u, bias)
-        allowed = op.Not(op.IsInf(bias, detect_positive=0))
+        allowed = op.Not(op.LessOrEqual(bias, op.constant(hidden_from(mask, q))))
     view = View.of(node)
     if view.narrow or lengths is not None:
-        seen = keys_in_view(op, view, q4, k4, past_k, lengths)
+        seen = keys_in_view(op, view, q4, k4, [past_k, new_k] if past_k else [], lengths)
         allowed = seen if allowed is None else op.And(allowed, seen)
     if allowed is None:
         p = op.Softmax(u, axis=-1)
@@ -214,17 +232,24 @@ class View:
 
 
 def keys_in_view(
-    op: Writer, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
+    op: Writer, view: View, q: Tensor, k: Tensor, joined: Values, lengths: Tensor
 ) -> ir.Value:
     """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
 
-    The first query stands behind the past, or so that the last one stands at the last key.
+    The first query stands behind the past, or so that the last one stands at the last key; k may
+    be `joined` of a past and new keys. From a single query behind a past that has keys onnxruntime
+    (1.32) hides none, however many are new.
     """
     queries = op.Unsqueeze(op.counted(op.size_of(q, 2)), [1])
     keys = op.counted(op.size_of(k, 2))
     bounds = []
-    if past is not None:
-        queries = op.Add(queries, op.size_of(past, 2))
+    if joined:
+        past, new = joined
+        before, rows = op.size_of(past, 2), op.size_of(q, 2)
+        queries = op.Add(queries, before)
+        if view.plain and q.dtype in _KERNELS and not same_size(q, 2, new, 2):
+            alone = op.And(op.Equal(rows, np.int64(1)), op.Greater(before, np.int64(0)))
+            queries = op.Where(alone, op.size_of(k, 2), queries)
     if lengths is not None:
         ends = op.Reshape(lengths, [-1, 1, 1, 1])
         bounds.append(op.Less(keys, ends))

@@ -24,12 +24,7 @@ from onnx_fuse.ops.shape_ops import (
 
 
 def normalized(
-    op: Writer,
-    g: ir.Value,
-    xh: ir.Value,
-    rstd: ir.Value,
-    axes: Sequence[int],
-    centred: bool = True,
+    op: Writer, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: Sequence[int], centred: bool = True
 ) -> Tensor:
     """dx of xh = (x - mean)·rstd (or x·rstd), from g = d loss / d xh."""
     inner = op.mean_over(op.Mul(g, xh), axes)

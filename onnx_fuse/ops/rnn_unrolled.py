@@ -198,10 +198,7 @@ class Written:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             zero = op.constant(np.zeros((), cell.dtype.numpy()))
             last = [op.Where(some, v, zero) for v in last]
-        return [
-            op.Unsqueeze(y, [1]),
-            *(op.Unsqueeze(v, first) for v in last),
-        ]
+        return [op.Unsqueeze(y, [1]), *(op.Unsqueeze(v, first) for v in last)]
 
     def _start(self, cell: Cell, initial: ir.Value | None, products: ir.Value) -> ir.Value:
         """The state [B, H] before the first step."""

@@ -192,13 +192,6 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
     return lines, z
 
 
-def _softmax(kind: Kind, logits: str) -> list[str]:
-    """p = softmax(logits) in q's dtype."""
-    if kind.wide:
-        return [f"p = CastLike (Softmax <axis: int = -1> (Cast <to: int = 1> ({logits})), q)"]
-    return [f"p = Softmax <axis: int = -1> ({logits})"]
-
-
 def body(kind: Kind) -> str:
     """The forward function. Its inner value `lse` is for the backward alone, in float32 whatever
     q is: (max z, log Σ exp(z - max z)) of each row, [B, H, S, 2]. As one number they would lose
@@ -211,26 +204,23 @@ def body(kind: Kind) -> str:
         "spread = ReduceLogSumExp <keepdims: int = 1> (zf - top, last)",
         "lse = Concat <axis: int = -1> (top, spread)",
     ]
-    y = "yn" if kind.guard else "y"
+    y = "yn" if kind.guard == "NanGuard" else "y"
+    p = "weights" if kind.guard == "Guard" else "p"
+    softmax = f"Softmax <axis: int = -1> ({z})"
+    if kind.wide:
+        softmax = f"CastLike (Softmax <axis: int = -1> (Cast <to: int = 1> ({z})), q)"
+    lines += [f"{p} = {softmax}"]
     if kind.guard == "Guard":
-        # Rows are told by the mask, which heads and layers share, not by the far larger weights.
-        mask, logits = (
-            ("mask" if kind.causal or kind.packed else "mask1"),
-            ("zc" if kind.softcap else "s"),
-        )
+        # Rows are told by the mask, which heads and layers share; of a NaN in v 0 weights make NaN.
+        mask = "mask" if kind.causal or kind.packed else "mask1"
         lines += [
             f"highest = ReduceMax <keepdims: int = 1> ({mask}, last)",
             "dead = IsInf <detect_positive: int = 0> (highest)",
-            # without `lse`, z1 is not computed
-            f"alive = {logits} + Where (dead, 0, {mask})",
+            "p = Where (dead, 0, weights)",
         ]
-        z = "alive"
-    lines += _softmax(kind, z)
     lines += _fold(kind, "p")
     lines += _unfold(kind, y, f"MatMul ({_folded(kind, 'p')}, v)")
-    if kind.guard == "Guard":
-        lines += ["y = Where (dead, 0, yn)"]
-    elif kind.guard:
+    if kind.guard == "NanGuard":
         # A softmax is NaN in a whole row or nowhere, so one weight tells of its row; what 0 weights
         # make of v is 0, or NaN where v is not finite. All this is far less than the weights are.
         lines += [

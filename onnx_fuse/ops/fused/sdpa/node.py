@@ -7,15 +7,24 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank, required
-from onnx_fuse.ops.attention import SHORTER, View, broadcast_rows, keys_in_view, whole_mask
+from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
+from onnx_fuse.ops.attention import (
+    SHORTER,
+    View,
+    broadcast_rows,
+    hidden_from,
+    keys_in_view,
+    lengthened,
+    whole_mask,
+)
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.mask_analysis import causal_step
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
-from onnx_fuse.ops.rules import Rewriter, attribute, typed
+from onnx_fuse.ops.rules import Rewriter, attribute, is_float, typed
 from onnx_fuse.ops.shape_ops import Writer
 
+_DEPTH = 12  # nodes before a mask among which its lowest number is looked for
 _SUMS = 25
 """The opset from which what hides keys is added to a mask and does not take its place
 (onnxruntime 1.32)."""
@@ -24,8 +33,9 @@ _SUMS = 25
 def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     """The rule, anchored at an Attention.
 
-    A row that is masked whole, by False or by -inf, gives zeros, as the standard says. Past keys
-    and values are concatenated before it, which gives the present ones too.
+    A row that is masked whole, by False or by -inf, gives zeros, as the standard says, and by the
+    lowest number, as onnxruntime does. Past keys and values are concatenated before it, which gives
+    the present ones too.
     """
     bound = [v for v in node.inputs[:3] if v is not None]
     if node.domain or len(bound) < 3:
@@ -63,17 +73,21 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     if heads is None or groups is None or dim(q, -1) is None:
         return rw.refuse("Sdpa", [node], "head count or head size is not static")
     scale = attribute(node, "scale") or 1 / math.sqrt(dim(q, -1) or 1)
+    joined = [past_k, k] if past_k is not None else []
     if past_k is not None and past_v is not None:
         k, v = (_joined(op, past, new) for past, new in ((past_k, k), (past_v, v)))
     present = [k, v]
     sums = opset >= _SUMS and mask is not None and mask.dtype != ir.DataType.BOOL
+    if mask is not None and mask.dtype != ir.DataType.BOOL:
+        mask = _by_infinity(op, rw, mask, hidden_from(mask, q))
     view = View.of(node)
     wide, v = broadcast_rows(op, opset, q, k, v, mask)
     causal = view.plain and past_k is None and lengths is None and not sums and wide is q
     if mask is not None and opset >= SHORTER and not full_width:
-        mask = _lengthened(op, rw, mask, k, q)
+        shape = None if mask.shape is None else [*mask.shape[:-1], dim(k, 2)]
+        mask = typed(lengthened(op, mask, k)[0], mask, shape)
     if not causal and (view.narrow or lengths is not None):
-        seen = keys_in_view(op, view, q, k, past_k, lengths)
+        seen = keys_in_view(op, view, q, k, joined, lengths)
         mask = _hidden_too(op, rw, mask, seen, sums)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
@@ -123,17 +137,6 @@ def _joined(op: Builder, past: ir.Value, new: ir.Value) -> ir.Value:
     return typed(y, new)
 
 
-def _lengthened(op: Writer, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value) -> ir.Value:
-    """The mask with a column for each key: those that it does not reach are hidden."""
-    if mask.dtype == ir.DataType.BOOL:
-        mask = _added(op, rw, mask, q)
-    missing = op.Sub(op.Shape(k, start=2, end=3), op.Shape(mask, start=-1))
-    amounts = op.Concat(op.constant([0] * (2 * (rank(mask) or 1) - 1)), missing, axis=0)
-    wide: ir.Value = op.Pad(mask, amounts, _minus_infinity(rw, mask))
-    shape = None if mask.shape is None else [*mask.shape[:-1], dim(k, 2)]
-    return typed(wide, mask, shape)
-
-
 def _hidden_too(
     op: Writer, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, sums: bool
 ) -> ir.Value:
@@ -151,6 +154,28 @@ def _hidden_too(
     else:
         total = op.Where(seen, mask, _minus_infinity(rw, mask))
     return typed(total, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
+
+
+def _by_infinity(op: Writer, rw: Rewriter, mask: ir.Value, lowest: np.ndarray) -> ir.Value:
+    """The mask with -inf for the lowest number, where that may hide all keys of a row."""
+    sees_itself = causal_step([MaskStep(mask, mask)])[0] > 0
+    if np.isinf(lowest) or sees_itself or not _may_be(mask, lowest, _DEPTH):
+        return mask
+    hides = op.LessOrEqual(mask, rw.initializer(f"lowest{lowest.dtype.name}", lowest))
+    return typed(op.Where(hides, _minus_infinity(rw, mask), mask), mask, mask.shape)
+
+
+def _may_be(mask: ir.Value, lowest: np.ndarray, depth: int) -> bool:
+    """Whether an element of the mask may be this number, by the constants that it is made of."""
+    array, node = const_array(mask), mask.producer()
+    if array is not None:
+        return bool((array == lowest).any())
+    if node is None or not depth:
+        return True
+    sources = [x for x in node.inputs if x is not None and is_float(x)]
+    # a Cast of conditions or counts has no such number
+    found = any(_may_be(x, lowest, depth - 1) for x in sources)
+    return found or not (sources or node.op_type == "Cast")
 
 
 def _minus_infinity(rw: Rewriter, like: ir.Value) -> ir.Value:
