@@ -212,6 +212,21 @@ def test_a_place_that_is_an_object(of: Callable[[np.ndarray], Any], gpu: FakeGpu
             np.testing.assert_array_equal(y.array, array + BIAS)
 
 
+@pytest.mark.parametrize("of", [WithInterface, WithExchange])
+def test_what_its_library_does_with_a_place_comes_first(of: type[Lent], gpu: FakeGpu) -> None:
+    """Of an address nobody knows, and it may become an object."""
+    runs, y = session(), of(x_of(1))
+    binding = bound(runs, x_of(0))
+    for i in range(6):
+        if i < 3:
+            binding.bind_output("y", "cuda", 0, "float32", y.array.shape, y.array.ctypes.data)
+        elif i == 3:  # its library makes this run wait
+            binding.bind_ortvalue_output("y", y)
+        gpu.order.clear()
+        runs.run_with_iobinding(binding)
+        assert (("record", WORKS_IN) in [one[:2] for one in gpu.order]) == (i > 3)
+
+
 def test_arrays_that_are_bound_anew(gpu: FakeGpu) -> None:
     runs = session()
     binding = bound(runs, x_of(0))

@@ -465,16 +465,22 @@ def test_an_output_that_lowering_knew_is_written_at_each_run(gpu: FakeGpu) -> No
         assert s.tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("addressed", [0, 3])
 @pytest.mark.parametrize("stream", [None, 7])
 def test_a_result_of_another_session_under_way_is_waited_for(
-    stream: int | None, gpu: FakeGpu
+    stream: int | None, addressed: int, gpu: FakeGpu
 ) -> None:
+    """Where it is bound as an object, though by its address before."""
     first, second = session(), session()
     made = bind(first, {"x": x_of(4), "b": BIAS}, y="cuda")
     taken = bind(second, {"b": BIAS}, y="cuda")
-    for _ in range(6):
-        first.run_with_iobinding(made, synchronize=False)
-        taken.bind_ortvalue_input("x", made.get_outputs()[0])
+    for k in range(6):
+        first.run_with_iobinding(made, synchronize=k < addressed)
+        (y,) = made.get_outputs()
+        if k < addressed:
+            taken.bind_input("x", "cuda", 0, y.dtype, y.shape, y.address)
+        else:
+            taken.bind_ortvalue_input("x", y)
         makes = max(i for i, (what, *_) in enumerate(gpu.order) if what == "launch")
         second.run_with_iobinding(taken, stream=stream, synchronize=False)
         takes = max(i for i, (what, *_) in enumerate(gpu.order) if what == "launch")

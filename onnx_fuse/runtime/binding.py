@@ -48,7 +48,7 @@ class Binding:
 
     def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
         """Feed an array; each run reads what it holds when the run begins."""
-        self._feed(name, array)
+        self.feed(name, array)
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         """Feed anything that has `__dlpack__`, `__cuda_array_interface__` or `numpy()`.
@@ -56,7 +56,7 @@ class Binding:
         Each run that is given no `stream` comes after what the value's library has enqueued.
         """
         plain = not hasattr(value, "__dlpack__") and hasattr(value, "numpy")
-        self._feed(name, value.numpy() if plain else value)
+        self.feed(name, value.numpy() if plain else value)
 
     def bind_input(
         self,
@@ -69,26 +69,16 @@ class Binding:
     ) -> None:
         """Feed GPU memory by its address, with element type and shape; it is read in place."""
         memory = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
-        self._feed(name, memory)
-        self.addressed.add(name)
+        self.feed(name, memory, addressed=True)
 
-    def feed(self, name: str, value: object, *, addressed: bool) -> None:
-        """Feed what another binding has been fed."""
-        self._feed(name, value)
-        if addressed:
-            self.addressed.add(name)
-
-    def rebind(self, name: str, where: str, place: DeviceTensor | None, lent: object) -> None:
-        """Let an output go where another binding has it."""
-        self._bind(name, where, place)
-        if lent is not None:
-            self.lent[name] = lent
-
-    def _feed(self, name: str, value: object) -> None:
+    def feed(self, name: str, value: object, *, addressed: bool = False) -> None:
+        """Feed an array or a GPU tensor; `addressed`: one that is bound by its address."""
         self.feeds[name] = value
-        self.addressed.discard(name)
-        if self.prepared is not None and not self.prepared.takes(name, value):
+        # what an object comes after is asked for, if it was one when the last run prepared this
+        asked = addressed or name not in self.addressed
+        if self.prepared is not None and not (asked and self.prepared.takes(name, value)):
             self.prepared = None
+        (self.addressed.add if addressed else self.addressed.discard)(name)
 
     def bind_output(
         self,
@@ -110,7 +100,7 @@ class Binding:
         if buffer_ptr is not None:
             memory = (device_type, device_id, element_type, shape or (), buffer_ptr)
             place = self._memory(*memory)
-        self._bind(name, device_type, place)
+        self.rebind(name, device_type, place)
 
     def bind_ortvalue_output(self, name: str, value: object) -> None:
         """Write an output into a contiguous GPU tensor, a DeviceTensor or one of any library.
@@ -122,15 +112,17 @@ class Binding:
             raise UsageError(
                 f"output {name}: only a GPU tensor can be bound; bind_output(name) gives an array"
             )
-        self._bind(name, "cuda", tensor)
-        self.lent[name] = value
+        self.rebind(name, "cuda", tensor, value)
 
-    def _bind(self, name: str, device_type: str, place: DeviceTensor | None) -> None:
+    def rebind(
+        self, name: str, device_type: str, place: DeviceTensor | None, lent: object = None
+    ) -> None:
+        """Let an output go to a device, or to a place there; `lent` is the object that has it."""
         if name not in self.known:
             raise UsageError(f"the model has no output '{name}'")
         if place is None and name not in self.places and self.targets.get(name) == device_type:
             return  # as it is bound already
-        prepared = None if name in self.lent else self.prepared
+        prepared = self.prepared if lent is None and name not in self.lent else None
         if prepared is None or place is None or not prepared.moves(name, place):
             self.prepared = None
         self.targets[name] = device_type
@@ -138,6 +130,8 @@ class Binding:
         self.lent.pop(name, None)
         if place is not None:
             self.places[name] = place
+        if lent is not None:
+            self.lent[name] = lent
 
     def clear_binding_inputs(self) -> None:
         """Unbind all inputs."""
