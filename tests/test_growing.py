@@ -406,7 +406,8 @@ def test_a_cache_that_cannot_have_room_grows_by_copies(row: Exported, gpu: FakeG
             (binding.bind_cpu_input if host else binding.bind_ortvalue_input)(name, value)
         for name in names:
             binding.bind_output(name, "cuda")
-        session.run_with_iobinding(binding)
+        for _ in range(2):  # as if it were another token
+            session.run_with_iobinding(binding)
         y, *presents = binding.get_outputs()
         pasts = dict(zip(pasts, presents, strict=True))
         for name, found in zip(names, (y, *presents), strict=True):

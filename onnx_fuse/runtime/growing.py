@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.program.call import LENGTHS, NoRoom
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
@@ -171,7 +172,7 @@ class Growing:
         rooms.used += 1  # whatever comes of it: a run that began has added one on the GPU
         try:
             run(inner)
-        except NoRoom:
+        except (NoRoom, ModelError):  # a mask has a column for each token, and none for a room
             rooms.used -= 1
             self._refused.add(self._others(binding))
             if binding.follows is not None:
