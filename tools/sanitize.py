@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import _paths
 import on_device
 import pytest
-from _paths import ROOT
 from math_cases import Case, launched
 
 from onnx_fuse.cuda import launch as launching
@@ -127,7 +127,8 @@ def machine() -> tuple[Hardware, list[str]]:
 
 def collect(plugin: object, *options: str) -> int:
     """Run pytest over tests/gpu (or only collect)."""
-    where = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    root = _paths.ROOT
+    where = [str(root / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={root}"]
     return int(pytest.main([*where, *options], plugins=[plugin]))
 
 
