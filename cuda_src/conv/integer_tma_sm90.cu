@@ -7,13 +7,13 @@
 //            column of tiles, whose filters it copies once. PATCH: a step has all taps, of a patch of an image which is
 //            copied once; a tile's rows are the patch's, and those beyond an image's line are not stored.
 // Inputs   : integer_sm80.cu's, of one group, of filters whose results are whole 16 bytes, zeros filling the weights up
-//            to 64; the weights never change: they are read ahead.
+//            to 64, with zeros where taps fall outside; the weights never change: they are read ahead.
 // Outputs  : integer_sm80.cu's.
 // Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), SHIFTED,
-//            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters
-//            are a multiple of BN), KEPT (the grid is a multiple of the columns of tiles), FLAT (y's pixels are x's, one
-//            behind another), else PATCH (the pixels of a line of a patch, or 0) and LINES (of y of a patch), or IM2COL
-//            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
+//            AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters are a multiple of BN), KEPT (the grid is a
+//            multiple of the columns of tiles), FLAT (y's pixels are x's, one behind another), else PATCH (the pixels of
+//            a line of a patch, or 0) and LINES (of y of a patch), or IM2COL and gemm/im2col.cuh's; geometry.cuh's,
+//            suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
 // Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM + 32 threads; fewer than 2^31 pixels.
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
@@ -57,8 +57,7 @@ DEVICE u64 rows_at(u32 address) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     conv_integer_tma(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w, MAP_OF_E
                        const float* bias, const E1* e1, const E2* e2, const E3* e3, TY* y, u32 pixels, int channels,
-                       int filters, int d, int h, int w, int od, int oh, int ow, int ldw, const int* shift,
-                       const float* scale, u32 border, NUMBERS) {
+                       int filters, int od, int oh, int ow, int ldw, const int* shift, const float* scale, NUMBERS) {
     extern __shared__ __align__(1024) u8 memory[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const u32 base = smem_address(memory), bars = base + BAR_AT, kept = bars + STAGES * 16 + 32;
@@ -148,12 +147,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             return r < LINES * PATCH && top < oh && x < ow ? (image * oh + top) * ow + x : pixels;
         };
         const int m0 = tile.column * BN, wide = filters - m0 - own_n;  // of the lane's
-#if BORDER  // where the first tap of a pixel is, which two threads fill where a tap falls outside
-        const u32 own = tile.row * BM + threadIdx.x / 2, line = own / ow, sheet = line / oh;
-        const int ix = (int)(own - line * ow) * SW - PW, iy = (int)(line - sheet * oh) * SH - PH;
-        const int iz = (int)(sheet % od) * SD - PD;
-        int tap = 0, c0 = 0;
-#endif
         int acc[BN / 2];
 #if SHIFTED
         UNROLLED for (int i = 0; i < BN / 2; i++) acc[i] = 0;
@@ -172,15 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const u32 a = base + s * STAGE + warp / 4 * 64 * BK;
             const u32 b = base + (KEPT ? KEPT_AT + step++ * INNER * FILTERS : s * STAGE + PLACE);
             ring.await();
-#if BORDER
-            const int x = ix + tap % KW * DW, top = iy + tap / KW % KH * DH, z = iz + tap / (KW * KH) * DD;
-            if ((unsigned)x >= (unsigned)w || (unsigned)top >= (unsigned)h || (unsigned)z >= (unsigned)d)
-                UNROLLED for (int i = 0; i < BK / 2; i += 16)
-                    *(uint4*)(memory + s * STAGE + threadIdx.x * (BK / 2) + i) = make_uint4(border, border, border, border);
-            if ((c0 += BK) >= channels) c0 = 0, tap++;
-            fence_proxy_async();
-            bar_sync(1 + warp / 4, 128);
-#endif
             wgmma_fence();
             UNROLLED for (int t = 0; t < INNER; t++)
                 UNROLLED for (int k = 0; k < BK / 32; k++)

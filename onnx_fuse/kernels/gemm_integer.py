@@ -122,12 +122,6 @@ def is_flat(problem: IntegerConv) -> bool:
     return prod(window.kernel) == 1 and not moved and dense and problem.inner == problem.outer
 
 
-def _is_filled(problem: IntegerConv) -> bool:
-    """Whether taps fall outside of the images, where x has no zeros."""
-    window = problem.window
-    return problem.border != 0 and any((*window.before, *window.after))
-
-
 def _copies_codes(problem: IntegerConv) -> bool:
     """Whether the first operand of its tail can be copied to shared memory."""
     tail = problem.tail
@@ -273,6 +267,8 @@ class TmaInt8Nhwc(Chosen):
         width = ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
         if problem.groups > 1 or problem.filters * width % 16:
             return f"{problem.groups} groups of {problem.filters} filters (one, whole 16 bytes)"
+        if problem.border and any((*problem.window.before, *problem.window.after)):
+            return "TMA makes zeros of a border"
         reason = None if is_flat(problem) else unboxed(problem)
         return reason or served_bytes(problem) or HeuristicKernel.supports(self, problem, hw)
 
@@ -311,7 +307,7 @@ class TmaInt8Nhwc(Chosen):
     def _lines(self, problem: IntegerConv, bm: int) -> int:
         """Lines of y of which a patch makes a tile; 0 where there are none."""
         window = problem.window
-        if prod(window.kernel) == 1 or is_deep(problem) or _is_filled(problem):
+        if prod(window.kernel) == 1 or is_deep(problem):
             return 0
         if max(*window.strides, *window.dilations) > 1:
             return 0
@@ -403,8 +399,8 @@ class TmaInt8Nhwc(Chosen):
             e1 = matrices("e1", problem.tail.reads[0], filters, rows, filters, (64, bm))
             maps.append(replace(e1, swizzle=0))
         made = args(
-            "bias e1 e2 e3 y, u32 rows, i32 channels filters inner outer line, shift scale, "
-            "u32 border", problem, rows=rows, line=line, border=problem.border % 256 * 0x01010101,
+            "bias e1 e2 e3 y, u32 rows, i32 channels filters outer line, shift scale", problem,
+            rows=rows, line=line,
         )  # fmt: skip
         numbers, macros = _tail_of(problem)
         return self.one(
@@ -412,7 +408,7 @@ class TmaInt8Nhwc(Chosen):
             minimum(self._rows(problem, bm, lines) * across, self._at_once(problem, tile, hw)),
             2 * bm + 32, *maps, *made, *numbers, smem=self._smem(problem, tile), FLAT=flat, BM=bm,
             BN=bn, BK=bk, STAGES=stages, BLOCKS=self._resident(problem, tile, hw), AHEAD=ahead,
-            WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem),
+            WHOLE=filters % bn == 0, KEPT=kept, LINES=lines,
             PATCH=self._width(problem) if lines else 0, **macros,
             **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
         )  # fmt: skip
