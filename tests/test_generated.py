@@ -66,6 +66,27 @@ def test_every_step_compiles(dtype: str) -> None:
     assert report.spill_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "operands", "wanted"),
+    [
+        ("float32", "Add", "products", "__fmaf_rn(x0, x1, t1)"),
+        ("bfloat16", "Sub", "products", "__fmaf_rn(x0, x1, -t1)"),
+        ("float64", "Sub", "product last", "__fma_rn(-x0, x1, x2)"),
+        ("int32", "Add", "products", "t0 + t1"),
+    ],
+)
+def test_which_product_joins_a_sum_is_said(dtype, name, operands, wanted):
+    """The compiler chose by what else the kernel computes: an update that writes copies had other
+    bits.
+    """
+    code = Code()
+    x = [code.load(flat(i, dtype)) for i in range(4)]
+    first = code.step("Mul", dtype, x[0], x[1])
+    pair = (first, code.step("Mul", dtype, x[2], x[3])) if operands == "products" else (x[2], first)
+    launch = launch_of(code.expression(code.step(name, dtype, *pair)), code.reads, [flat(9, dtype)])
+    assert wanted in launch.source
+
+
 def test_steps_of_codes_compile() -> None:
     code = Code()
     number = code.step("Quantize", "float32", *(code.load(flat(i, "float32")) for i in range(6)))

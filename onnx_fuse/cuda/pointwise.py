@@ -216,11 +216,28 @@ def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[st
         ctype, text = compute_type(step.dtype), TABLE[step.name]
         if step.name == "Code" and len(values) == wide:
             ctype, text = "int", WIDE_CODE
-        text, args = quantizing(expression, step, text)
+        text, args = _contracted(expression, step) or quantizing(expression, step, text)
         text = text.format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
     return body
+
+
+def _contracted(expression: Expression, step: Operation) -> tuple[str, tuple[int, ...]] | None:
+    """The FMA of a sum with a product, the first where both operands are products: the compiler
+    chooses by what else the kernel computes, and so would the bits.
+    """
+    fma = {"float": "__fmaf_rn", "double": "__fma_rn"}.get(compute_type(step.dtype))
+    if step.name not in ("Add", "Sub") or fma is None:
+        return None
+    first, signs = expression.loads + len(expression.scalars), ("", "-" * (step.name == "Sub"))
+    a, b = step.args[:2]
+    for at, other, (of_product, of_other) in ((a, b, signs), (b, a, signs[::-1])):
+        product = expression.steps[at - first] if at >= first else None
+        if product is not None and (product.name, product.dtype) == ("Mul", step.dtype):
+            text = f"{fma}({of_product}{{0}}, {{1}}, {of_other}{{2}})"
+            return text, (*product.args, other)
+    return None
 
 
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
