@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7845, "validation": 4784,
     "generation": 1738,
     "adapters": 1164, "quantization": 1239,
-    "tests": 54836, "tools": 10907,
+    "tests": 54855, "tools": 10907,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

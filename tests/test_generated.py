@@ -67,23 +67,24 @@ def test_every_step_compiles(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "operands", "wanted"),
+    ("dtype", "name", "other", "wanted"),
     [
-        ("float32", "Add", "products", "__fmaf_rn(x0, x1, t1)"),
-        ("bfloat16", "Sub", "products", "__fmaf_rn(x0, x1, -t1)"),
-        ("float64", "Sub", "product last", "__fma_rn(-x0, x1, x2)"),
-        ("int32", "Add", "products", "t0 + t1"),
+        ("float32", "Add", 1, "__fmaf_rn(x0, x1, t1)"),
+        ("bfloat16", "Sub", 1, "__fmaf_rn(x0, x1, -t1)"),
+        ("float64", "Sub", 1, "__fma_rn(x0, x1, -t1)"),
+        ("float32", "Sub", 0, "t0 - t0"),
+        ("int32", "Add", 1, "t0 + t1"),
     ],
 )
-def test_which_product_joins_a_sum_is_said(dtype, name, operands, wanted):
+def test_which_of_two_products_joins_a_sum_is_said(dtype, name, other, wanted):
     """The compiler chose by what else the kernel computes: an update that writes copies had other
     bits.
     """
     code = Code()
     x = [code.load(flat(i, dtype)) for i in range(4)]
-    first = code.step("Mul", dtype, x[0], x[1])
-    pair = (first, code.step("Mul", dtype, x[2], x[3])) if operands == "products" else (x[2], first)
-    launch = launch_of(code.expression(code.step(name, dtype, *pair)), code.reads, [flat(9, dtype)])
+    products = [code.step("Mul", dtype, x[i], x[i + 1]) for i in (0, 2)]
+    y = code.step(name, dtype, products[0], products[other])
+    launch = launch_of(code.expression(y), code.reads, [flat(9, dtype)])
     assert wanted in launch.source
 
 

@@ -224,20 +224,18 @@ def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[st
 
 
 def _contracted(expression: Expression, step: Operation) -> tuple[str, tuple[int, ...]] | None:
-    """The FMA of a sum with a product, the first where both operands are products: the compiler
-    chooses by what else the kernel computes, and so would the bits.
+    """The FMA of a sum of two products: the compiler would choose which of them joins it by what
+    else the kernel computes, and so would the bits.
     """
     fma = {"float": "__fmaf_rn", "double": "__fma_rn"}.get(compute_type(step.dtype))
     if step.name not in ("Add", "Sub") or fma is None:
         return None
-    first, signs = expression.loads + len(expression.scalars), ("", "-" * (step.name == "Sub"))
+    first = expression.loads + len(expression.scalars)
     a, b = step.args[:2]
-    for at, other, (of_product, of_other) in ((a, b, signs), (b, a, signs[::-1])):
-        product = expression.steps[at - first] if at >= first else None
-        if product is not None and (product.name, product.dtype) == ("Mul", step.dtype):
-            text = f"{fma}({of_product}{{0}}, {{1}}, {of_other}{{2}})"
-            return text, (*product.args, other)
-    return None
+    products = [expression.steps[at - first] for at in (a, b) if at >= first]
+    if a == b or [(p.name, p.dtype) for p in products] != [("Mul", step.dtype)] * 2:
+        return None
+    return f"{fma}({{0}}, {{1}}, {'-' * (step.name == 'Sub')}{{2}})", (*products[0].args, b)
 
 
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
