@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.program.call import LENGTHS, NoRoom
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.binding import Binding
@@ -172,6 +172,8 @@ class Growing:
         rooms.used += 1  # whatever comes of it: a run that began has added one on the GPU
         try:
             run(inner)
+        except DeviceError:
+            raise  # it may have begun
         except (NoRoom, ModelError):  # a mask has a column for each token, and none for a room
             rooms.used -= 1
             self._refused.add(self._others(binding))
@@ -180,6 +182,9 @@ class Growing:
                 for past, value in rooms.presents().items():
                     binding.feed(past, value, addressed=False)
             return False
+        except Exception:  # of what was fed: nothing has begun
+            rooms.used -= 1
+            raise
         binding.late = inner.late
         results = inner.results
         if binding.chained:
