@@ -139,14 +139,22 @@ attention_node_bool_with_a_row_masked_whole: SdpaMaskGuard; fed q k v; opset 23
   row = Range (zero, count, one)  is_one = Equal (row, one)  column = Unsqueeze (is_one, last)
   size = Concat <axis = 0> (s1, t1)  picked = Not (column)  mask = Expand (picked, size)
   y = Attention (q, k, v, mask)
-attention_node_float_with_a_row_of_${drop}: SdpaMaskGuard; fed q k v; opset 23;
-drop in -inf -3.4028234663852886e+38
+attention_node_float_with_a_row_of_${drop}_$n: SdpaMaskGuard; fed q k v; opset $n;
+drop in -inf -3.4028234663852886e+38; n in 23 25
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v) => (float[B,4,S,8] y)
   zero = int64 {0}  one = int64 {1}  last = int64[1] {1}  at = int64[1] {0}
   s1 = Shape <start = 2, end = 3> (q)  t1 = Shape <start = 2, end = 3> (k)  count = Squeeze (s1, at)
   row = Range (zero, count, one)  is_one = Equal (row, one)  column = Unsqueeze (is_one, last)
   size = Concat <axis = 0> (s1, t1)  keep = float {0.0}  drop = float {$drop}
   picked = Where (column, drop, keep)  mask = Expand (picked, size)  y = Attention (q, k, v, mask)
+attention_node_mask_less_one_times_the_largest: SdpaMaskGuard; fed q k v; opset 23
+  (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v) => (float[B,4,S,8] y)
+  zero = int64 {0}  one = int64 {1}  last = int64[1] {1}  at = int64[1] {0}
+  s1 = Shape <start = 2, end = 3> (q)  t1 = Shape <start = 2, end = 3> (k)  count = Squeeze (s1, at)
+  row = Range (zero, count, one)  is_one = Equal (row, one)  column = Unsqueeze (is_one, last)
+  size = Concat <axis = 0> (s1, t1)  most = float {3.4028234663852886e+38}  all = float {1.0}
+  kept = Not (column)  number = Cast <to = 1> (kept)  less = Sub (number, all)
+  low = Mul (less, most)  mask = Expand (low, size)  y = Attention (q, k, v, mask)
 attention_node_softcap_of_a_mask: SdpaSoftcapMaskGuard; fed q k v m; opset 23
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, bool[B,1,S,T] m) => (float[B,4,S,8] y)
   keep = float {0.0}  low = float {-3.4028234663852886e+38}  mask = Where (m, keep, low)
@@ -166,6 +174,12 @@ attention_node_past_causal_of_one_query: GroupedSdpaMaskGuard; fed q k v pk pv; 
   (float[B,4,1,8] q, float[B,2,T,8] k, float[B,2,T,8] v, float[B,2,3,8] pk, float[B,2,3,8] pv)
   => (float[B,4,1,8] y)
   y, kk, vv = Attention <is_causal = 1> (q, k, v, , pk, pv)
+# but not by the function that onnxruntime takes from opset 25 on
+attention_node_past_causal_of_one_query_25: GroupedSdpaMaskGuard; fed q k v pk pv; opset 25
+  (float[B,4,1,8] q, float[B,2,T,8] k, float[B,2,T,8] v, float[B,2,3,8] pk, float[B,2,3,8] pv)
+  => (float[B,4,1,8] y)
+  y, kk, vv = Attention <is_causal = 1> (q, k, v, , pk, pv)
+  spares float32: huge scores overflow in that function, and are finite in ours
 attention_where_then_mask: SdpaWhereMask; fed q k v mask keep
   ($QKV, float[B,1,S,T] mask, bool[S,T] keep) => (float[B,H,S,8] y)
   $SCORES  low = float {-1000000000.0}  w = Where (keep, s, low)  zm = Add (w, mask)

@@ -52,10 +52,10 @@ def whole_mask(node: ir.Node) -> bool:
     return before is not None and new is not None and dim(mask, -1) == before + new
 
 
-def hidden_from(mask: ir.Value, q: ir.Value) -> np.ndarray:
+def hidden_from(opset: int, mask: ir.Value, q: ir.Value) -> np.ndarray:
     """The number, in q's type, from which down an added mask hides all keys of a row, too."""
     dtype = q.dtype or ir.DataType.FLOAT
-    kernel = mask.dtype == dtype and dtype in _KERNELS
+    kernel = opset < 25 and mask.dtype == dtype and dtype in _KERNELS
     return np.asarray(dtype.min if kernel else -np.inf, dtype.numpy())
 
 
@@ -144,10 +144,10 @@ def _attention(op: Writer, node: ir.Node, dys: Values) -> Values:
     allowed = bias
     if added:
         u = op.Add(u, bias)
-        allowed = op.Not(op.LessOrEqual(bias, op.constant(hidden_from(mask, q))))
+        allowed = op.Not(op.LessOrEqual(bias, op.constant(hidden_from(op.opset, mask, q))))
     view = View.of(node)
     if view.narrow or lengths is not None:
-        seen = keys_in_view(op, view, q4, k4, [past_k, new_k] if past_k else [], lengths)
+        seen = keys_in_view(op, op.opset, view, q4, k4, [past_k, new_k] if past_k else [], lengths)
         allowed = seen if allowed is None else op.And(allowed, seen)
     if allowed is None:
         p = op.Softmax(u, axis=-1)
@@ -232,7 +232,7 @@ class View:
 
 
 def keys_in_view(
-    op: Writer, view: View, q: Tensor, k: Tensor, joined: Values, lengths: Tensor
+    op: Writer, opset: int, view: View, q: Tensor, k: Tensor, joined: Values, lengths: Tensor
 ) -> ir.Value:
     """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
 
@@ -247,7 +247,7 @@ def keys_in_view(
         past, new = joined
         before, rows = op.size_of(past, 2), op.size_of(q, 2)
         queries = op.Add(queries, before)
-        if view.plain and q.dtype in _KERNELS and not same_size(q, 2, new, 2):
+        if opset < 25 and view.plain and q.dtype in _KERNELS and not same_size(q, 2, new, 2):
             alone = op.And(op.Equal(rows, np.int64(1)), op.Greater(before, np.int64(0)))
             queries = op.Where(alone, op.size_of(k, 2), queries)
     if lengths is not None:

@@ -79,7 +79,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     present = [k, v]
     sums = opset >= _SUMS and mask is not None and mask.dtype != ir.DataType.BOOL
     if mask is not None and mask.dtype != ir.DataType.BOOL:
-        mask = _by_infinity(op, rw, mask, hidden_from(mask, q))
+        mask = _by_infinity(op, rw, mask, hidden_from(opset, mask, q))
     view = View.of(node)
     wide, v = broadcast_rows(op, opset, q, k, v, mask)
     causal = view.plain and past_k is None and lengths is None and not sums and wide is q
@@ -87,7 +87,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         shape = None if mask.shape is None else [*mask.shape[:-1], dim(k, 2)]
         mask = typed(lengthened(op, mask, k)[0], mask, shape)
     if not causal and (view.narrow or lengths is not None):
-        seen = keys_in_view(op, view, q, k, joined, lengths)
+        seen = keys_in_view(op, opset, view, q, k, joined, lengths)
         mask = _hidden_too(op, rw, mask, seen, sums)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
@@ -169,7 +169,7 @@ def _may_be(mask: ir.Value, lowest: np.ndarray, depth: int) -> bool:
     """Whether an element of the mask may be this number, by the constants that it is made of."""
     array, node = const_array(mask), mask.producer()
     if array is not None:
-        return bool((array == lowest).any())
+        return bool((abs(array) == abs(lowest)).any())  # which a Neg or a factor may turn
     if node is None or not depth:
         return True
     sources = [x for x in node.inputs if x is not None and is_float(x)]
