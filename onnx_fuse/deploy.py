@@ -34,7 +34,7 @@ from onnx_fuse.program.call import Call, NeedsValues, Program, dtype_of
 from onnx_fuse.program.call import Shapes as TypedShapes
 from onnx_fuse.program.formula import Formulas
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.packing import Packing, row_count
+from onnx_fuse.program.packing import OFFSETS, TOKENS, Packing, row_count
 from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite import padding
@@ -423,17 +423,23 @@ def _over_tokens(
     """The shapes, ranges and sizes of a graph over tokens: all that batches may have."""
     label_of = {place: label for label, (_, places) in free.items() for place in places}
     ends = [label_of.get((packing.mask, axis), "") for axis in (0, 1)]
-    sizes = []
+    sizes: list[dict[str, int]] = []
     for each in _sizes(free):
         own = zip(ends, closed[packing.mask][0], strict=True)
         batch, length = (each.get(label, size) for label, size in own)
-        counts = {row_count(tokens, length) for tokens in range(batch, batch * length + 1)}
-        each["offsets"] = batch + 1
-        sizes += [{**each, "tokens": count} for count in sorted(counts, reverse=True)]
-    if not 0 < len(sizes) <= MOST:
-        raise UsageError(f"batches have {len(sizes):,} numbers of tokens, not 1 to {MOST:,}")
+        each[OFFSETS], counts, tokens = batch + 1, list[int](), batch
+        while tokens <= batch * length and len(sizes) + len(counts) <= MOST:
+            counts.append(row_count(tokens, length))
+            tokens = counts[-1] + 1
+        sizes += [{**each, TOKENS: count} for count in reversed(counts)]
+        if len(sizes) > MOST:
+            raise UsageError(
+                f"batches have over {MOST:,} numbers of tokens: narrower ranges, or no --pack"
+            )
+    if not sizes:
+        raise UsageError("batches have no numbers of tokens: sizes from 1 on, or no --pack")
     free, closed = dict(free), dict(closed)
-    for label, place in (("tokens", (packing.rows, 1)), ("offsets", (packing.offsets, 0))):
+    for label, place in ((TOKENS, (packing.rows, 1)), (OFFSETS, (packing.offsets, 0))):
         found = [each[label] for each in sizes]
         free[label] = (min(found), max(found)), [place]
         shape, dtype = closed[place[0]]

@@ -22,6 +22,7 @@ from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.rewrite.padding import NotPacked, pack
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.zero_copy import over_bus
@@ -337,6 +338,27 @@ def test_a_compiled_file_packs_what_it_can(tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_allclose(found, want * seen, rtol=0, atol=1e-5)
     with pytest.raises(UsageError, match="compute the padding: compile it with --pack exact"):
         InferenceSession(path, device="cuda", pack=True)
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("names", [("B", "tokens"), ("offsets", "S")])
+def test_axes_may_be_called_tokens_or_offsets(tmp_path: Path, names: tuple[str, str]) -> None:
+    model, path, ranges = layer("c = Identity (n)"), tmp_path / "model.fused", ((1, 2), (3, 4))
+    for value, *more in ((model.graph.inputs[0], 8), (model.graph.inputs[1],)):
+        value.shape = ir.Shape([*names, *more])
+    model.graph.outputs[0].shape = ir.Shape([*names, 4])
+    sizes, h200 = dict(zip(names, ranges, strict=True)), {"h": CHIPS["H200"]}
+    deploy.compile(to_proto(model), path, targets=h200, ranges=sizes, pack="zero")
+    assert Deployed(path).packed("zero")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_too_many_numbers_of_tokens_are_refused_at_once(tmp_path: Path) -> None:
+    model = layer("c = Identity (n)")
+    model.graph.outputs[0].shape = ir.Shape(["B", "S", 4])
+    sizes, h200 = {"B": (1000, 1003), "S": (1000, 1800)}, {"h": CHIPS["H200"]}
+    with pytest.raises(UsageError, match=r"over 131,072 numbers .* narrower ranges, or no --pack"):
+        deploy.compile(to_proto(model), tmp_path / "m", targets=h200, ranges=sizes, pack="zero")
 
 
 REMOVED = """

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PROPERTY = "onnx_fuse.packing"
 """Of a packed model: its Packing, as JSON."""
+TOKENS, OFFSETS = "padding.tokens", "padding.offsets"
+"""The symbols of T and B + 1: a model may have axes called `tokens` or `offsets` itself."""
 LONGEST = 4096
 """The greatest length at which masks are tried: a window or a table of another one shows there."""
 _MOST = 1 << 15

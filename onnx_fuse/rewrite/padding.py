@@ -26,7 +26,7 @@ from onnx_fuse.ir.names import FusedName, Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, SIZES
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, Kind
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, label
-from onnx_fuse.program.packing import PROPERTY, Packing
+from onnx_fuse.program.packing import OFFSETS, PROPERTY, TOKENS, Packing
 from onnx_fuse.rewrite.canonicalize import refresh
 from onnx_fuse.rewrite.key_masks import KeyMask, key_mask, reached_inputs
 
@@ -97,8 +97,8 @@ class _Packer:
             raise NotPacked(f"its mask '{self.mask.name}' is not [batch, sequence]")
         self.fed = [v for v in self.graph.inputs if v is not self.mask and self._like_mask(v)]
         self.proofs: dict[tuple[ir.Value | None, ...], KeyMask] = {}
-        self.tokens = self._input("padding.rows", ir.DataType.INT64, [1, "tokens"])
-        offsets = self._input("padding.offsets", ir.DataType.INT64, ["offsets"])
+        self.tokens = self._input("padding.rows", ir.DataType.INT64, [1, TOKENS])
+        offsets = self._input("padding.offsets", ir.DataType.INT64, [OFFSETS])
         # a tensor of the GPU's own: blocks of each attention read it, and a small input may stay
         # in the host's memory
         self.offsets = self.op.Cast(offsets, to=int(ir.DataType.INT32))
@@ -236,7 +236,7 @@ class _Packer:
         sizes: list[int | str | ir.SymbolicDim] = [*value.shape]
         if place.batch is not None:
             sizes[place.batch] = 1
-        sizes[place.row] = "tokens"
+        sizes[place.row] = TOKENS
         value.shape = ir.Shape(sizes)
 
     def _results(self, node: ir.Node) -> list[_RowAxes] | None:
