@@ -109,11 +109,18 @@ def compile(
             `pack`; batches that cannot be packed run with their padding.
 
     Raises:
-        UsageError: The shape of an input stays free, or a glob matches no weight.
+        UsageError: The shape of an input stays free, a glob matches no weight, or an option has
+            none of its values.
         ModelError: The model is malformed, an operator has no kernel, sizes depend on data, or
             `pack` finds that its padding may be read.
         DeviceError: NVRTC is missing.
     """
+    if adapter_rank < 0:
+        raise UsageError(f"adapter_rank is {adapter_rank}: give a number of ranks, or 0 for none")
+    if not adapter_weights or (not adapter_rank and tuple(adapter_weights) != ("*",)):
+        raise UsageError("adapter_weights has at least one glob, and is for an adapter_rank")
+    if pack not in (False, True, "zero"):
+        raise UsageError(f"pack is True, 'zero' or False, not {pack!r}")
     graph = session.load(model)
     variants = []
     if adapter_rank:

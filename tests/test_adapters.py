@@ -362,6 +362,13 @@ def test_refuses_files(tmp_path: Path) -> None:
     plain = Trainer(text_model(FORMS["MatMul"]), loss="mse")
     with pytest.raises(UsageError, match="the Trainer has no adapters"):
         plain.save_adapters(tmp_path / "plain")
+    for refused in (
+        lambda: plain.weights(adapter="zz"),
+        lambda: trainer.weights(adapter="zz"),
+        lambda: trainer.save_adapters(tmp_path / "zz", adapter="zz"),
+    ):
+        with pytest.raises(UsageError, match="adapter= names one of several, which the Trainer"):
+            refused()
 
 
 # ---- PEFT's form -----------------------------------------------------------------------------
@@ -610,6 +617,8 @@ def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
     pair = [Term("mse"), Term("cross_entropy", labels="classes")]
     for source, options, words in (
         (model, {"lora": {}}, "several adapters have names"),
+        (model, {"lora": {"a": 3}}, "give a Lora for each name"),
+        (model, {"lora": {"a": {"rank": 2}}}, "give a Lora for each name"),
         (model, {"lora": {"a": Lora(merged=True)}}, "stand beside the weights: leave out merged"),
         (model, {"trainable": ["c"]}, "leave out trainable, distributed and pack"),
         (model, {"loss": pair}, "a loss in which each row counts by itself"),
@@ -622,6 +631,9 @@ def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
     for rows, words in (
         (["onee"] * 8, "'adapter' holds 'onee': it has one of one, two, or None, for each row"),
         ("one", "'adapter' holds 'one': it has"),
+        ([["one"], ["two", "one"]] * 4, r"'adapter' holds \['one'\]: it has"),
+        ([0, True] * 4, "'adapter' holds True: it has"),
+        ([0, -2] * 4, "'adapter' holds -2: it has"),
         (["one"] * 7, r"'adapter' has shape \[7\]"),
     ):
         with pytest.raises(DataError, match=words):
@@ -639,6 +651,16 @@ def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
     assert np.isfinite(outputs[1:]).all()
     for name, array in trainer.state().items():
         np.testing.assert_array_equal(array, before[name])
+    numbers, feeds = np.array([0, 1] * 4), batch("MatMul")
+    trainer.step({**feeds, "adapter": numbers})
+    with pytest.raises(DataError, match="'adapter' holds 9: it has"):  # after a step of its shape
+        trainer.step({**feeds, "adapter": numbers * 9})
+    expected = trainer.predict({"x": feeds["x"], "adapter": ["one", "two"] * 4})["y"]
+    for given in (numbers, numbers.astype(np.uint8), numbers.tolist(), list(numbers)):
+        found = trainer.predict({"x": feeds["x"], "adapter": given})["y"]
+        np.testing.assert_array_equal(found, expected)
+    trainer.fit([(feeds["x"], numbers, feeds["labels"])], epochs=1)
+    trainer.fit({**feeds, "adapter": ["one", None] * 4}, epochs=1)
     for count in (1, 2):
         some = {key: array[2 : 2 + count] for key, array in feeds.items()}
         assert np.isfinite(float(trainer.step({**some, "adapter": ["two", None][:count]})))

@@ -427,6 +427,20 @@ def test_what_no_file_can_hold_is_refused(case: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("options", "words"), [
+    ({"adapter_rank": -3}, "adapter_rank is -3"),
+    ({"adapter_rank": 4, "adapter_weights": []}, "adapter_weights has at least one glob"),
+    ({"adapter_weights": ["w"]}, "is for an adapter_rank"),
+    ({"pack": "Zero"}, "pack is True, 'zero' or False, not 'Zero'"),
+    ({"pack": "exact"}, "not 'exact'"),
+])  # fmt: skip
+def test_an_option_without_a_meaning_is_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        deploy.compile(b"", tmp_path / "a.fused", targets={"h": H200}, **options)
+
+
 # ---- damage -------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,13 @@ class AdapterSet:
         }
 
 
+def choosable(several: AdapterSet | None, name: str | None) -> AdapterSet | None:
+    """`several`. Raises UsageError where there are none, and yet a name."""
+    if several is None and name is not None:
+        raise UsageError("adapter= names one of several, which the Trainer does not have")
+    return several
+
+
 def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
     """Write a model with adapters merged into its weights: the same graph, no slower than it was.
 

@@ -327,6 +327,8 @@ def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
     if options.pack and (options.compiled is not None or options.hardware is not None):
         raise UsageError("pack is for steps that are compiled here: leave out compiled")
     if isinstance(options.lora, Mapping):
+        if not all(isinstance(lora, Lora) for lora in options.lora.values()):
+            raise UsageError("several adapters: give a Lora for each name")
         if options.trainable or options.distributed or options.pack:
             raise UsageError(
                 "several adapters train alone and on one device: leave out trainable, distributed "

@@ -201,18 +201,23 @@ def fit(
 
 
 def _numbers_of_names(feed: str, rows: Any, names: Sequence[str]) -> Array:
-    """The place among `names` of each row's name, -1 for None; numbers stay as they are."""
-    numbers: dict[Any, int] = {None: -1} | {name: i for i, name in enumerate(names)}
+    """The place among `names` of each row's name, -1 for None; such places stay as they are."""
+    numbers: dict[Any, int] = {None: -1, -1: -1}
+    for i, name in enumerate(names):
+        numbers |= {i: i, name: i}
     listed = np.asarray(rows, object) if not hasattr(rows, "dtype") else np.asarray(rows)
-    if listed.dtype.kind in "iu" and all(-1 <= n < len(names) for n in listed.ravel()):
-        return listed
-    unknown = [name for name in listed.ravel().tolist() if name not in numbers]
+    every = listed.ravel().tolist()
+    unknown = [
+        each for each in every
+        if type(each) is bool or not isinstance(each, str | int | np.integer | None)
+        or each not in numbers
+    ]  # fmt: skip
     if listed.ndim != 1 or unknown:
         raise DataError(
             f"'{feed}' holds {unknown[0] if unknown else listed.tolist()!r}: it has one of "
             f"{', '.join(names)}, or None, for each row"
         )
-    return np.array([numbers[name] for name in listed.tolist()], np.int64)
+    return np.array([numbers[each] for each in every], np.int64)
 
 
 def with_labels(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> dict[str, Array]:
@@ -248,7 +253,8 @@ class Fitting:
 
     def __call__(self, arrays: Mapping[str, Any], inputs: Sequence[ir.Value]) -> dict[str, Array]:
         """The arrays in the types of the inputs. Raises DataError."""
-        kinds = _kinds(arrays, inputs)
+        named = any(NAMES in v.meta for v in inputs)  # numbers of one shape may name no adapter
+        kinds = None if named else _kinds(arrays, inputs)
         if kinds is not None and kinds == self._fitted.get(id(inputs)):
             return {v.name or "": arrays[v.name or ""] for v in inputs}
         fitted = fit(arrays, inputs)

@@ -144,6 +144,9 @@ def source(
         return _rows(select, examples, trainer, batch_size, shuffle, world)
 
     if isinstance(data, Mapping):
+        lists = [v.name for v in inputs if NAMES in v.meta and isinstance(data.get(v.name), list)]
+        if lists:
+            data = {**data, **{name: np.asarray(data[name], object) for name in lists}}
         examples = _check_arrays(trainer, data)
         return chosen_by(
             lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs}, examples

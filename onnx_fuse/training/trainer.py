@@ -500,13 +500,13 @@ class Trainer:
         `ema` asks for averages, `adapter` for one of several. Raises UsageError for none of them.
         """
         self._finish_steps()
-        averages = self._averages(ema)
+        averages, several = self._averages(ema), adapters.choosable(self._several, adapter)
         named: dict[str, Array] = {}
         for s, array in self._held():
             chosen = self._device.array(s.average) if averages and s.average else array
             named |= packed_weights.unpack(s.value, chosen)
         pairs = {each: (named.pop(each.a), named.pop(each.b)) for each in self.adapters}
-        for each in self.adapters if self._several is None else self._several.of(adapter):
+        for each in self.adapters if several is None else several.of(adapter):
             w = required(self._source.graph.initializers[each.weight].const_value)
             named[each.weight] = each.merged(w.numpy(), *pairs[each])
         named |= {t.copy: t.of(named[t.weight]) for t in self._duplicates if t.weight in named}
@@ -567,7 +567,7 @@ class Trainer:
         self._finish_steps()
         held = ((s.value, array.copy()) for s, array in self._held())
         weights = {k: a for value in held for k, a in packed_weights.unpack(*value).items()}
-        several = self._several
+        several = adapters.choosable(self._several, adapter)
         return (weights, self.adapters) if several is None else several.alone(adapter, weights)
 
     def _held(self) -> list[tuple[State, Array]]:
