@@ -33,9 +33,10 @@ from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program, dtype_of
 from onnx_fuse.program.call import Shapes as TypedShapes
 from onnx_fuse.program.formula import Formulas
+from onnx_fuse.program.launch import Launch
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.packing import OFFSETS, TOKENS, Packing, row_count
-from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, PRECISIONS, TRAINING_PRECISIONS, Hardware
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite import padding
 from onnx_fuse.rewrite.precision import in_precision

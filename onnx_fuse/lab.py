@@ -18,13 +18,8 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Selection, candidates, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.problem import (
-    AnyProblem,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-)
+from onnx_fuse.program.launch import Launches
+from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, KernelConfig
 
 CASES = (
     (128, 64, 256), (512, 768, 768), (257, 256, 384), (384, 520, 264), (190, 136, 200),

@@ -22,7 +22,8 @@ from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.patterns import body_rule
 from onnx_fuse.ops.rules import ADDED, Rule
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr, Waits
+from onnx_fuse.program.launch import Launch, Num, Ptr, Waits
+from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime.specialize import forget_programs
 

@@ -10,7 +10,7 @@ import cuda_on_host
 import numpy as np
 
 from onnx_fuse.program.call import Program, dtype_of
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.launch import Launch, Num, Ptr
 
 BEFORE = r"""
 #include <algorithm>

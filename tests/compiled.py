@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines
-from onnx_fuse.program.problem import Launch
+from onnx_fuse.program.launch import Launch
 
 compile_anew = nvrtc._nvrtc
 """The compiler itself."""

@@ -24,8 +24,9 @@ from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.run import ANSWERS
 from onnx_fuse.program.interpret.steps import evaluate
+from onnx_fuse.program.launch import Launch, Ptr, Table
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, Table
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, instance, specialize
 
 

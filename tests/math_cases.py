@@ -14,7 +14,6 @@ from unittest.mock import patch
 import algebra_rows
 import group_norms
 import long_rows
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir
@@ -35,17 +34,14 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import Selection, candidates, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops.fused.sdpa import KINDS
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import Program, dtype_of
+from onnx_fuse.program.launch import Launch
 from onnx_fuse.program.passes import select as selection
-from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
 TOLERANCE = {F64: 1e-11, F32: 6e-6, F16: 1e-3, BF16: 8e-3}  # half an ulp; sums in float32
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if name == BF16 else np.dtype(name)
 
 
 @dataclass(frozen=True)

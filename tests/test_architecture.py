@@ -49,13 +49,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5177, "autodiff": 1808, "cli": 3595, "cuda": 1927, "cuda_src": 15128, "distributed": 908,
-    "importer": 5595, "ir": 2365, "kernels": 9921, "lower": 9396, "nn": 5157, "ops": 12417,
-    "program": 10882, "report": 2383, "rewrite": 4224, "runtime": 9389, "torch": 3778,
+    "": 5174, "autodiff": 1808, "cli": 3595, "cuda": 1920, "cuda_src": 15128, "distributed": 908,
+    "importer": 5595, "ir": 2365, "kernels": 9772, "lower": 9396, "nn": 5157, "ops": 12417,
+    "program": 10844, "report": 2383, "rewrite": 4224, "runtime": 9382, "torch": 3778,
     "training": 7863, "validation": 4784,
     "generation": 1738,
     "adapters": 1164, "quantization": 1239,
-    "tests": 54923, "tools": 10907,
+    "tests": 54905, "tools": 10907,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -13,7 +13,8 @@ from cuda.bindings import driver
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Num
+from onnx_fuse.program.launch import Launch, Num
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import calibration
 
 NEW = replace(CHIPS["4090"], name="NVIDIA GeForce RTX 5090", arch="sm_120a", sm_count=170)

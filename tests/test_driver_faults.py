@@ -19,7 +19,7 @@ from onnx_fuse.cuda import launch as launching
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.nn import runner
-from onnx_fuse.program.problem import Launch
+from onnx_fuse.program.launch import Launch
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.specialize import Specializer

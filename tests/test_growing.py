@@ -16,7 +16,8 @@ from test_runtime import BIAS, aligned, bind, place, same, session, x_of
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
+from onnx_fuse.program.launch import Launch, Num, Ptr
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import growing, launches
 from onnx_fuse.runtime import instance as instance_module
 from onnx_fuse.runtime.arg_updates import operands

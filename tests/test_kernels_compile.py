@@ -30,7 +30,8 @@ from onnx_fuse.kernels.norm_launches import fold_columns
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.data_movement import CacheAppend
-from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig, Launch
+from onnx_fuse.program.launch import Launch
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim

@@ -23,7 +23,8 @@ from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.contractions import Attention, AttentionGrad
-from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.launch import Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window
 from onnx_fuse.program.size import Trace
 

@@ -27,8 +27,9 @@ from onnx_fuse.program import host, template
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.formula import Formulas, value
 from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.launch import Num
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.program.size import (
     OpenSize,
     Trace,

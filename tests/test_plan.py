@@ -6,7 +6,8 @@ import pytest
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
-from onnx_fuse.program.problem import CHIPS, Launch
+from onnx_fuse.program.launch import Launch
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
 from onnx_fuse.runtime.schedule import (

@@ -15,7 +15,7 @@ from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.problem import Launch, Num, Ptr, Table
+from onnx_fuse.program.launch import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device, shapes, staging
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable

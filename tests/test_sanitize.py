@@ -18,7 +18,8 @@ from math_cases import Case, cases, launched
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.source import source_text
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
+from onnx_fuse.program.launch import Launch, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime.executable import Executable
 
 HW = CHIPS["H200"]

@@ -15,15 +15,8 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.contractions import Attention, AttentionGrad
-from onnx_fuse.program.problem import (
-    CHIPS,
-    GemmProblem,
-    KernelConfig,
-    Num,
-    Ptr,
-    TensorMap,
-    batch_strides,
-)
+from onnx_fuse.program.launch import Num, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.program.size import Trace
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]
@@ -237,7 +230,7 @@ def test_parts_of_a_batch_begin_where_their_first_matrix_stands(batch, dtype) ->
         offsets = {a.name: a.offset for a in launch.args if isinstance(a, Ptr)}
         at = np.unravel_index(done, batch)
         for name, dense in (("a", m * k), ("b", k * n), ("y", m * n)):
-            steps = batch_strides(problem, name, dense)[3 - len(batch) :]
+            steps = problem.batch_strides(name, dense)[3 - len(batch) :]
             assert offsets[name] == size * sum(i * s for i, s in zip(at, steps, strict=True))
         assert offsets["y"] == offsets["z"]
         done += launch.grid[2]

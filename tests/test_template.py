@@ -17,16 +17,9 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import formula, template
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.launch import Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.problem import (
-    CHIPS,
-    Collective,
-    GemmProblem,
-    Launch,
-    Num,
-    Ptr,
-    TensorMap,
-)
+from onnx_fuse.program.problem import CHIPS, Collective, GemmProblem
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import encoding, schedule
 

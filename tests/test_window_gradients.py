@@ -16,7 +16,8 @@ from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Num
+from onnx_fuse.program.launch import Num
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.problems import (
     ChannelGrad,
     ChannelNorm,

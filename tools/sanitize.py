@@ -47,7 +47,8 @@ from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program import passes
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, TensorMap
+from onnx_fuse.program.launch import Launch, Ptr, TensorMap
+from onnx_fuse.program.problem import CHIPS, Hardware
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
@@ -97,8 +98,7 @@ def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
     if "problem" in parameters:
         problem = parameters["problem"]
         pairs = on_device.each(problem, hw)
-        runs = [Run(tuple(kernel.launch(problem, how, hw)), problem.flops) for kernel, how in pairs]
-        return [Run(), *runs]
+        return [Run(), *(Run(k.launch(problem, how, hw), problem.flops) for k, how in pairs)]
     return [Run()]
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.problem import Arg, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.launch import Arg, Launch, Num, Ptr, Table, TensorMap
 
 _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128

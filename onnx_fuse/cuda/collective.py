@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from onnx_fuse.distributed import nccl
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.problem import Hardware, Launch, Ptr
+from onnx_fuse.program.launch import Launch, Ptr
+from onnx_fuse.program.problem import Hardware
 
 
 class BoundCollective:

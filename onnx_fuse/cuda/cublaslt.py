@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Hardware,
-    Launch,
-    Ptr,
-    batch_strides,
-    ld,
-    ldc,
-    operand,
-)
+from onnx_fuse.program.launch import Launch, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
 CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 _HANDLES: dict[int, int] = {}
@@ -53,7 +45,7 @@ class BoundMatmul:
         beta = problem.epilogue.beta or float(bool(problem.epilogue.residual))
         self._scale = np.array([problem.epilogue.alpha, beta], "f8" if double else "f4")
         m, n, k = problem.m, problem.n, problem.k
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
 
         def put(setter: Any, what: int, name: Any, dtype: str, value: int) -> None:
             word = np.array([value], dtype)
@@ -66,7 +58,7 @@ class BoundMatmul:
             self._made.append((lt.matrix_layout_destroy, layout))
             if problem.batch:
                 kinds, setter = lt.MatrixLayoutAttribute, lt.matrix_layout_set_attribute
-                stride = batch_strides(problem, name, rows * cols)[-1]
+                stride = problem.batch_strides(name, rows * cols)[-1]
                 put(setter, layout, kinds.BATCH_COUNT, "i4", problem.batches)
                 put(setter, layout, kinds.STRIDED_BATCH_OFFSET, "i8", stride)
             return layout
@@ -76,8 +68,8 @@ class BoundMatmul:
             self._b = matrix(problem.dtype, "b", *((k, n) if problem.trans_b else (n, k)), ldb)
             self._a = matrix(problem.dtype, "a", *((m, k) if problem.trans_a else (k, m)), lda)
             self._y = self._c = matrix(problem.out, "y", n, m, n)
-            if operand(problem):
-                row = ldc(problem)[0] if problem.epilogue.beta else n
+            if problem.reads_c:
+                row = problem.ldc[0] if problem.epilogue.beta else n
                 self._c = matrix(problem.out, "c", n, m, row)
 
             kind = CUDA_TYPES["float64" if double else "float32"]
@@ -122,7 +114,7 @@ class BoundMatmul:
             name, setter = lt.MatmulDescAttribute.BIAS_POINTER, lt.matmul_desc_set_attribute
             self._put(setter, self._desc, name, "i8", bias)
         assert self.launch.product is not None
-        self._at = a, b, c if operand(self.launch.product) else y, y
+        self._at = a, b, c if self.launch.product.reads_c else y, y
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream`."""

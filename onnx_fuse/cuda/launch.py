@@ -15,7 +15,8 @@ from onnx_fuse.cuda.arguments import Addresses, Arguments, Operands
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
 from onnx_fuse.cuda.source import KEPT, Defines
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.problem import Hardware, Launch
+from onnx_fuse.program.launch import Launch
+from onnx_fuse.program.problem import Hardware
 
 
 @cache

@@ -26,7 +26,7 @@ from onnx_fuse.cuda.source import GIVEN, Defines, source_text
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 from onnx_fuse.files import private_folder, read_private
 from onnx_fuse.program.hardware import hold_capability
-from onnx_fuse.program.problem import Launch
+from onnx_fuse.program.launch import Launch
 
 NVRTC = 13
 """The release of NVRTC that the kernels are tested with, from 13.0.88 on."""

@@ -20,7 +20,8 @@ from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
 from onnx_fuse.program.expression import Expression, Operation, Row
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
+from onnx_fuse.program.launch import Arg, Launch, Num, Ptr, Table
+from onnx_fuse.program.problem import ITEMSIZE
 
 THREADS = 256
 ROWS_AT_ONCE, SUM_BLOCKS = 8, 1024

@@ -8,7 +8,8 @@ from math import prod
 
 from onnx_fuse.cuda.pointwise import collapse
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr
+from onnx_fuse.program.launch import Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE
 
 TILE_LEAST = 24
 """Accesses that both axes of a transpose must hold to go through tiles of 32."""

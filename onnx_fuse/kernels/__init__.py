@@ -21,7 +21,8 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Launches, Prefs
+from onnx_fuse.program.launch import Launches
+from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Prefs
 from onnx_fuse.program.spec import GRID, of_launch
 
 if TYPE_CHECKING:

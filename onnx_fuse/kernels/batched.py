@@ -12,16 +12,8 @@ from onnx_fuse.kernels import Selection, named
 from onnx_fuse.kernels.kernel import Kernel, Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
-from onnx_fuse.program.problem import (
-    AnyProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Num,
-    Ptr,
-    Table,
-)
+from onnx_fuse.program.launch import Launch, Launches, Num, Ptr, Table
+from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig
 
 
 def free_axis(kernel: Kernel, launch: Launch) -> str | None:

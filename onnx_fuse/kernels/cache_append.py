@@ -7,7 +7,8 @@ from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, typed
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
-from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Arg, Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 
 
 def step_args(p: Attention | CacheAppend) -> tuple[Arg, ...]:

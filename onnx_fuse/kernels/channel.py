@@ -6,7 +6,8 @@ from onnx_fuse.cuda.macros import lanes
 from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, access_width, tail_macros, typed
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, GroupGrad
 from onnx_fuse.program.size import coarse
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from onnx_fuse.kernels.kernel import Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import Collective, Hardware, KernelConfig, Launch, Launches, Ptr
+from onnx_fuse.program.launch import Launch, Launches, Ptr
+from onnx_fuse.program.problem import Collective, Hardware, KernelConfig
 
 
 class Nccl(HeuristicKernel):

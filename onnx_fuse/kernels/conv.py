@@ -23,7 +23,8 @@ from onnx_fuse.kernels.rule_based import (
     typed,
     window_macros,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, args
+from onnx_fuse.program.launch import Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone

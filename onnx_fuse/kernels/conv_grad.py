@@ -30,16 +30,8 @@ from onnx_fuse.kernels.rule_based import (
     typed,
     window_macros,
 )
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    args,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have

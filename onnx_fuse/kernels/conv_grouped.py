@@ -8,7 +8,8 @@ from math import prod
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.conv_nhwc import ENDS, ChannelsLast, act_macros, image_strides
 from onnx_fuse.kernels.rule_based import Chosen, tail_macros, window_macros
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv
 
 SLAB = 64

@@ -27,17 +27,8 @@ from onnx_fuse.kernels.rule_based import (
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    TensorMap,
-    args,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr, TensorMap, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv
 
 Images: TypeAlias = Conv | IntegerConv

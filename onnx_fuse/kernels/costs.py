@@ -13,15 +13,11 @@ from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, Prefs, 
 
 @dataclass(frozen=True)
 class Passes(AnyProblem):
-    """Memory passes of an alternative that is only costed: `bytes` moved in so many launches."""
+    """Memory passes of an alternative that is only costed: bytes `moved` in so many launches."""
 
+    moves = "all: uint8 moved"
     moved: int
     launches: int = 1
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that are moved."""
-        return self.moved
 
 
 _LAYOUTS: Mapping[str, Mapping[str, Value]] = {

@@ -13,15 +13,8 @@ from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import LIBRARY, epilogue_refusal, normed
 from onnx_fuse.kernels.kernel import Kernel, roofline
-from onnx_fuse.program.problem import (
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    ldc,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 OPERANDS = tuple(map(Ptr, ("a", "b", "c", "y", "col1", "workspace")))
 # tiles, and the share of the chip's rate that they reach on tensor cores and on ordinary ones
@@ -81,7 +74,7 @@ class CublasLt(Kernel):
             bias = problem.epilogue.bias_dtype or problem.dtype
             if bias != problem.out or bias == "float64":
                 return f"no bias of {bias} for a result of {problem.out}"
-        rows, columns = ldc(problem)
+        rows, columns = problem.ldc
         if problem.epilogue.beta and (columns != 1 or rows < problem.n):
             return "C is broadcast or transposed"
         if len(problem.batch) > 1:

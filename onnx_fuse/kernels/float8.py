@@ -7,7 +7,8 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Float8
 
 

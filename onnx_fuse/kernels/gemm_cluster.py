@@ -18,17 +18,8 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.kernel import Kernel, matrices
-from onnx_fuse.program.problem import (
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-    TensorMap,
-    args,
-    ld,
-    operand,
-)
+from onnx_fuse.program.launch import Launches, Ptr, TensorMap, args
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import coarse, upper_bound
 
 BK = 64
@@ -57,7 +48,7 @@ class Cluster(Kernel):
             return "y is written, not added to"
         if reason := plain_refusal(problem):
             return reason
-        steps = [x * 2 for x in ld(problem)]
+        steps = [x * 2 for x in problem.ld]
         if problem.align % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         tiles = ceil(problem.m / 128) * ceil(problem.n / 128)
@@ -211,7 +202,7 @@ class Cluster(Kernel):
         # where all SMs are taken the next launch cannot read its weights ahead
         crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
         sums += slope_seconds(problem, bn + 10)
-        if operand(problem):  # c of a wide tile is loaded in turns
+        if problem.reads_c:  # c of a wide tile is loaded in turns
             sums += 2.7e-8 * max(0, bn - 64)
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         # what the launch before leaves of the SMs is not known here: for measurements to choose
@@ -223,7 +214,7 @@ class Cluster(Kernel):
         m, n, k = problem.m, problem.n, problem.k
         rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
         norm, stats = problem.op == "LayerNormGemm", self._stats(problem)
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         step_n = next(step for step in (64, 8, 2, 1) if n % step == 0)
         if step_n == 64 and (problem.trans_b or bn % 64):
             step_n = 8
@@ -255,7 +246,7 @@ class Cluster(Kernel):
             )
         else:
             map_b = load("b", line=n, lines=k, step=ldb, box=(64, BK))
-        text = f"y z {'c' if operand(problem) else 'none'}, i32 m n k, f32 epsilon, mean rstd"
+        text = f"y z {'c' if problem.reads_c else 'none'}, i32 m n k, f32 epsilon, mean rstd"
         norm_args = args("gamma beta" if self.norms else "none none")
         launches = self.one(
             "gemm_cluster", grid, 128 * wgm + (128 if stats else 0) + 32, map_a, map_b,

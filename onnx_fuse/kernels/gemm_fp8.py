@@ -9,7 +9,8 @@ from onnx_fuse.kernels.gemm_portable import FLOAT8, epilogue_refusal, result_ref
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.kernel import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
-from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig, Launches, Ptr, ld
+from onnx_fuse.program.launch import Launches, Ptr
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 KINDS = {(E4M3, E4M3): 1, (E5M2, E4M3): 2, (E4M3, E5M2): 3}
@@ -32,7 +33,7 @@ class EightBits(DelegatingKernel):
 
     def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The same product with each two float8 elements taken as one 16-bit word."""
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
         return replace(
             problem, dtype="bfloat16", b_dtype="", out_dtype=problem.out, k=problem.k // 2,
@@ -50,7 +51,7 @@ class EightBits(DelegatingKernel):
             return reason
         if problem.planes or problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
             return "it multiplies the sum by nothing but the operands' scales"
-        if any(step % 16 for step in (problem.k, *ld(problem))):
+        if any(step % 16 for step in (problem.k, *problem.ld)):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
         return self.inner.supports(self._gemm(problem), hw)
 

@@ -27,16 +27,8 @@ from onnx_fuse.kernels.conv_nhwc import (
 from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices
 from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Num,
-    Ptr,
-    TensorMap,
-    args,
-)
+from onnx_fuse.program.launch import Launches, Num, Ptr, TensorMap, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import IntegerConv
 from onnx_fuse.program.size import minimum
 

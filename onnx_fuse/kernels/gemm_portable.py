@@ -10,20 +10,8 @@ from math import ceil, prod
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernel, rename, roofline
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Arg,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-    args,
-    batch_strides,
-    ld,
-    ldc,
-    operand,
-)
+from onnx_fuse.program.launch import Arg, Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.spec import GRID
 
 HALVES = ("float16", "bfloat16")
@@ -103,8 +91,8 @@ def plain_refusal(problem: GemmProblem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
     if reason := epilogue_refusal(problem, PLAIN):
         return reason
-    if operand(problem) and ldc(problem) != (problem.n, 1):
-        return f"c is read as a dense [M, N], its strides are {ldc(problem)}"
+    if problem.reads_c and problem.ldc != (problem.n, 1):
+        return f"c is read as a dense [M, N], its strides are {problem.ldc}"
     return gate_refusal(problem)
 
 
@@ -157,7 +145,7 @@ def type_defines(problem: GemmProblem) -> dict[str, str]:
 def aligned(problem: GemmProblem) -> bool:
     """Whether every line of a and b starts at a multiple of 16 bytes."""
     size = ITEMSIZE[problem.dtype]
-    steps = [*ld(problem), *batch_strides(problem, "a", 0), *batch_strides(problem, "b", 0)]
+    steps = [*problem.ld, *problem.batch_strides("a", 0), *problem.batch_strides("b", 0)]
     dense = [problem.m * problem.k, problem.k * problem.n] if problem.batch else []
     return problem.align % 16 == 0 and all(step * size % 16 == 0 for step in [*steps, *dense])
 
@@ -187,10 +175,10 @@ def portable_args(problem: GemmProblem) -> tuple[Arg, ...]:
     m, n, k = problem.m, problem.n, problem.k
     sizes = (1,) * (3 - len(problem.batch)) + problem.batch
     dense = {"a": m * k, "b": k * n, "c": m * n}
-    a, b, c = (batch_strides(problem, name, size) for name, size in dense.items())
+    a, b, c = (problem.batch_strides(name, size) for name, size in dense.items())
     made = args(
         "a b y, i32 m n k, i64 steps, i32 sizes, i64 a b, c, i64 c rows_of_c, z", problem,
-        steps=ld(problem), sizes=sizes[1:], a=a, b=b, c=c, rows_of_c=ldc(problem),
+        steps=problem.ld, sizes=sizes[1:], a=a, b=b, c=c, rows_of_c=problem.ldc,
     )  # fmt: skip
     return (*made, *epilogue_args(problem), Ptr("part"))
 
@@ -233,7 +221,7 @@ def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Pt
     size = max(1, most // inner)
     size_in, size_out = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out]
     a, b, c = (
-        batch_strides(problem, name, dense)[3 - axes :]
+        problem.batch_strides(name, dense)[3 - axes :]
         for name, dense in (("a", m * k), ("b", k * n), ("c", m * n))
     )
     rest = 1 if inner > most else 0  # the others by themselves where they are too many as well

@@ -18,15 +18,8 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    args,
-    ld,
-)
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import coarse
 
 
@@ -121,7 +114,7 @@ class SmallM(Kernel):
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
         smem = ITEMSIZE["float32"] * (warps // wn) * 16 * mt * columns
         launches = self.one(
-            "gemm_skinny", grid, 32 * warps, *args(text, problem, steps=ld(problem)),
+            "gemm_skinny", grid, 32 * warps, *args(text, problem, steps=problem.ld),
             *epilogue_args(problem), smem=smem, cluster=cluster,
             TP=C_TYPES[problem.dtype], TRANS_B=problem.trans_b, MT=mt, NT=nt, WN=wn, WARPS=warps,
             CLUSTER=cluster, HALF=problem.m <= 8, UNROLL=self._unroll(mt, nt, warps, mode == 2),

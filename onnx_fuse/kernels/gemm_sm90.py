@@ -24,21 +24,8 @@ from onnx_fuse.kernels.kernel import Kernel, launch, matrices, rename
 from onnx_fuse.kernels.norm_launches import row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    TensorMap,
-    args,
-    batch_strides,
-    ld,
-    ldc,
-    operand,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr, TensorMap, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import minimum, upper_bound
 
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
@@ -111,7 +98,7 @@ def direct(problem: GemmProblem, splits: int = 1) -> bool:
 
 def streamed(problem: GemmProblem) -> int:
     """The bytes that a product moves, with c and z."""
-    more = operand(problem) + bool(problem.epilogue.save_z or problem.epilogue.save_act)
+    more = problem.reads_c + bool(problem.epilogue.save_z or problem.epilogue.save_act)
     each = problem.batches * problem.m * problem.n * ITEMSIZE[problem.out]
     return problem.bytes + more * each
 
@@ -143,18 +130,18 @@ class Wgmma(Kernel):
             return reason
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
-        extra = operand(problem)
-        dense_c = ldc(problem)
+        extra = problem.reads_c
+        dense_c = problem.ldc
         if extra and dense_c != (problem.n, 1):
             return f"c is read as a dense [M, N], its strides are {dense_c}"
-        steps = [x * 2 for x in ld(problem)]
+        steps = [x * 2 for x in problem.ld]
         if len(problem.batch) > 1:
             return "one batch dim at most"
         if problem.batch:
             m, n, k = problem.m, problem.n, problem.k
-            steps += [2 * batch_strides(problem, "a", m * k)[2]]
-            steps += [2 * batch_strides(problem, "b", k * n)[2]]
-            if extra and batch_strides(problem, "c", m * n)[2] != m * n:
+            steps += [2 * problem.batch_strides("a", m * k)[2]]
+            steps += [2 * problem.batch_strides("b", k * n)[2]]
+            if extra and problem.batch_strides("c", m * n)[2] != m * n:
                 return "c is broadcast over the batch"
         stored = problem.among("ldy", "moments", "exp", "column_moments")
         if direct(problem) and (stored or problem.epilogue.dw == "turned"):
@@ -195,7 +182,7 @@ class Wgmma(Kernel):
         box, rest = 8 * BOX, 8 * 2 * 8 + 16
         if direct(problem, splits):
             box = 0
-        elif operand(problem):
+        elif problem.reads_c:
             rest += 2 * box
         if splits <= 1:  # a split product has no epilogue: the reduction runs it
             sets = 2 if pingpong and not stored else 1
@@ -303,9 +290,9 @@ class Wgmma(Kernel):
         if short:
             rows += bm * (not problem.trans_a)
             rows += bn - past if problem.trans_b else (BK - short) * bn / 64
-        if operand(problem) and not direct(problem):
+        if problem.reads_c and not direct(problem):
             rows += bm * past / 64
-        pitch, seconds = 2 * ld(problem)[1], rows * PAST_SECONDS
+        pitch, seconds = 2 * problem.ld[1], rows * PAST_SECONDS
         if problem.trans_b and (pitch < 128 or pitch % 32):
             shared = min(problem.n, bn) * (2 if pitch % 32 else 1)
             seconds += shared * SHARED_ROW / cluster * (pitch < 256)
@@ -406,10 +393,10 @@ class Wgmma(Kernel):
         cluster, splits = config.integer("cluster"), config.integer("splits")
         bm, batches = (64 if pingpong else 128) * mi, problem.batches
         planes = problem.planes
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         step_a, step_b = (
-            batch_strides(problem, "a", m * k)[2],
-            batch_strides(problem, "b", k * n)[2],
+            problem.batch_strides("a", m * k)[2],
+            problem.batch_strides("b", k * n)[2],
         )
 
         def load(
@@ -448,7 +435,7 @@ class Wgmma(Kernel):
         if whole and (behind.dx or behind.dw) and not behind.save_z and n % 4 == 0:
             macros |= {"EVEN": 1}
         elif whole and n % 2 == 0 and not planes:
-            other = behind.among("save_z", "save_act", "gate") or operand(problem)
+            other = behind.among("save_z", "save_act", "gate") or problem.reads_c
             macros |= {} if other else {"PAIRS": 1}
         blocks = hw.sm_count if stream else minimum(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
@@ -468,7 +455,7 @@ class Wgmma(Kernel):
         macros |= {"TO": "float"} if splits > 1 else epilogue_defines(problem)
         gemm = self.one(
             "gemm_wgmma", blocks, 384, map_a, map_b, stored("y", True),
-            stored("z", behind.among("save_z", "save_act")), stored("c", operand(problem)),
+            stored("z", behind.among("save_z", "save_act")), stored("c", problem.reads_c),
             Ptr("workspace" if splits > 1 else "y"),
             *args("z c, i32 m n k batches moves splits", problem, splits=splits,
                   moves=(int(step_a != 0), int(step_b != 0))),
@@ -526,7 +513,7 @@ class SplitWgmma(DelegatingKernel):
 
     def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
         """The passes that split a and b."""
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         a, _ = self._sizes(problem)
         rows_a, line_a = (problem.k, problem.m) if problem.trans_a else (problem.m, problem.k)
         rows_b, line_b = (problem.n, problem.k) if problem.trans_b else (problem.k, problem.n)

@@ -16,16 +16,8 @@ from onnx_fuse.kernels.gemm_portable import (
 )
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
 from onnx_fuse.kernels.kernel import Kernel, matrices, rename
-from onnx_fuse.program.problem import (
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Num,
-    Ptr,
-    ld,
-    operand,
-)
+from onnx_fuse.program.launch import Launches, Num, Ptr
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 BK = 32
 """k of a step, 128 bytes."""
@@ -103,7 +95,7 @@ class Tf32(Kernel):
         """The tiles' time or the memory's for operands of `read` bytes, then the sum of parts."""
         epilogue, size = problem.epilogue, 4 * problem.m * problem.n
         written = size * (1 + bool(epilogue.save_z or epilogue.save_act))
-        added = size * bool(operand(problem))
+        added = size * bool(problem.reads_c)
         memory = (READ * read + WRITTEN * written + ADDED * added) / hw.bandwidth + TILE_SECONDS
         tiles = self._tiles_seconds(problem, config, hw)
         seconds = (1 - REST) * max(tiles, memory) + REST * (tiles + memory) + LAUNCH_SECONDS
@@ -128,7 +120,7 @@ class Tf32(Kernel):
         """The product, then the sum of its parts where k has several."""
         (bn, resident), splits = config.integers("tile"), max(1, config.integer("splits"))
         m, n, k = problem.m, problem.n, problem.k
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
 
         stage = (128 + bn) * 128 + 16
         room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost

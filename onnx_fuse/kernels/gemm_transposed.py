@@ -11,16 +11,8 @@ from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.kernel import launch, rename, roofline
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
-from onnx_fuse.program.problem import (
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    args,
-    ld,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr, args
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 
 class Copy(NamedTuple):
@@ -106,7 +98,7 @@ class TurnedTf32(_Turned):
 
     def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The product of rows along k."""
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         both = problem.trans_a and not problem.trans_b
         return problem.replace(
             trans_a=False, trans_b=True, align=16 if both else problem.align,
@@ -116,7 +108,7 @@ class TurnedTf32(_Turned):
 
     def _copies(self, problem: GemmProblem) -> list[Copy]:
         """Those of a and b that do not lie along k."""
-        lda, ldb = ld(problem)
+        lda, ldb = problem.ld
         a = [_transpose("a", problem.m, problem.k, lda)] if problem.trans_a else []
         b = [] if problem.trans_b else [_transpose("b", problem.n, problem.k, ldb)]
         return a + b
@@ -142,7 +134,7 @@ class TurnedFma(_Turned):
 
     def _copies(self, problem: GemmProblem) -> list[Copy]:
         """That of b."""
-        return [_transpose("b", problem.k, problem.n, ld(problem)[1])]
+        return [_transpose("b", problem.k, problem.n, problem.ld[1])]
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.batch or not problem.trans_b or problem.dtype != "float32":

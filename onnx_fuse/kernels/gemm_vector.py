@@ -20,16 +20,8 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    args,
-    ld,
-    operand,
-)
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 
 STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
@@ -56,7 +48,7 @@ class Gemv(Kernel):
             return "it makes the statistics itself"
         if reason := epilogue_refusal(problem, VECTOR):
             return reason
-        if operand(problem) and problem.epilogue.c_cols != 1:
+        if problem.reads_c and problem.epilogue.c_cols != 1:
             return "c is read as a dense row"
         if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
             return "rows of w are not of 16-byte pieces"
@@ -112,7 +104,7 @@ class Gemv(Kernel):
         text = "a b y z c, i32 n k, i64 ldb, f32 epsilon, mean rstd"
         launches = self.one(
             "gemm_vector", blocks, 32 * warps,
-            *args(text, problem, ldb=ld(problem)[1]), *epilogue_args(problem),
+            *args(text, problem, ldb=problem.ld[1]), *epilogue_args(problem),
             smem=smem, TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm,
             STATIC_B=problem.static_b, **types, **epilogue,
         )  # fmt: skip

@@ -16,16 +16,8 @@ from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, launch, roofline
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import Each, HeuristicKernel, Plan, Planned, access_width
 from onnx_fuse.program.data_movement import GatherND, ScatterElements, ScatterND
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    args,
-)
+from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.size import coarse
 
 THREADS = 256

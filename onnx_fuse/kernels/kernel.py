@@ -8,17 +8,8 @@ from typing import Any, Protocol, TypeAlias
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.cuda.macros import Defines, defines
-from onnx_fuse.program.problem import (
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    Table,
-    TensorMap,
-    Waits,
-)
+from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, Table, TensorMap, Waits
+from onnx_fuse.program.problem import Hardware, KernelConfig
 
 Blocks = int | tuple[int, int, int]
 

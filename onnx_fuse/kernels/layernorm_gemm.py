@@ -23,16 +23,8 @@ from onnx_fuse.kernels.gemm_vector import Gemv
 from onnx_fuse.kernels.kernel import Kernels, rename
 from onnx_fuse.kernels.norm_launches import fold, fold_seconds, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    Value,
-)
+from onnx_fuse.program.launch import Launch, Launches, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Value
 
 KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype", "gate")
 

@@ -29,7 +29,8 @@ from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, rename, roofline
 from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRowsGrad
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Plan, Planned
-from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
+from onnx_fuse.program.launch import Launches, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import maximum
 
 OfWeights: TypeAlias = Wgmma | Mma | SimtSplitK | Simt | Tf32 | TurnedTf32

@@ -13,15 +13,8 @@ from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import WorkspaceArena, roofline
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-    args,
-)
+from onnx_fuse.program.launch import Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import coarse, maximum
 
 N_STEP = 64  # columns of dz and w a stage holds

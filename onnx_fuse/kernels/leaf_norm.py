@@ -12,7 +12,8 @@ from math import ceil, prod
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.kernel import Kernels, rename
 from onnx_fuse.kernels.norm_launches import sum_parts
-from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig, Launches, Ptr
+from onnx_fuse.program.launch import Launches, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 
 
 class WeightOnlyGrad(SimtSplitK):

@@ -15,8 +15,9 @@ from onnx_fuse.kernels.rule_based import (
     thread_choices,
     typed,
 )
+from onnx_fuse.program.launch import Launches, args
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row

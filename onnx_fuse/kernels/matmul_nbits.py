@@ -12,16 +12,9 @@ from onnx_fuse.kernels.kernel import Kernel, Kernels, launch
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.contractions import PackedProduct
+from onnx_fuse.program.launch import Launches, Ptr, args
 from onnx_fuse.program.nbits_tiles import CHUNK
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-    args,
-)
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.size import any_batch
 
 FLOATS = ("float16", "bfloat16", "float32")

@@ -23,7 +23,8 @@ from onnx_fuse.kernels.rule_based import (
     typed,
     whole_sectors,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, KernelConfig, Launches, Ptr, args
+from onnx_fuse.program.launch import Arg, Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
 from onnx_fuse.program.size import any_batch, maximum, minimum, upper_bound
 

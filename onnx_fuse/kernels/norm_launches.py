@@ -8,7 +8,8 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import launch, roofline
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr, Table, args
+from onnx_fuse.program.launch import Launch, Ptr, Table, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.program.size import coarse, minimum
 
 

@@ -17,7 +17,8 @@ from onnx_fuse.kernels.rule_based import (
     window_macros,
 )
 from onnx_fuse.program.data_movement import Determinant, Fourier, Range, is_smooth
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 
 
 class RowsOfLanes(HeuristicKernel):

@@ -21,7 +21,8 @@ from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches
+from onnx_fuse.program.launch import Launch, Launches
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.size import OpenSize, minimum
 
 Turn: TypeAlias = "Callable[[Tensor, Tensor], Launch | None]"

@@ -16,7 +16,8 @@ from onnx_fuse.kernels.rule_based import (
     window_macros,
 )
 from onnx_fuse.program.call import LOWEST
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import MaxPoolGrad, Pool, Resample
 
 _KINDS = ("max", "average", "lp")

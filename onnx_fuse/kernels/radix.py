@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from onnx_fuse.kernels.kernel import WorkspaceArena, launch
-from onnx_fuse.program.problem import Launch, Launches, Ptr, args
+from onnx_fuse.program.launch import Launch, Launches, Ptr, args
 
 THREADS = 256
 DIGIT = 8

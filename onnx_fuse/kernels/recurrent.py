@@ -7,7 +7,8 @@ from typing import Any
 from onnx_fuse.kernels.kernel import Kernels, launch
 from onnx_fuse.kernels.rule_based import HeuristicKernel, typed
 from onnx_fuse.program.data_movement import Recurrence
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 
 _PARTS = 8  # PARTS_MOST of steps.cuh
 

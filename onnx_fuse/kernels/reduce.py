@@ -20,7 +20,8 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, Table, args
+from onnx_fuse.program.launch import Launches, Ptr, Table, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, coarse, widely
 

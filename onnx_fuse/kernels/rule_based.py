@@ -10,15 +10,8 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    AnyProblem,
-    Hardware,
-    KernelConfig,
-    Launches,
-    Ptr,
-    args,
-)
+from onnx_fuse.program.launch import Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import any_batch, coarse
 
@@ -167,7 +160,7 @@ class Each(HeuristicKernel):
         self, source: str, entry: str, args: str, macros: Callable[[Any], dict[str, Any]],
         *, count: str = "size", per: int = BLOCK, threads: int = BLOCK, version: int = 1,
     ) -> None:  # fmt: skip
-        """`args` is text as `program.problem.args` reads it, `macros` are those of a problem."""
+        """`args` is text as `program.launch.args` reads it, `macros` are those of a problem."""
         self.source, self.entry, self.args, self.macros = source, entry, args, macros
         self.count, self.per, self.threads, self.version = count.split(), per, threads, version
 

@@ -15,7 +15,8 @@ from onnx_fuse.program.data_movement import (
     SortedRows,
     TopK,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Ptr, args
+from onnx_fuse.program.launch import Launches, Ptr, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.size import coarse
 
 Kept: TypeAlias = KeptCounts | KeptPositions

@@ -12,18 +12,8 @@ from onnx_fuse.kernels.cache_append import cache_macro, row_macros, step_args
 from onnx_fuse.kernels.kernel import Kernel, Kernels, apart, launch, rename
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
-from onnx_fuse.program.problem import (
-    FEW,
-    ITEMSIZE,
-    Arg,
-    Hardware,
-    KernelConfig,
-    Launch,
-    Launches,
-    Ptr,
-    TensorMap,
-    args,
-)
+from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, TensorMap, args
+from onnx_fuse.program.problem import FEW, ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.size import any_batch, upper_bound
 from onnx_fuse.program.spec import GRID
 

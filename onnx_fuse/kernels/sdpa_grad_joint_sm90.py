@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from onnx_fuse.kernels.rule_based import Plan, Planned
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
 from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import Hardware, KernelConfig, Ptr, TensorMap, args
+from onnx_fuse.program.launch import Ptr, TensorMap, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.size import minimum
 
 TILE, KEYS, LONGEST = 64, 128, 2048

@@ -17,7 +17,8 @@ from onnx_fuse.kernels.sdpa import (
 )
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.contractions import Attention
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 
 TILE = 64
 

@@ -20,7 +20,8 @@ from onnx_fuse.kernels.rule_based import (
     thread_choices,
     typed,
 )
-from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Softmax
 from onnx_fuse.program.size import any_batch
 

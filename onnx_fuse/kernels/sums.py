@@ -5,7 +5,8 @@ from __future__ import annotations
 from onnx_fuse.kernels.kernel import Kernels, roofline
 from onnx_fuse.kernels.norm_launches import act_grad, fold_columns, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, args
+from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 

@@ -18,14 +18,7 @@ from onnx_fuse import config
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program import call, contractions, data_movement, expression, problems
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import (
-    AnyProblem,
-    Contraction,
-    GemmProblem,
-    Hardware,
-    KernelConfig,
-    ld,
-)
+from onnx_fuse.program.problem import AnyProblem, Contraction, GemmProblem, Hardware, KernelConfig
 
 SHIPPED = Path(__file__).parent / "records"
 
@@ -42,7 +35,7 @@ def canonical(problem: AnyProblem) -> AnyProblem:
         return replace(problem, **same)  # type: ignore[type-var]
     same = {f.name: f.default for f in fields(problem) if f.name in IGNORED}
     if isinstance(problem, GemmProblem):
-        lda, ldb = ld(replace(problem, lda=None, ldb=None))
+        lda, ldb = replace(problem, lda=None, ldb=None).ld
         same |= {
             "lda": None if problem.lda == lda else problem.lda,
             "ldb": None if problem.ldb == ldb else problem.ldb,

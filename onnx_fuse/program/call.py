@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Choice, Hardware, Launches
+from onnx_fuse.program.launch import Launches
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Choice, Hardware
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of each input, by name."""

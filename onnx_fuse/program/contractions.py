@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.data_movement import CacheAppend
-from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction, Hardware
+from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction
 from onnx_fuse.program.size import maximum, minimum, size_class, upper_bound
 
 A = TypeVar("A", bound="Attention")
@@ -24,6 +24,8 @@ class Attention(AnyProblem):
 
     op = "Sdpa"
     moves = "q: dtype batch m k; k: cache_dtype batch k n; scores: dtype batch m n"
+    counted = "m n"
+    multiplied = "dtype"
     m: int
     n: int
     k: int
@@ -122,14 +124,6 @@ class Attention(AnyProblem):
         if not self.window or min(self.window) < 0:
             return length
         return minimum(length, sum(self.window) + block)
-
-    @property
-    def empty(self) -> bool:
-        return not self.m * self.n
-
-    def rate(self, hw: Hardware) -> float:
-        """The rate of products of its type."""
-        return hw.rate(self.dtype)
 
     def layout(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(shape [B, H, S, D], strides of its first three axes) of q, k, v, y or a gradient."""

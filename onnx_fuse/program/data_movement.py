@@ -10,7 +10,7 @@ from math import prod
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, KernelConfig
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, KernelConfig
 from onnx_fuse.program.problems import Window
 
 
@@ -315,6 +315,8 @@ class Recurrence(AnyProblem):
 
     moves = """weights: dtype hidden hidden gates; gates: dtype steps batch hidden gates;
         states: dtype steps batch hidden"""
+    work = "2 steps batch hidden hidden gates"
+    multiplied = "dtype"
     kind: int
     gates: int
     steps: int
@@ -323,15 +325,6 @@ class Recurrence(AnyProblem):
     dtype: str
     reverse: bool = False
     grad: bool = False
-
-    @property
-    def flops(self) -> int:
-        """The operations of the products with the states."""
-        return 2 * self.steps * self.batch * self.hidden * self.hidden * self.gates
-
-    def rate(self, hw: Hardware) -> float:
-        """The rate of products of its type."""
-        return hw.rate(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -451,15 +444,11 @@ class NmsChosen(AnyProblem):
     """The boxes that non-maximum suppression keeps, of `count` in each of `lines`."""
 
     moves = "boxes: float32 4 lines count; scores: float32 lines count; chosen: int64 lines count"
+    counted = "lines"  # one without boxes still writes that it keeps none
     lines: int
     classes: int
     count: int
     center: int = 0
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no line; a line without boxes still writes that it keeps none."""
-        return not self.lines
 
 
 @dataclass(frozen=True)
@@ -467,14 +456,10 @@ class Determinant(AnyProblem):
     """The determinants of `count` matrices [n, n]."""
 
     operands = "x: dtype count n n; y: dtype count"
+    counted = "count"  # a matrix of no rows has a determinant
     count: int
     n: int
     dtype: str
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no matrix; that of no rows has a determinant."""
-        return not self.count
 
 
 def is_smooth(points: int) -> bool:
@@ -493,6 +478,8 @@ class Fourier(AnyProblem):
 
     moves = """x: dtype outer length inner parts; y: dtype count results;
         imaginary: dtype count results !half"""
+    counted = "count"  # a transform of no elements has results
+    multiplied = "float64"
     outer: int
     frames: int
     step: int
@@ -526,15 +513,6 @@ class Fourier(AnyProblem):
         """In float64: 5 n log2 n a transform."""
         return 5 * self.count * self.points * max(1, self.points.bit_length() - 1)
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no transform; one of no elements has results."""
-        return not self.count
-
-    def rate(self, hw: Hardware) -> float:
-        """float64's."""
-        return hw.rate("float64")
-
 
 @dataclass(frozen=True)
 class NGrams(AnyProblem):
@@ -554,9 +532,5 @@ class Range(AnyProblem):
     """Scale and zero point of uint8 for `size` numbers by their range, which holds 0."""
 
     operands = "x: float32 size"
+    counted = "1"  # the range of no elements is defined too
     size: int
-
-    @property
-    def empty(self) -> bool:
-        """Always False, since the range of no elements is defined too."""
-        return False

@@ -1,13 +1,13 @@
-"""Problem (what), Config (how), Launch (one kernel call): frozen scalars."""
+"""Problem (what is computed) and Config (how): frozen scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
 from onnx_fuse.program.epilogue import NONE as NO_EPILOGUE
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
 
 Value = bool | int | float | str | tuple[int, ...]
-Waits = Literal["first", "later", ""]
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -115,7 +114,11 @@ def rows_of(p: AnyProblem, text: str) -> Iterator[OperandRow]:
             tail = getattr(p, "tail", None)
             dtype = tail.dtype if tail else p.dtype  # type: ignore[attr-defined]
         dtype = "" if dtype == "any" else getattr(p, dtype, dtype)
-        yield names, dtype, prod(_factor(p, name) for name in factors) if factors else 0
+        yield names, dtype, _product(p, factors) if factors else 0
+
+
+def _product(p: AnyProblem, factors: Iterable[str]) -> int:
+    return prod(_factor(p, name) for name in factors)
 
 
 def _factor(p: AnyProblem, name: str) -> int:
@@ -145,6 +148,13 @@ class AnyProblem:
     """What its kernels touch, as `rows_of` reads it, where `spec.TABLE` has no function for it."""
     moves: ClassVar[str] = ""
     """What counts as read and written, in the same form; "": all operands, each once."""
+    counted: ClassVar[str] = ""
+    """The factors, as of a row of operands, of which one is 0 where there is nothing to compute;
+    "": there is nothing where no byte is moved."""
+    work: ClassVar[str] = ""
+    """The factors of `flops`; "": 0, of a pass that memory bounds."""
+    multiplied: ClassVar[str] = "float32"
+    """The type whose rate these have, or the field that holds it."""
     result: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -193,12 +203,12 @@ class AnyProblem:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not self.bytes
+        return not (_product(self, self.counted.split()) if self.counted else self.bytes)
 
     @property
     def flops(self) -> int:
         """Operations of the chip's multipliers; 0 for a pass that memory bounds."""
-        return 0
+        return _product(self, self.work.split()) if self.work else 0
 
     @property
     def bytes(self) -> int:
@@ -219,7 +229,7 @@ class AnyProblem:
 
     def rate(self, hw: Hardware) -> float:
         """The chip's rate for `flops`, operations a second."""
-        return hw.rate("float32")
+        return hw.rate(getattr(self, self.multiplied, self.multiplied))
 
     def floor(self, hw: Hardware, moved: int = 0) -> float:
         """Seconds that no kernel beats: `flops` at the chip's rate, `moved` bytes at its own.
@@ -242,6 +252,7 @@ class Contraction(AnyProblem):
     one key of the tuning records.
     """
 
+    counted = "m n"
     op: str
     m: int = 1
     n: int = 1
@@ -304,11 +315,6 @@ class Contraction(AnyProblem):
         operands = self.m * self.k + self.k * self.n
         results = self.m * self.n // (2 if self.epilogue.gate else 1)
         return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
-
-    @property
-    def empty(self) -> bool:
-        """Whether the result has no element."""
-        return not self.m * self.n
 
     def rate(self, hw: Hardware) -> float:
         """The rate of its products; fp32 by split bfloat16 takes several of them."""
@@ -382,6 +388,34 @@ class GemmProblem(Contraction):
     """The type of b where it is not a's: of two float8 operands. They have "scale_a" and "scale_b",
     a float32 each, by which the sum is multiplied."""
 
+    @property
+    def reads_c(self) -> bool:
+        """Whether the epilogue reads one more [M, N] operand, "c"."""
+        return bool(self.epilogue.among("beta", "dact", "dx", "dw", "residual"))
+
+    @property
+    def ld(self) -> tuple[int, int]:
+        """Row strides of a and b in elements."""
+        return (
+            (self.m if self.trans_a else self.k) if self.lda is None else self.lda,
+            (self.k if self.trans_b else self.n) if self.ldb is None else self.ldb,
+        )
+
+    @property
+    def ldc(self) -> tuple[int, int]:
+        """Strides of c's rows and columns in elements."""
+        rows = self.epilogue.c_rows
+        return self.n if rows is None else rows, self.epilogue.c_cols
+
+    def batch_strides(self, name: str, dense: int) -> tuple[int, ...]:
+        """The three batch strides of a, b, c, or of y, which is dense; zeros in front."""
+        strides = {"a": self.a_strides, "b": self.b_strides, "c": self.c_strides}.get(name, ())
+        if not strides:
+            for size in reversed(self.batch):
+                strides = (dense, *strides)
+                dense *= size
+        return (0,) * (3 - len(strides)) + strides
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -452,75 +486,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Ptr:
-    """Kernel argument: the address bound to `name`, plus `offset` bytes; null if unbound."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Num:
-    """Kernel argument: a number of C type `ctype` (i32, i64, u32, f32, f64)."""
-
-    ctype: str
-    value: int | float
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """Kernel argument: a TMA descriptor over `ptr`, dims innermost first, strides in bytes.
-
-    `strides` has one entry fewer than `shape` (the innermost is contiguous), `swizzle` 0, 64, 128.
-    With a `window`, `shape` is (channels, width, height, images), or has a depth before the images,
-    `box` is (channels, pixels), and a load takes so many pixels one after another (im2col): from
-    the left and top (and front) corner on, as far beyond the first pixel, to the right and bottom
-    one beyond the last, in steps along the axes. The window has the three in this order.
-    """
-
-    ptr: Ptr
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int = 128
-    window: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Table:
-    """Kernel argument: a struct of 64-bit words by value, addresses and numbers mixed."""
-
-    words: tuple[Ptr | int, ...]
-
-
-Arg = Ptr | Num | TensorMap | Table
-
-
-def args(text: str, problem: object = None, /, **values: Any) -> tuple[Arg, ...]:
-    """The arguments of a kernel, as in "x y, i64 size inner, f32 epsilon".
-
-    A part names pointers, or behind a C type numbers, each of them one of `values` or a field of
-    the problem; a tuple is several numbers.
-    """
-    made: list[Arg] = []
-    for kind, pointers, names in _args(text):
-        made += pointers
-        for name in names:
-            value = values[name] if name in values else getattr(problem, name)
-            made += [Num(kind, n) for n in (value if isinstance(value, tuple) else (value,))]
-    return tuple(made)
-
-
-@cache
-def _args(text: str) -> list[tuple[str, tuple[Ptr, ...], list[str]]]:
-    """Of each part its C type, pointers and names of numbers: texts are few, and come again."""
-    parts = [part.split() for part in text.split(",")]
-    kinds = ("i32", "u32", "i64", "f32", "f64")
-    return [(x[0], (), x[1:]) if x[0] in kinds else ("", tuple(map(Ptr, x)), []) for x in parts]
-
-
-@dataclass(frozen=True)
 class Collective(AnyProblem):
     """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
 
@@ -541,72 +506,5 @@ class Collective(AnyProblem):
         return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel call: `source` is a path under cuda_src/ or the text itself, specialised by -D.
-
-    `sync`: bytes bound under "sync", this call's own, zero at first; what the kernel leaves there
-    the next run finds (counters and flags that it resets itself). `cooperative`: all blocks are on
-    the chip at once, so they may wait for each other. `product`: no kernel, but cuBLASLt's call for
-    this problem; `collective`: NCCL's for this bucket. `source` is empty then.
-
-    `waits`: when the kernel waits for what was launched before it: "first" of all, so it may start
-    while any launches before it run; "later", after reads of what no launch writes, so it may start
-    while the one before it runs; "" by itself never. `early`: macros by which the kernel lets the
-    next launch start at once.
-    """
-
-    source: str
-    entry: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    args: tuple[Arg, ...]
-    defines: tuple[tuple[str, str], ...] = ()
-    smem: int = 0
-    cluster: int = 1
-    sync: int = 0
-    cooperative: bool = False
-    product: GemmProblem | None = None
-    collective: Collective | None = None
-    waits: Waits = ""
-    early: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def of_library(self) -> bool:
-        """Whether a library's call takes the place of a kernel."""
-        return self.product is not None or self.collective is not None
-
-
-def operand(problem: GemmProblem) -> bool:
-    """Whether the epilogue reads one more [M, N] operand, "c"."""
-    return bool(problem.epilogue.among("beta", "dact", "dx", "dw", "residual"))
-
-
-def ld(problem: GemmProblem) -> tuple[int, int]:
-    """Row strides of a and b in elements."""
-    return (
-        (problem.m if problem.trans_a else problem.k) if problem.lda is None else problem.lda,
-        (problem.k if problem.trans_b else problem.n) if problem.ldb is None else problem.ldb,
-    )
-
-
-def ldc(problem: GemmProblem) -> tuple[int, int]:
-    """Strides of c's rows and columns in elements."""
-    rows = problem.epilogue.c_rows
-    return problem.n if rows is None else rows, problem.epilogue.c_cols
-
-
-def batch_strides(problem: GemmProblem, name: str, dense: int) -> tuple[int, ...]:
-    """The three batch strides of a, b, c, or of y, which is dense; zeros in front."""
-    strides = {"a": problem.a_strides, "b": problem.b_strides, "c": problem.c_strides}.get(name, ())
-    if not strides:
-        for size in reversed(problem.batch):
-            strides = (dense, *strides)
-            dense *= size
-    return (0,) * (3 - len(strides)) + strides
-
-
 Prefs: TypeAlias = Mapping[str, str] | None
 """Operator -> the candidate that the user asks for."""
-Launches: TypeAlias = tuple[Launch, ...]
-"""What a kernel enqueues, in order."""

@@ -25,6 +25,7 @@ class Norm(AnyProblem):
     """
 
     moves = "x y: dtype rows length; residual sum: dtype rows length residual"
+    work = "2 rows length columns"
     rows: int
     length: int
     dtype: str
@@ -42,11 +43,6 @@ class Norm(AnyProblem):
     tail: Tail | None = None
 
     @property
-    def flops(self) -> int:
-        """The operations of its product with a few columns."""
-        return 2 * self.rows * self.length * self.columns
-
-    @property
     def stored(self) -> str:
         """y, unless something has taken its place."""
         return "" if self.tail or self.columns else "y"
@@ -62,6 +58,7 @@ class NormGrad(AnyProblem):
 
     moves = """x: dtype rows length; dy: dtype rows length !k; dx: dtype rows length dx;
         ds: dtype rows length skip"""
+    work = "2 rows length k"
     rows: int
     length: int
     dtype: str
@@ -74,11 +71,6 @@ class NormGrad(AnyProblem):
     k: int = 0
     turned: bool = False
     tail: Tail | None = None
-
-    @property
-    def flops(self) -> int:
-        """The operations of the product that makes dy."""
-        return 2 * self.rows * self.length * self.k
 
     @property
     def stored(self) -> str:
@@ -231,6 +223,7 @@ class _Filtering(AnyProblem):
     x is [batch, groups * channels, *inner], y [batch, groups * filters, *outer].
     """
 
+    work = "2 groups filters depth batch outer"  # products with pads included
     batch: int
     groups: int
     channels: int
@@ -249,11 +242,6 @@ class _Filtering(AnyProblem):
     def depth(self) -> int:
         """The number of products in a sum over a filter."""
         return self.channels * prod(self.window.kernel)
-
-    @property
-    def flops(self) -> int:
-        """Two operations a product, products with pads included."""
-        return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
 
 
 @dataclass(frozen=True)
@@ -315,6 +303,7 @@ class IntegerConv(_Filtering):
     """
 
     op = "IntegerConv"
+    multiplied = "int8"
     result = "y"
     border: int = 0
     x_strides: tuple[int, ...] = ()
@@ -331,10 +320,6 @@ class IntegerConv(_Filtering):
     def columns(self) -> int:
         """The filters that the weights hold."""
         return self.groups * self.filters if self.groups > 1 else -(-self.filters // 64) * 64
-
-    def rate(self, hw: Hardware) -> float:
-        """The rate of products of 8-bit integers."""
-        return hw.rate("int8")
 
 
 @dataclass(frozen=True)
@@ -408,6 +393,7 @@ class Reduce(AnyProblem):
     make one of the last y. `second`: the moments' variance goes to "y2". A "Dot" sums x times "x2".
     """
 
+    counted = "outer inner"  # a sum of nothing is a result
     reducer: str
     outer: int
     length: int
@@ -438,11 +424,6 @@ class Reduce(AnyProblem):
         read = self.state if self.from_state else ITEMSIZE[self.dtype] * (1 + self.paired)
         written = self.state if self.to_state else ITEMSIZE[self.out_dtype]
         return self.outer * self.inner * (self.length * read + self.splits * written)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no result; a sum of nothing is one."""
-        return not self.outer * self.inner
 
 
 @dataclass(frozen=True)

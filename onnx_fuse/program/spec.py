@@ -15,6 +15,7 @@ import numpy as np
 
 from onnx_fuse.program import contractions, data_movement, losses, problems
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
+from onnx_fuse.program.launch import Launch, Num, TensorMap
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     AnyProblem,
@@ -22,14 +23,7 @@ from onnx_fuse.program.problem import (
     Contraction,
     GemmProblem,
     Hardware,
-    Launch,
-    Num,
     OperandRow,
-    TensorMap,
-    batch_strides,
-    ld,
-    ldc,
-    operand,
     rows_of,
 )
 from onnx_fuse.program.size import OpenSize, hint
@@ -53,20 +47,20 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 def _matrices(p: GemmProblem, name: str, rows: int, columns: int, *steps: int) -> int:
     """The reach of an operand's matrices, whose rows and columns stand `steps` elements apart."""
     batch = (1,) * (3 - len(p.batch)) + tuple(p.batch)
-    return _reach((*batch, rows, columns), (*batch_strides(p, name, rows * columns), *steps))
+    return _reach((*batch, rows, columns), (*p.batch_strides(name, rows * columns), *steps))
 
 
 def _product(p: GemmProblem) -> Iterator[OperandRow]:
     """A product's operands, by `program.epilogue`; a norm's product has its own names."""
     e, y = p.epilogue, p.n // 2 if p.epilogue.gate else p.n
-    lda, ldb = ld(p)
+    lda, ldb = p.ld
     if not p.planes:
         a = (p.k, p.m) if p.trans_a else (p.m, p.k)
         b = (p.n, p.k) if p.trans_b else (p.k, p.n)
         yield "a", p.dtype, _matrices(p, "a", *a, lda, 1)
         yield "b", p.b_dtype or p.dtype, _matrices(p, "b", *b, ldb, 1)
-    if operand(p):
-        yield "c", "", _matrices(p, "c", p.m, p.n, *ldc(p))
+    if p.reads_c:
+        yield "c", "", _matrices(p, "c", p.m, p.n, *p.ldc)
     if not e.dw:
         yield from rows_of(p, "row0 row1 row2 row3: any m; col1: any n")
     if e.layernorm or e.layer_scale:

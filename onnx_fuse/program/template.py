@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program import problem as p
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.formula import Formulas
+from onnx_fuse.program.launch import Launch, Num, Ptr, Table, TensorMap
 from onnx_fuse.program.open import (
     PLAIN,
     Array,
@@ -34,12 +34,12 @@ from onnx_fuse.program.open import (
     defaults,
     field_names,
 )
-from onnx_fuse.program.problem import Collective
+from onnx_fuse.program.problem import Choice, Collective, GemmProblem, KernelConfig
 
 CLASSES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Buffer, Call, p.Choice, Collective, Epilogue, p.KernelConfig, p.Launch, p.Num,
-                 p.GemmProblem, Program, p.Ptr, p.Table, Tensor, p.TensorMap)
+    for kind in (Buffer, Call, Choice, Collective, Epilogue, KernelConfig, Launch, Num, GemmProblem,
+                 Program, Ptr, Table, Tensor, TensorMap)
 }  # fmt: skip
 """The classes whose instances a file may hold, by name."""
 _KNOWN = frozenset(CLASSES.values())

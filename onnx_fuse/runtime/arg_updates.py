@@ -13,7 +13,8 @@ from typing import Any
 
 from onnx_fuse.cuda.arguments import words_of
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.problem import ITEMSIZE, Launch, TensorMap
+from onnx_fuse.program.launch import Launch, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.size import OpenSize
 
 Change = tuple[int, int, tuple[int, int, int], int, tuple[Any, ...], int]

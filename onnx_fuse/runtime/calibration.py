@@ -25,7 +25,8 @@ from onnx_fuse.cuda.launch import bind
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.files import private_folder, read_private
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.launch import Launch, Num, Ptr
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device
 
 REACHED = 0.8

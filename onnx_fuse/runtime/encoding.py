@@ -20,20 +20,9 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.formula import Formulas
+from onnx_fuse.program.launch import Launch, Num, Ptr, Table, TensorMap, Waits
 from onnx_fuse.program.open import EvalPlan, SymbolicProgram
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Choice,
-    Collective,
-    GemmProblem,
-    KernelConfig,
-    Launch,
-    Num,
-    Ptr,
-    Table,
-    TensorMap,
-    Waits,
-)
+from onnx_fuse.program.problem import ITEMSIZE, Choice, Collective, GemmProblem, KernelConfig
 from onnx_fuse.runtime.schedule import at_ends
 
 FORMAT = 7

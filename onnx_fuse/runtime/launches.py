@@ -11,7 +11,8 @@ from onnx_fuse import config
 from onnx_fuse.cuda.launch import BoundLaunch, PlacedLaunch, bind
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.problem import Hardware, Launch
+from onnx_fuse.program.launch import Launch
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import Change, operands, places, workspace_key
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off

@@ -15,7 +15,8 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.program.call import Program, Tensor, dtype_of
-from onnx_fuse.program.problem import ITEMSIZE, Launch, TensorMap
+from onnx_fuse.program.launch import Launch, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
 from onnx_fuse.runtime.tensor import DeviceTensor

@@ -14,7 +14,7 @@ from onnx_fuse.cuda import arguments
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.problem import Ptr, TensorMap
+from onnx_fuse.program.launch import Ptr, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import DIRECT_BYTES, Executable
 

@@ -8,7 +8,8 @@ from on_device import TYPES, Memory, wide
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr
+from onnx_fuse.program.launch import Launch, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
 ACTIVATE = """#define TO T
 #include "gemm/epilogue.cuh"

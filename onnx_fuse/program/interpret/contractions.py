@@ -15,7 +15,7 @@ from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.norms import column_moments
 from onnx_fuse.program.interpret.steps import activated, activation, derivative
-from onnx_fuse.program.problem import GemmProblem, batch_strides, ld, ldc
+from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.problems import SlopeProduct
 
 
@@ -25,17 +25,17 @@ def _batched(
     """An operand [*batch, m, n]: (m, n, the strides of both), batch strides by the problem."""
     m, n, row, column = rows
     dense = {"a": p.m * p.k, "b": p.k * p.n, "c": p.m * p.n}.get(name, 0)
-    batch = batch_strides(p, name, dense)[3 - len(p.batch) :] if p.batch else ()
+    batch = p.batch_strides(name, dense)[3 - len(p.batch) :] if p.batch else ()
     return of.strided(name, (*p.batch, m, n), (*batch, row, column))
 
 
 def _left(p: GemmProblem, of: Operands, name: str = "a") -> np.ndarray:
-    row, _ = ld(p)
+    row, _ = p.ld
     return _batched(p, of, name, (p.m, p.k, 1, row) if p.trans_a else (p.m, p.k, row, 1))
 
 
 def _right(p: GemmProblem, of: Operands, name: str = "b") -> np.ndarray:
-    _, row = ld(p)
+    _, row = p.ld
     return _batched(p, of, name, (p.k, p.n, 1, row) if p.trans_b else (p.k, p.n, row, 1))
 
 
@@ -69,7 +69,7 @@ def _gemm(p: GemmProblem, of: Operands) -> Results:
             results |= {"row0": rstd, "row1": mean}
         c = None
         if p.epilogue.among("beta", "dact", "residual"):
-            c = _batched(p, of, "c", (p.m, p.n, *ldc(p)))
+            c = _batched(p, of, "c", (p.m, p.n, *p.ldc))
         results |= _behind(p, of, v, c)
     if p.epilogue.column_sums:
         results["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)

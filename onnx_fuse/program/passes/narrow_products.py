@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, whole
-from onnx_fuse.program.problem import GemmProblem, ld
+from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
@@ -27,7 +27,7 @@ def _plain(call: Call, also: str = "") -> GemmProblem | None:
     allowed = {"lda", "ldb", "align", "static_b", also}
     if not {name for name, value in p.extras.items() if value} <= allowed or p.align % 16:
         return None
-    return p if ld(p) == (p.k, p.k if p.trans_b else p.n) else None
+    return p if p.ld == (p.k, p.k if p.trans_b else p.n) else None
 
 
 def product_behind_norm(calls: Calls, i: int, call: Call) -> None:

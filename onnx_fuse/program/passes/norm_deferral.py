@@ -20,7 +20,7 @@ from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.passes.callgraph import uses
-from onnx_fuse.program.problem import AnyProblem, GemmProblem, ld
+from onnx_fuse.program.problem import AnyProblem, GemmProblem
 from onnx_fuse.program.problems import Norm
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
@@ -114,7 +114,7 @@ def _product(call: Call, norm: Rows) -> bool:
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
         and norm.whole(dict(call.reads)["a"])
         and (p.m, p.k, p.batch, p.trans_a) == (norm.rows, norm.width, (), False)
-        and ld(p) == (p.k, p.k if p.trans_b else p.n)
+        and p.ld == (p.k, p.k if p.trans_b else p.n)
         and _attrs(p) <= ACTIVATED
     )
 
