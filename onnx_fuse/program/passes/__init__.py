@@ -54,7 +54,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("activations again", partial(_each, make_activation_again)),
     ("column sums", partial(_each, sum_columns)),
     ("column moments", partial(_each, leave_moments)),
-    ("norm deferral", defer),
+    ("norm deferral", partial(_each, defer)),
     ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
     ("turned weights", lambda calls, _, ctx: turn_together(calls, ctx.hw, ctx.prefs)),

@@ -9,17 +9,15 @@ cheaper than the launch of the norm.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
-from onnx_fuse.kernels.costs import seconds
 from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.passes.callgraph import uses
+from onnx_fuse.program.passes.callgraph import Calls, nodes_of, whole
 from onnx_fuse.program.problem import AnyProblem, GemmProblem
 from onnx_fuse.program.problems import Norm
 
@@ -28,62 +26,61 @@ ACTIVATED = PLAIN | {"act", "act_alpha"}
 
 
 @dataclass(frozen=True)
-class Rows:
-    """y = LN(x) over rows of `width` elements, and its parameters' values."""
+class Normalised:
+    """y = LN(x) of a call, and the values of its parameters."""
 
     call: Call
+    norm: Norm
     x: Tensor
     y: Tensor
     gamma: np.ndarray
     beta: np.ndarray
-    epsilon: float
-
-    @property
-    def width(self) -> int:
-        return self.x.shape[-1]
-
-    @property
-    def rows(self) -> int:
-        return prod(self.x.shape[:-1])
-
-    def whole(self, tensor: Tensor) -> bool:
-        """Whether these are all rows, in order."""
-        return tensor.dense and not tensor.offset and tensor.size == self.y.size
 
 
-def defer(
-    calls: Sequence[Call],
-    keep: Collection[int],
-    ctx: PassContext,
-) -> tuple[Call, ...]:
-    """The calls without the LayerNormalizations that all their readers can take over."""
-    readers, writers = uses(calls)
-    result: list[Call | None] = list(calls)
-    choices = Choices(ctx)
-    for i, call in enumerate(calls):
-        norm = _norm(call, ctx)
-        if norm is None or norm.y.buffer in keep or writers[norm.y.buffer] != [i]:
-            continue
-        if max(writers[norm.x.buffer], default=-1) > i:
-            continue  # x has another value by then
-        at = {j: result[j] for j in readers[norm.y.buffer]}
-        products = {j: c for j, c in at.items() if c is not None and _product(c, norm)}
-        residuals = {j: c for j, c in at.items() if c is not None and _residual(c, norm, ctx)}
-        if not products or len(products) + len(residuals) < len(readers[norm.y.buffer]):
-            continue
-        if min(residuals, default=len(calls)) < min(products):
-            continue  # the statistics would come too late
-        maker = writers[norm.x.buffer]
-        source = result[maker[0]] if len(maker) == 1 else None
-        changed = choices.replaced(norm, source, products, residuals)
-        if changed is not None:
-            result[i] = None
-            for j, new in changed.items():
-                result[maker[0] if j < 0 else j] = new
-    return tuple(call for call in result if call is not None)
+def defer(calls: Calls, i: int, call: Call) -> None:
+    """Leave a LayerNormalization to its readers, where all can take it over and it is cheaper."""
+    rows = _norm(call, calls.ctx)
+    if rows is None or rows.y.buffer in calls.keep or calls.writers[rows.y.buffer] != [i]:
+        return
+    if max(calls.writers[rows.x.buffer], default=-1) > i:
+        return  # x has another value by then
+    readers = calls.readers[rows.y.buffer]
+    at = {j: now for j in readers for now in calls.now[j]}
+    products = {j: c for j, c in at.items() if _product(c, rows)}
+    residuals = {j: c for j, c in at.items() if _residual(c, rows, calls.ctx)}
+    if not products or len(products) + len(residuals) < len(readers):
+        return
+    if min(residuals, default=len(calls.calls)) < min(products):
+        return  # the statistics would come too late
+
+    def seconds(*problems: AnyProblem) -> float:
+        return sum(map(calls.seconds, problems))
+
+    added = seconds(*map(_added, residuals.values()))
+    before = seconds(rows.norm, *map(_problem, (*products.values(), *residuals.values())))
+    ways = [(added + seconds(*(_norm_gemm(c, rows) for c in products.values())), 0)]
+    place, source = calls.producer(rows.x) or (i, call)
+    if _makes(source, rows):
+        old, width = _problem(source), rows.norm.length
+        for parts in sorted({width // bn for _, bn, _ in TILES if width % bn == 0}):
+            more = seconds(old.with_epilogue(moments=parts)) - seconds(old)
+            after = seconds(*(_norm_gemm(c, rows, parts) for c in products.values()))
+            ways.append((added + more + after, parts))
+    after, parts = min(ways)
+    if not after < before:
+        return
+    part = {"part": calls.ctx.scratch("float32", (parts, rows.norm.rows, 2))} if parts else {}
+    if (changed := _readers(calls.ctx, rows, part, products, residuals)) is None:
+        return
+    if parts:
+        problem = _problem(source).with_epilogue(moments=parts)
+        changed[place] = replace(source, problem=problem, writes=(*source.writes, *part.items()))
+    calls.now[i] = ()
+    for j, new in changed.items():
+        calls.now[j] = (new,)
 
 
-def _norm(call: Call, ctx: PassContext) -> Rows | None:
+def _norm(call: Call, ctx: PassContext) -> Normalised | None:
     """The LayerNormalization of a 16-bit x whose parameters nothing writes to."""
     norm = call.problem
     if not isinstance(norm, Norm) or norm.rms or norm.affine != 1 or not norm.stored:
@@ -98,132 +95,78 @@ def _norm(call: Call, ctx: PassContext) -> Rows | None:
         return None
     if gamma.size != x.shape[-1]:
         return None
-    return Rows(call, x, y, gamma.reshape(-1), beta.reshape(-1), norm.epsilon)
+    return Normalised(call, norm, x, y, gamma.reshape(-1), beta.reshape(-1))
 
 
-def _attrs(problem: GemmProblem) -> set[str]:
-    return {name for name, value in problem.extras.items() if value}
-
-
-def _product(call: Call, norm: Rows) -> bool:
-    """Whether the norm's rows are the product's left operand, and nothing else of it."""
-    p = call.problem
-    return (
-        isinstance(p, GemmProblem)
-        and p.op == "Gemm"
-        and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
-        and norm.whole(dict(call.reads)["a"])
-        and (p.m, p.k, p.batch, p.trans_a) == (norm.rows, norm.width, (), False)
-        and p.ld == (p.k, p.k if p.trans_b else p.n)
-        and _attrs(p) <= ACTIVATED
-    )
-
-
-def _residual(call: Call, norm: Rows, ctx: PassContext) -> bool:
-    """Whether the product adds the norm's rows to its own, after a bias that is known."""
+def _reads(call: Call, rows: Normalised, name: str, allowed: set[str]) -> GemmProblem | None:
+    """The problem of a Gemm with no more than `allowed`, whose operand `name` are all rows of the
+    norm, in order, and which reads them nowhere else.
+    """
     p, reads = call.problem, dict(call.reads)
-    return (
-        isinstance(p, GemmProblem)
-        and p.op == "Gemm"
-        and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["c"]
-        and norm.whole(reads["c"])
-        and (p.m, p.n, p.batch) == (norm.rows, norm.width, ())
-        and p.epilogue.residual is True
-        and _attrs(p) <= PLAIN | {"residual", "moments"}
-        and ("col1" not in reads or ctx.known(reads["col1"]) is not None)
-    )
+    if not isinstance(p, GemmProblem) or p.op != "Gemm" or p.batch or p.m != rows.norm.rows:
+        return None
+    if [operand for operand, t in call.reads if t.buffer == rows.y.buffer] != [name]:
+        return None
+    given = {field for field, value in p.extras.items() if value}
+    return p if whole(rows.y.size, reads[name]) and given <= allowed else None
 
 
-class Choices:
-    """Chooses what replaces a norm and its readers, where that is cheaper."""
+def _product(call: Call, rows: Normalised) -> bool:
+    """Whether the norm's rows are the product's left operand, and nothing else of it."""
+    p = _reads(call, rows, "a", ACTIVATED)
+    if p is None or p.trans_a or p.k != rows.norm.length:
+        return False
+    return p.ld == (p.k, p.k if p.trans_b else p.n)
 
-    def __init__(self, ctx: PassContext) -> None:
-        self.ctx = ctx
-        self._seconds: dict[AnyProblem, float] = {}
 
-    def seconds(self, *problems: AnyProblem) -> float:
-        """Seconds by the cost models alone, which compare where records would not."""
-        for problem in problems:
-            if problem not in self._seconds:
-                time = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
-                self._seconds[problem] = time
-        return sum(self._seconds[problem] for problem in problems)
+def _residual(call: Call, rows: Normalised, ctx: PassContext) -> bool:
+    """Whether the product adds the norm's rows to its own, after a bias that is known."""
+    p = _reads(call, rows, "c", PLAIN | {"residual", "moments"})
+    if p is None or p.n != rows.norm.length or p.epilogue.residual is not True:
+        return False
+    bias = dict(call.reads).get("col1")
+    return bias is None or ctx.known(bias) is not None
 
-    def replaced(
-        self,
-        norm: Rows,
-        source: Call | None,
-        products: Mapping[int, Call],
-        residuals: Mapping[int, Call],
-    ) -> dict[int, Call] | None:
-        """The readers' new calls by their place, -1: of the call that makes x; None: as it was."""
-        added = self.seconds(*(_added(c) for c in residuals.values()))
-        readers = (*products.values(), *residuals.values())
-        alone = [p for p in (norm.call.problem,) if p is not None]
-        before = self.seconds(*alone, *(_problem(c) for c in readers))
-        ways = [(added + self.seconds(*(_norm_gemm(c, norm) for c in products.values())), 0)]
-        if source is not None and _makes(source, norm):
-            old = _problem(source)
-            for parts in sorted({norm.width // bn for _, bn, _ in TILES if norm.width % bn == 0}):
-                new = (_norm_gemm(c, norm, parts) for c in products.values())
-                more = self.seconds(old.with_epilogue(moments=parts)) - self.seconds(old)
-                ways.append((added + more + self.seconds(*new), parts))
-        after, parts = min(ways)
-        if not after < before:
+
+def _readers(
+    ctx: PassContext,
+    rows: Normalised,
+    part: Mapping[str, Tensor],
+    products: Mapping[int, Call],
+    residuals: Mapping[int, Call],
+) -> dict[int, Call] | None:
+    """The readers' new calls by their place, or None where the weights cannot be folded."""
+    new_calls: dict[int, Call] = {}
+    params, parts = dict(rows.call.reads), part["part"].shape[0] if part else 0
+    statistics: dict[str, Tensor] = {}
+    for j, call in products.items():
+        reads, problem = dict(call.reads), _norm_gemm(call, rows, parts)
+        b = reads["b"]
+        weights = replace(b, shape=b.shape[-2:], strides=b.strides[-2:])
+        row = reads.get("col1") or ctx.constant(np.zeros(problem.n, rows.gamma.dtype))
+        folded = ctx.folded(params["scale"], params.get("bias"), weights, row, problem.trans_b)
+        if folded is None:
             return None
-        return self._calls(norm, source if parts else None, parts, products, residuals)
-
-    def _calls(
-        self,
-        norm: Rows,
-        source: Call | None,
-        parts: int,
-        products: Mapping[int, Call],
-        residuals: Mapping[int, Call],
-    ) -> dict[int, Call] | None:
-        """The calls that replace the norm, or None where the weights cannot be folded."""
-        ctx, new_calls, part = self.ctx, {}, {}
-        if source is not None:
-            part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
-            wrote = replace(source, writes=(*source.writes, *part.items()))
-            new_calls[-1] = replace(wrote, problem=_problem(source).with_epilogue(moments=parts))
-        params = dict(norm.call.reads)
-        statistics: dict[str, Tensor] = {}
-        for j, call in products.items():
-            reads, problem = dict(call.reads), _norm_gemm(call, norm, parts)
-            b = reads["b"]
-            weights = replace(b, shape=b.shape[-2:], strides=b.strides[-2:])
-            row = reads.get("col1") or ctx.constant(np.zeros(problem.n, norm.gamma.dtype))
-            folded = ctx.folded(params["scale"], params.get("bias"), weights, row, problem.trans_b)
-            if folded is None:
-                return None
-            moments = {n: ctx.scratch("float32", (*norm.x.shape[:-1], 1)) for n in ("mean", "rstd")}
-            statistics = statistics or moments
-            reader = replace(
-                call,
-                kernel=f"LayerNorm{call.kernel}",
-                nodes=tuple(dict.fromkeys((*norm.call.nodes, *call.nodes))),
-                reads=tuple(({"x": norm.x} | folded | part).items()),
-                writes=(*call.writes, *moments.items()),
-            )
-            new_calls[j] = replace(reader, problem=problem)
-        gamma = ctx.constant(norm.gamma.astype(np.float32))
-        for j, call in residuals.items():
-            reads = dict(call.reads)
-            bias = ctx.known(reads["col1"]) if "col1" in reads else np.zeros(1)
-            assert bias is not None
-            both = np.broadcast_to(bias.astype(np.float64).reshape(-1) + norm.beta, norm.width)
-            changed = {
-                "c": norm.x, "row0": statistics["rstd"], "row1": statistics["mean"],
-                "col0": gamma, "col1": ctx.constant(both.astype(np.float32)),
-            }  # fmt: skip
-            reader = replace(
-                call,
-                nodes=tuple(dict.fromkeys((*call.nodes, *norm.call.nodes))),
-                reads=tuple((reads | changed).items()),
-            )
-            new_calls[j] = replace(reader, problem=_added(call))
-        return new_calls
+        moments = {n: ctx.scratch("float32", (*rows.x.shape[:-1], 1)) for n in ("mean", "rstd")}
+        statistics = statistics or moments
+        new_calls[j] = replace(
+            call, kernel=f"LayerNorm{call.kernel}", nodes=nodes_of(rows.call, call),
+            problem=problem, reads=(("x", rows.x), *folded.items(), *part.items()),
+            writes=(*call.writes, *moments.items()),
+        )  # fmt: skip
+    gamma = ctx.constant(rows.gamma.astype(np.float32))
+    for j, call in residuals.items():
+        reads = dict(call.reads)
+        bias = ctx.known(reads["col1"]) if "col1" in reads else np.zeros(1)
+        assert bias is not None
+        both = np.broadcast_to(bias.astype(np.float64).reshape(-1) + rows.beta, rows.gamma.shape)
+        reads |= {
+            "c": rows.x, "row0": statistics["rstd"], "row1": statistics["mean"],
+            "col0": gamma, "col1": ctx.constant(both.astype(np.float32)),
+        }  # fmt: skip
+        nodes = nodes_of(call, rows.call)
+        new_calls[j] = replace(call, nodes=nodes, problem=_added(call), reads=tuple(reads.items()))
+    return new_calls
 
 
 def _problem(call: Call) -> GemmProblem:
@@ -232,13 +175,13 @@ def _problem(call: Call) -> GemmProblem:
     return call.problem
 
 
-def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> GemmProblem:
+def _norm_gemm(call: Call, rows: Normalised, parts: int = 0) -> GemmProblem:
     """The LayerNormGemm that a product of the norm's rows becomes."""
     p = _problem(call)
     act, alpha = p.epilogue.act, p.epilogue.act_alpha
     return GemmProblem(
         "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
-        trans_b=p.trans_b, math=p.math, epsilon=norm.epsilon, folded=True, static_b=True,
+        trans_b=p.trans_b, math=p.math, epsilon=rows.norm.epsilon, folded=True, static_b=True,
         parts=parts, epilogue=Epilogue(bias=True, act=act, act_alpha=alpha),
     )  # fmt: skip
 
@@ -248,13 +191,13 @@ def _added(call: Call) -> GemmProblem:
     return _problem(call).with_epilogue(residual="norm", bias=True)
 
 
-def _makes(call: Call, norm: Rows) -> bool:
+def _makes(call: Call, rows: Normalised) -> bool:
     """Whether a product's result is the norm's x, row by row."""
     p = call.problem
     return (
         isinstance(p, GemmProblem)
         and p.op == "Gemm"
-        and [(name, t.buffer) for name, t in call.writes] == [("y", norm.x.buffer)]
-        and norm.whole(call.writes[0][1])
-        and (p.m, p.n, p.batch) == (norm.rows, norm.width, ())
+        and [(name, t.buffer) for name, t in call.writes] == [("y", rows.x.buffer)]
+        and whole(rows.x.size, call.writes[0][1])
+        and (p.m, p.n, p.batch) == (rows.norm.rows, rows.norm.length, ())
     )
