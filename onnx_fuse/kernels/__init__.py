@@ -8,12 +8,13 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_fuse import config
@@ -159,11 +160,18 @@ def same_choices() -> Iterator[None]:
         _CHOICES.reset(token)
 
 
+def _legal(op: str, problem: AnyProblem, hw: Hardware) -> list[Kernel]:
+    """The candidates that serve a problem, best first."""
+    kernels = candidates(op)
+    if kernels and not isinstance(kernels[0], HeuristicKernel):
+        problem.upper_bound()  # fixes the size class of each dimension before `supports`
+    return [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
+
+
 def _select(
     op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs, records: bool
 ) -> Selection | None:
-    kernels = candidates(op)
-    if not kernels or problem.empty:
+    if not candidates(op) or problem.empty:
         return None
     want = forced(prefs).get(op)
     if want is not None:
@@ -175,9 +183,7 @@ def _select(
         return _first_that_fits(
             problem, by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
         )
-    if not isinstance(kernels[0], HeuristicKernel):
-        problem.upper_bound()  # fixes the size class of each dimension before `supports`
-    legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
+    legal = _legal(op, problem, hw)
     if problem.trace is not None and problem.trace.batch:
         # one choice for all batches, so one that serves the largest as well
         largest = problem.upper_bound()
@@ -208,12 +214,7 @@ def serves(op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> b
 
 
 def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
-    kernels = candidates(op)
-    if not kernels or problem.empty:
-        return False
-    if not isinstance(kernels[0], HeuristicKernel):
-        problem.upper_bound()  # as `_select` does
-    legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
+    legal = _legal(op, problem, hw) if candidates(op) and not problem.empty else []
     if legal and isinstance(legal[0], HeuristicKernel):
         return _by_rule(legal, problem, hw, "") is not None
     largest = problem.upper_bound()
@@ -280,21 +281,12 @@ def refusals(op: str, problem: AnyProblem, hw: Hardware) -> dict[str, str]:
     here, reasons = problem.concrete(), {}
     for kernel in candidates(op):
         reason = refusal(kernel, problem, hw)
-        if not reason:
-            ways = (beyond(kernel, how, here, hw) for how in kernel.configs(here, hw))
-            reason = _against_all(ways)
+        if not reason:  # or each configuration is beyond a limit
+            ways = kernel.configs(here, hw)
+            found = [*takewhile(bool, (beyond(kernel, how, here, hw) for how in ways))]
+            reason = found[0] if found and len(found) == len(ways) else ""
         reasons[kernel.name] = reason
     return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _against_all(reasons: Iterable[str]) -> str:
-    """The first of the reasons against each configuration; "" where there is none against one."""
-    first = ""
-    for reason in reasons:
-        if not reason:
-            return ""
-        first = first or reason
-    return first
 
 
 def refused(problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> bool:

@@ -167,7 +167,7 @@ def _group_width(problem: GroupGrad) -> int:
     """Elements an access: of channels that are last and few fewer, so that more threads share."""
     p = problem
     few = p.last and coarse(p.images) * p.channels * coarse(p.pixels) <= _FEW
-    return access_width(p.channels if p.last else p.pixels, p.dtype, 8 if few else 16)
+    return access_width(p.channels if p.last else p.pixels, p.dtype, most=8 if few else 16)
 
 
 def group_across(problem: GroupGrad) -> int:

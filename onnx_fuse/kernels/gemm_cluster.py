@@ -11,7 +11,6 @@ from onnx_fuse.kernels.gemm_portable import (
     each_has_steps,
     epilogue_args,
     epilogue_defines,
-    fold_norm,
     half_refusal,
     plain_refusal,
     slope_seconds,
@@ -213,7 +212,7 @@ class Cluster(Kernel):
         wgm, bn, split, share, _ = self._shape(config)
         m, n, k = problem.m, problem.n, problem.k
         rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
-        norm, stats = problem.op == "LayerNormGemm", self._stats(problem)
+        stats = self._stats(problem)
         lda, ldb = problem.ld
         step_n = next(step for step in (64, 8, 2, 1) if n % step == 0)
         if step_n == 64 and (problem.trans_b or bn % 64):
@@ -227,8 +226,6 @@ class Cluster(Kernel):
             epilogue["LATE"] = 1
         if self.norms:
             epilogue |= {"NORM": 1, "HELD": self._held(problem, config)}
-        elif norm:
-            fold_norm(types, epilogue)
         epilogue |= {"STATS": 1} if stats else {}
         epilogue |= {"RMS": 1} if problem.rms and stats else {}
 
@@ -258,7 +255,7 @@ class Cluster(Kernel):
         )  # fmt: skip
         if self.norms:
             return as_norm(problem, launches, col0="none", row0="none", row1="none")
-        return as_norm(problem, launches, row0="rstd", row1="mean") if norm else launches
+        return as_norm(problem, launches, row0="rstd", row1="mean")
 
 
 class NormCluster(Cluster):

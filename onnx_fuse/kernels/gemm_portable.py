@@ -101,13 +101,18 @@ def normed(problem: GemmProblem) -> bool:
     return problem.epilogue.residual == "norm"
 
 
+def folds(problem: GemmProblem) -> bool:
+    """Whether it is a LayerNormGemm by folded weights: cs and cv are float32, the bias is in cv."""
+    return problem.op == "LayerNormGemm" and problem.folded
+
+
 def epilogue_defines(problem: GemmProblem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
     flags = {
         "ALPHA": problem.epilogue.alpha != 1.0,
         "ROW_SCALE": problem.epilogue.row_scale,
-        "EPI_LN": problem.epilogue.layernorm,
-        "EPI_BIAS": problem.epilogue.bias or problem.epilogue.row_bias,
+        "EPI_LN": problem.epilogue.layernorm or folds(problem),
+        "EPI_BIAS": (problem.epilogue.bias and not folds(problem)) or problem.epilogue.row_bias,
         "EPI_C": problem.epilogue.beta,
         "EPI_EXP": problem.epilogue.exp,
         "SAVE_Z": problem.epilogue.save_z or problem.epilogue.save_act,
@@ -134,7 +139,7 @@ def epilogue_defines(problem: GemmProblem) -> dict[str, object]:
 def type_defines(problem: GemmProblem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
     dw = problem.epilogue.dw is True
-    fp32_columns = problem.epilogue.layernorm or dw or normed(problem)
+    fp32_columns = problem.epilogue.layernorm or dw or normed(problem) or folds(problem)
     bias = problem.epilogue.bias_dtype or problem.dtype
     types = {"T": problem.dtype, "TO": problem.out, "TV": "float32" if fp32_columns else bias}
     if dw or problem.epilogue.row_bias:
@@ -156,18 +161,13 @@ def epilogue_args(problem: GemmProblem) -> tuple[Arg, ...]:
 
 
 def as_norm(problem: GemmProblem, launches: Launches, **others: str) -> Launches:
-    """A Gemm's launches with a LayerNormGemm's names of operands, of which some are `others`."""
+    """The launches, a LayerNormGemm's with its names of operands, of which some are `others`."""
+    if problem.op != "LayerNormGemm":
+        return launches
     weights = {"b": "wq", "col1": "cv"} if problem.folded else {"b": "w", "col1": "c"}
     names = {"a": "x", "c": "r", "col0": "cs", **weights, **others}
     places = {name: Ptr(own) for name, own in names.items()}
     return tuple(rename(each, places) for each in launches)
-
-
-def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:
-    """Set the macros of a norm whose parameters are folded: float32 columns, the bias in cv."""
-    types["TV"] = "float"
-    epilogue["EPI_LN"] = 1
-    epilogue.pop("EPI_BIAS", None)
 
 
 def portable_args(problem: GemmProblem) -> tuple[Arg, ...]:

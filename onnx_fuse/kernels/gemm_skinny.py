@@ -11,7 +11,6 @@ from onnx_fuse.kernels.gemm_portable import (
     as_norm,
     epilogue_args,
     epilogue_defines,
-    fold_norm,
     half_refusal,
     plain_refusal,
     slope_seconds,
@@ -104,11 +103,7 @@ class SmallM(Kernel):
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         mt, nt, wn, warps, cluster = self._shape(config)
-        norm = problem.op == "LayerNormGemm"
-        mode = 0 if not norm else 1 if problem.folded else 2
-        types, epilogue = type_defines(problem), epilogue_defines(problem)
-        if mode == 1:
-            fold_norm(types, epilogue)
+        mode = 0 if problem.op != "LayerNormGemm" else 1 if problem.folded else 2
         text = "a b y z c, i32 m n k, i64 steps, f32 epsilon, mean rstd gamma beta"
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)
@@ -118,6 +113,7 @@ class SmallM(Kernel):
             *epilogue_args(problem), smem=smem, cluster=cluster,
             TP=C_TYPES[problem.dtype], TRANS_B=problem.trans_b, MT=mt, NT=nt, WN=wn, WARPS=warps,
             CLUSTER=cluster, HALF=problem.m <= 8, UNROLL=self._unroll(mt, nt, warps, mode == 2),
-            LN=mode, **types, **epilogue, **({"RMS": 1} if problem.rms else {}),
+            LN=mode, **type_defines(problem), **epilogue_defines(problem),
+            **({"RMS": 1} if problem.rms else {}),
         )  # fmt: skip
-        return as_norm(problem, launches) if norm else launches
+        return as_norm(problem, launches)

@@ -15,7 +15,6 @@ from onnx_fuse.kernels.gemm_portable import (
     epilogue_args,
     epilogue_defines,
     epilogue_refusal,
-    fold_norm,
     half_refusal,
     type_defines,
 )
@@ -93,10 +92,7 @@ class Gemv(Kernel):
         warps, each = config.integer("warps"), config.integer("each")
         norm, columns = problem.op == "LayerNormGemm", each or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, warps, columns)
-        types, epilogue = type_defines(problem), epilogue_defines(problem)
-        if norm:
-            fold_norm(types, epilogue)
-        epilogue |= {"EACH": each} if each else {"COLS": columns}
+        epilogue = epilogue_defines(problem) | ({"EACH": each} if each else {"COLS": columns})
         epilogue |= {"RMS": 1} if norm and problem.rms else {}
         blocks = ceil(problem.n / (columns * warps if each else columns))
         # few blocks leave room for those that want an SM for themselves (kernel.apart)
@@ -106,6 +102,6 @@ class Gemv(Kernel):
             "gemm_vector", blocks, 32 * warps,
             *args(text, problem, ldb=problem.ld[1]), *epilogue_args(problem),
             smem=smem, TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm,
-            STATIC_B=problem.static_b, **types, **epilogue,
+            STATIC_B=problem.static_b, **type_defines(problem), **epilogue,
         )  # fmt: skip
-        return as_norm(problem, launches) if norm else launches
+        return as_norm(problem, launches)

@@ -72,25 +72,27 @@ class TwoGemms(Planned):
         )  # fmt: skip
 
     def _dw(self, problem: GemmProblem) -> GemmProblem:
-        if problem.trans_b:
-            return GemmProblem.of(
-                "Gemm", m=problem.n, n=problem.k, k=problem.m, trans_a=True, dw="turned",
-                rms=problem.rms, **self._types(problem),
-            )  # fmt: skip
+        sizes = (problem.n, problem.k) if problem.trans_b else (problem.k, problem.n)
         return GemmProblem.of(
-            "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
-            rms=problem.rms, **self._types(problem),
+            "Gemm", m=sizes[0], n=sizes[1], k=problem.m, trans_a=True,
+            dw="turned" if problem.trans_b else True, rms=problem.rms, **self._types(problem),
         )  # fmt: skip
+
+    def _refusal(self, problem: GemmProblem) -> str | None:
+        """Why neither of two products makes the gradients; None where both do."""
+        if problem.add == "apart":
+            return "dx is added to what is there, not to another tensor"
+        if problem.dtype == "float32" and problem.folded:
+            return "fp32 weights are folded here"
+        return None
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.trans_b and (problem.dtype == "float32" or problem.folded):
             return "w is [k, n]"
-        if problem.add == "apart":
-            return "dx is added to what is there, not to another tensor"
         if problem.dtype == "float32" and not self._planes(problem):
             return f"fp32 by bf16x3 or bf16x6, not {problem.math}"
-        if problem.dtype == "float32" and problem.folded:
-            return "fp32 weights are folded here"
+        if reason := self._refusal(problem):
+            return reason
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
         if problem.align % 16:
@@ -288,12 +290,10 @@ class Portable(TwoGemms):
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.trans_b:
             return "w is [k, n]"
-        if problem.add == "apart":
-            return "dx is added to what is there, not to another tensor"
         if problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no row statistics in {problem.dtype}"
-        if problem.dtype == "float32" and problem.folded:
-            return "fp32 weights are folded here"
+        if reason := self._refusal(problem):
+            return reason
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         gemms = self._dx(problem, "simt"), self._dw(problem)

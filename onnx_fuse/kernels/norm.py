@@ -46,7 +46,7 @@ def _unheld(columns: int, held: int, dtype: str) -> str | None:
 def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
     """Elements an access, threads a row (`threads`, if not 0) and accesses a thread."""
     length, dtype = problem.length, problem.dtype
-    vec = min(access_width(length, dtype), access_width(length, problem.param))
+    vec = access_width(length, dtype, problem.param)
     if not threads:
         each = vec * (2 if ITEMSIZE[dtype] == 2 else 4)
         threads = min(1024, max(32, pow2(-(-length // each))))
@@ -108,11 +108,6 @@ class Chunks(Planned, HeuristicKernel):
             return f"a Gemm with {problem.columns} columns needs a row in one block"
         return _uncut(problem) or super().supports(problem, hw)
 
-    @staticmethod
-    def _vec(problem: Norm) -> int:
-        widths = [problem.dtype, *([problem.param] if problem.affine else [])]
-        return min(access_width(problem.length, dtype) for dtype in widths)
-
     def moved(self, problem: Norm) -> int:
         """x is read twice, and a residual."""
         tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
@@ -120,7 +115,8 @@ class Chunks(Planned, HeuristicKernel):
 
     def plan(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Plan:
         """What each chunk has, three accumulators, and the row by what all of its chunks have."""
-        vec = self._vec(problem)
+        read = (problem.dtype, problem.param if problem.affine else problem.dtype)
+        vec = access_width(problem.length, *read)
         chunk, chunks = cut(problem.rows, problem.length, vec)
         items = row_items(chunk, vec, _THREADS, _kept(problem.dtype))
         macros = _macros(problem) | {"VEC": vec, "ITEMS": items, "BLOCK": _THREADS}
@@ -164,11 +160,9 @@ class Row(HeuristicKernel):
     def _shape(self, problem: Norm, config: KernelConfig) -> tuple[int, int, int]:
         """Elements an access, threads a row, accesses that a thread keeps."""
         length, x = problem.length, problem.dtype
-        vec = min(
-            access_width(length, x), access_width(problem.inner, x) if problem.affine == 2 else 16
-        )
-        if problem.affine == 1:
-            vec = min(vec, access_width(length, problem.param))
+        vec = access_width(length, x, problem.param if problem.affine == 1 else x)
+        if problem.affine == 2:
+            vec = min(vec, access_width(problem.inner, x))
         threads = config.integer("team") or team_size(problem.rows, length, vec)
         return vec, threads, row_items(length, vec, threads, _kept(x))
 
@@ -187,6 +181,11 @@ class Row(HeuristicKernel):
         )  # fmt: skip
 
 
+def _grad_macros(problem: NormGrad) -> dict[str, Any]:
+    types = typed(problem, P="param", M="stat")
+    return types | {"RMS": problem.rms, "SKIP": problem.skip}
+
+
 class _Grad(HeuristicKernel):
     """A candidate of layernorm/grad.cu."""
 
@@ -196,8 +195,7 @@ class _Grad(HeuristicKernel):
 
     def _macros(self, problem: NormGrad, config: KernelConfig) -> dict[str, Any]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
-        types = typed(problem, P="param", M="stat") | {"RMS": problem.rms, "SKIP": problem.skip}
-        return types | {"VEC": vec, "ITEMS": items, "TEAM": threads}
+        return _grad_macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads}
 
 
 class GradRow(_Grad):
@@ -240,13 +238,9 @@ class GradRow(_Grad):
         )  # fmt: skip
 
 
-def _chunk_vec(problem: NormGrad) -> int:
-    return min(access_width(problem.length, dtype) for dtype in (problem.dtype, problem.param))
-
-
-def _chunk_macros(problem: NormGrad, vec: int) -> dict[str, Any]:
-    types = typed(problem, P="param", M="stat") | {"RMS": problem.rms, "SKIP": problem.skip}
-    return types | {"VEC": vec, "BLOCK": _THREADS} | tail_macros(problem.tail)
+def _chunk_macros(problem: NormGrad) -> dict[str, Any]:
+    vec = access_width(problem.length, problem.dtype, problem.param)
+    return _grad_macros(problem) | {"VEC": vec, "BLOCK": _THREADS} | tail_macros(problem.tail)
 
 
 class GradChunks(Planned, HeuristicKernel):
@@ -273,9 +267,9 @@ class GradChunks(Planned, HeuristicKernel):
 
         Each chunk has two accumulators, and behind them each row.
         """
-        vec = _chunk_vec(problem)
-        chunk, chunks = cut(problem.rows, problem.length, vec)
-        macros, rows = _chunk_macros(problem, vec), problem.rows
+        macros, rows = _chunk_macros(problem), problem.rows
+        vec: int = macros["VEC"]
+        chunk, chunks = cut(rows, problem.length, vec)
         parts, whole = Ptr("workspace"), Ptr("workspace", 16 * rows * chunks)
 
         def one(entry: str, blocks: int, *made: Arg) -> Launches:
@@ -308,9 +302,8 @@ class GradRounds(HeuristicKernel):
         """A thread a column."""
         grad = problem.grad
         grid = (-(-grad.length // _THREADS), problem.outputs, 1)
-        macros = _chunk_macros(grad, _chunk_vec(grad))
         made = args("part dscale dbias, i64 length", grad)
-        return self.one("round_params", grid, _THREADS, *made, **macros)
+        return self.one("round_params", grid, _THREADS, *made, **_chunk_macros(grad))
 
 
 class GradSums(_Grad):

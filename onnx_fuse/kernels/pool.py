@@ -95,8 +95,7 @@ class Taps(HeuristicKernel):
     free_axes = "yz"
 
     def _vec(self, problem: Resample) -> int:
-        wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
-        return access_width(problem.inner, wider)
+        return access_width(problem.inner, problem.dtype, problem.out_dtype)
 
     def cost(self, problem: Resample, config: KernelConfig, hw: Hardware) -> float:
         """The usual, or the instructions of a tap, of which vectors share the address."""

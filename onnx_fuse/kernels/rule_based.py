@@ -176,9 +176,11 @@ def typed(problem: Any, **fields: str) -> dict[str, Any]:
     return {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype), **types}
 
 
-def access_width(length: int, dtype: str, most: int = 16) -> int:
-    """The elements of an access of at most `most` bytes, in dense rows of `length` of `dtype`."""
-    width = max(1, most // ITEMSIZE[dtype])
+def access_width(length: int, *dtypes: str, most: int = 16) -> int:
+    """The elements of an access of at most `most` bytes, in dense rows of `length` of any of these
+    types.
+    """
+    width = max(1, most // max(ITEMSIZE[dtype] for dtype in dtypes))
     while length % width:
         width //= 2
     return width
