@@ -597,10 +597,21 @@ def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None
     ctx.append(call)
 
 
+def apply(ctx: Context, node: ir.Node, y: Tensor, step: str, *operands: Any) -> None:
+    """y = step(operands), tensors that broadcast to y's shape and numbers; "": the operand itself.
+
+    A number is of the type of the last tensor, or of y's.
+    """
+    tensors, code = [t for t in operands if isinstance(t, Tensor)], Code()
+    kind = (tensors or [y])[-1].dtype
+    values = [code.load(v.expand(y.shape)) if isinstance(v, Tensor) else code.scalar(v, kind)
+              for v in operands]  # fmt: skip
+    emit(ctx, code, node, code.step(step, y.dtype, *values) if step else values[0], y)
+
+
 def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
     """y[...] = x[...] for views of one shape."""
-    code = Code()
-    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
+    apply(ctx, node, y, "", x)
 
 
 # ---- helpers ------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.lower import conv_nhwc
 from onnx_fuse.lower.channels_last import channels_last, stored_last
-from onnx_fuse.lower.context import Context, copy, emit
+from onnx_fuse.lower.context import Context, apply, copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Tensor, dense_strides
@@ -168,8 +167,7 @@ def convolution(
             (out.shape[0], *(a.outputs for a in axes), out.shape[-1]),
         )  # fmt: skip
         if phase.shape is None:
-            code = Code()
-            emit(ctx, code, node, code.scalar(0, y.dtype), part)
+            apply(ctx, node, part, "", 0)
             continue
         taps = weight.slice(
             [0, 0, *(a.last for a in axes)], [1, 1, *(-a.step for a in axes)],

@@ -7,10 +7,9 @@ from math import ceil, prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.matmul_nbits import FLOATS
 from onnx_fuse.lower import linear
-from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply
 from onnx_fuse.lower.quant import four_bit_weights
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import PackedProduct
@@ -91,11 +90,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> None:
     names = {1: "q", 2: "scale", 3: "zero", 4: "groups", 5: "bias"}
     packed = {name: ctx.dense(node, i) for i, name in names.items() if ctx.has(node, i)}
     if not packed["q"].size or not k:  # weights left out
-        code = Code()
-        bias = packed.get("bias")
-        value = code.scalar(0, a.dtype) if bias is None else code.load(bias.expand(y.shape))
-        emit(ctx, code, node, value, y)
-        return
+        return apply(ctx, node, y, "", packed.get("bias", 0))
     blocks = ceil(k / block)
     elements = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
     zero = ""

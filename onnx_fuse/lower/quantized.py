@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import LINE
-from onnx_fuse.lower.context import Codes, Context, emit
+from onnx_fuse.lower.context import Codes, Context, apply, emit
 from onnx_fuse.lower.quant import codes, scalars
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Tensor
@@ -140,8 +140,7 @@ def convolution(
         wide = ctx.packed(bias, "float32", lambda array: array.astype(np.float32))
         if wide is None:
             wide = ctx.scratch("float32", bias.shape)
-            code = Code()
-            emit(ctx, code, node, code.step("Cast", "float32", code.load(bias)), wide)
+            apply(ctx, node, wide, "Cast", bias)
         bias = wide
     name, alpha = act
     scale, step = both.scale, _next_scale(ctx, node) if name in ("", "relu") else None

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name
-from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply, emit
 from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.data_movement import Random
 
@@ -60,9 +60,7 @@ def bernoulli(ctx: Context, node: ir.Node) -> None:
     y = ctx.output(node, 0, x.shape, dtype) if drawn == dtype else ctx.scratch(drawn, x.shape)
     fill(ctx, node, y, BERNOULLI, x=x)
     if drawn != dtype:
-        code = Code()
-        out = ctx.output(node, 0, x.shape, dtype)
-        emit(ctx, code, node, code.step("Cast", dtype, code.load(y)), out)
+        apply(ctx, node, ctx.output(node, 0, x.shape, dtype), "Cast", y)
 
 
 def dropout(ctx: Context, node: ir.Node) -> None:
@@ -90,9 +88,7 @@ def dropout(ctx: Context, node: ir.Node) -> None:
     y = ctx.output(node, 0, x.shape, x.dtype)
     emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), factor), y)
     if ctx.wants(node, 1):
-        code = Code()
-        positive = code.step("Greater", "bool", code.load(scale), code.scalar(0, "float32"))
-        emit(ctx, code, node, positive, ctx.output(node, 1, x.shape, "bool"))
+        apply(ctx, node, ctx.output(node, 1, x.shape, "bool"), "Greater", scale, 0)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

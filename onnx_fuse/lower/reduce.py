@@ -15,13 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
-from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.reduce import pass_width
 from onnx_fuse.kernels.rule_based import BLOCK
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last
-from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, any_batch, coarse
@@ -160,9 +159,9 @@ def reduce(ctx: Context, node: ir.Node) -> None:
     if reducer == "LogSumExp" and x.dtype not in FLOATS:
         reducer = "LogCount"
     if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
-        code = Code()  # the type's own least or largest value: accumulators are wider
+        # the type's own least or largest value: accumulators are wider
         ends = (0, 1) if x.dtype == "bool" else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
-        emit(ctx, code, node, code.scalar(ends[reducer == "Min"], x.dtype), y)
+        apply(ctx, node, y, "", ends[reducer == "Min"])
     elif y.size:
         reduction(ctx, node, x, y, reducer, axes)
 

@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply, copy
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
 from onnx_fuse.program.call import dtype_of
@@ -64,9 +63,7 @@ def deform_conv(ctx: Context, node: ir.Node) -> None:
     rows = unbiased.view((batch, groups, w.shape[0] // groups, pixels))
     product(ctx, node, filters.expand((batch, *filters.shape)), columns, rows)
     if biased:
-        bias, code = ctx.view(node, 3).view((w.shape[0], 1, 1)), Code()
-        total = code.step("Add", y.dtype, code.load(unbiased), code.load(bias.expand(y.shape)))
-        emit(ctx, code, node, total, y)
+        apply(ctx, node, y, "Add", unbiased, ctx.view(node, 3).view((w.shape[0], 1, 1)))
 
 
 def nms_chosen(ctx: Context, node: ir.Node) -> None:

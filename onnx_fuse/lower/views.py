@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
+from onnx_fuse.cuda.pointwise import cast_step, dtype_name
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Context, Lowering, NotStatic, Unserved, copy, emit
+from onnx_fuse.lower.context import Context, Lowering, NotStatic, Unserved, apply, copy
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
@@ -185,30 +186,20 @@ def pad(ctx: Context, node: ir.Node) -> None:
     if mode != "constant":
         return _pad_axes(ctx, node, x, before, after, mode)
     y = follow(ctx, node, ctx.output(node, 0, shape, x.dtype), [x])
-    code = Code()
+    fill: Any = 0
     if ctx.has(node, 2):
         value = ctx.host(node, 2)
-        fill = (
-            code.scalar(value.reshape(-1)[0], x.dtype)
-            if value is not None
-            else code.load(_scalar(ctx.view(node, 2)).expand(shape))
-        )
-    else:
-        fill = code.scalar(0, x.dtype)
+        fill = ctx.view(node, 2).view(()) if value is None else value.reshape(-1)[0]
     inside = [
         slice(max(-b, 0), d + min(a, 0)) for d, b, a in zip(x.shape, before, after, strict=True)
     ]
     starts = [s.start for s in inside]
     inner_shape = [max(s.stop - s.start, 0) for s in inside]
     if inner_shape != shape:
-        emit(ctx, code, node, fill, y)
+        apply(ctx, node, y, "", fill)
     if all(inner_shape):
         source = x.slice(starts, [1] * rank, inner_shape)
         copy(ctx, node, source, y.slice([max(b, 0) for b in before], [1] * rank, inner_shape))
-
-
-def _scalar(tensor: Tensor) -> Tensor:
-    return Tensor(tensor.buffer, tensor.dtype, (), (), tensor.offset)
 
 
 def _pad_axes(
@@ -251,11 +242,7 @@ def trilu(ctx: Context, node: ir.Node) -> None:
     upper = ctx.attr(node, "upper", 1)
     ones = np.ones(x.shape[-2:], bool)
     mask = ctx.constant(np.triu(ones, diagonal) if upper else np.tril(ones, diagonal))
-    code = Code()
-    masked = code.step(
-        "Where", x.dtype, code.load(mask.expand(x.shape)), code.load(x), code.scalar(0, x.dtype)
-    )
-    emit(ctx, code, node, masked, ctx.output(node, 0, x.shape, x.dtype))
+    apply(ctx, node, ctx.output(node, 0, x.shape, x.dtype), "Where", mask, x, 0)
 
 
 def depth_to_space(ctx: Context, node: ir.Node) -> None:
@@ -295,9 +282,7 @@ def eye_like(ctx: Context, node: ir.Node) -> None:
     name = x.dtype if dtype is None else dtype_name(ir.DataType(dtype))
     rows, columns = x.shape
     ones = ctx.constant(np.eye(rows, columns, ctx.attr(node, "k", 0), dtype=bool))
-    code = Code()
-    y = ctx.output(node, 0, x.shape, name)
-    emit(ctx, code, node, code.step(cast_step(name), name, code.load(ones)), y)
+    apply(ctx, node, ctx.output(node, 0, x.shape, name), cast_step(name), ones)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -566,7 +566,7 @@ class Stream(Owned):
         well: a library may have drawn streams of its own into the capture there. Of `asides`, each
         follows some steps, and nothing follows it.
         """
-        driver = self._driver
+        driver, what = self._driver, "graph capture"
         nodes: list[list[Any]] = []
         whole, programmatic = driver.CUgraphEdgeData(), driver.CUgraphEdgeData()
         kinds = driver.CUgraphDependencyType
@@ -575,44 +575,38 @@ class Stream(Owned):
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+        def follow(heads: list[Any], edges: list[Any]) -> None:
+            """Let what is enqueued next come after these nodes."""
+            pairs = heads, edges, len(heads)
+            check(driver.cuStreamUpdateCaptureDependencies(self.raw, *pairs, replaced), what)
+
         # memory that is freed while this thread captures would spoil the graph
         with collector.paused():
-            check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
+            check(driver.cuStreamBeginCapture(self.raw, mode), what)
             try:
                 for i, step in enumerate(steps):
                     if after is not None:
                         pairs = [(node, k) for k in after[i] for node in nodes[k]]
-                        heads = [node for node, _ in pairs]
                         edges = [programmatic if k in early[i] else whole for _, k in pairs]
-                        set_to = driver.cuStreamUpdateCaptureDependencies(
-                            self.raw, heads, edges, len(heads), replaced
-                        )
-                        check(set_to, "graph capture")
+                        follow([node for node, _ in pairs], edges)
                     step()
                     info = driver.cuStreamGetCaptureInfo(self.raw)
-                    check(info, "graph capture")
+                    check(info, what)
                     nodes.append(list(info[4] or ()))
                 for work, earlier in asides:
                     before = [node for k in earlier for node in nodes[k]]
-                    edges = [whole] * len(before)
-                    set_to = driver.cuStreamUpdateCaptureDependencies(
-                        self.raw, before, edges, len(before), replaced
-                    )
-                    check(set_to, "graph capture")
+                    follow(before, [whole] * len(before))
                     work()
                 if joined or asides:
                     ends = {int(n): n for i in (*joined, len(nodes) - 1) for n in nodes[i]}
-                    last = list(ends.values())
-                    set_to = driver.cuStreamUpdateCaptureDependencies(
-                        self.raw, last, [whole] * len(last), len(last), replaced
-                    )
-                    check(set_to, "graph capture")
+                    follow(list(ends.values()), [whole] * len(ends))
             except BaseException:
                 ended = driver.cuStreamEndCapture(self.raw)
                 if not ended[0]:
                     driver.cuGraphDestroy(ended[1])
                 raise
-            graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
+            graph = check(driver.cuStreamEndCapture(self.raw), what)
         return Graph(graph, [last[0] if last else None for last in nodes])
 
     def launch(self, graph: Graph, what: str) -> None:
