@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse import __version__, progress, rewrite, session
 from onnx_fuse.adapters.columns import AdapterColumns, rows_for
 from onnx_fuse.adapters.held import AdaptedFile
-from onnx_fuse.adapters.inputs import add_inputs, chosen
+from onnx_fuse.adapters.inputs import RANKS, add_inputs, chosen
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_hash
@@ -54,6 +55,10 @@ __dir__ = __all__.copy
 Shapes = Mapping[str, Sequence[int]]
 Closed = dict[str, tuple[tuple[int, ...], str]]
 """(shape, dtype) of every input, by name."""
+Free = dict[str, tuple[tuple[int, int], list[tuple[str, int]]]]
+"""Symbol -> the smallest and the largest size, and the (input, axis) that have it."""
+Sizes = tuple[Closed, Free, list[dict[str, int]]]
+"""The largest shapes that programs serve, what varies in them, and all sizes of that."""
 Module = tuple[str, tuple[tuple[str, str], ...]]
 """(source, defines) of a launch."""
 
@@ -148,7 +153,8 @@ class _Variant:
     """What the manifest says."""
     shapes: Callable[[Shapes], Shapes]
     """The shapes of all inputs, from those of the model's own."""
-    packing: Packing | None = None
+    over: Callable[[Closed, Free], Sizes] | None = None
+    """What its programs serve, from the shapes and the ranges of all inputs, where it is more."""
 
     def manifest(self, plain: ir.Model) -> dict[str, Any]:
         """What the file says of it: the inputs that it has beside the plain graph's, and more."""
@@ -168,7 +174,14 @@ def _with_adapters(graph: ir.Model, ranks: int, globs: Sequence[str], precision:
         mask = {} if ends.refusal else {ends.mask: ([*own.get(ends.batch, ()), -1][0], rows)}
         return {**own, ends.matrices: (rows, layout.columns), **mask}
 
-    return _Variant("adapters", graph, AdaptedFile.manifest(ends, weights, rows, layout), shapes)
+    def over(closed: Closed, free: Free) -> Sizes:
+        places, least = [(ends.matrices, 0), (ends.mask, 1)][: 2 - bool(ends.refusal)], rows_for(1)
+        halved = range((rows // least).bit_length())
+        sizes = [{**each, RANKS: rows >> i} for i in halved for each in _sizes(free)]
+        return closed, {**free, RANKS: ((least, rows), places)}, sizes
+
+    about = AdaptedFile.manifest(ends, weights, rows, layout)
+    return _Variant("adapters", graph, about, shapes, over)
 
 
 def _with_tokens(graph: ir.Model, *, zero: bool) -> _Variant:
@@ -183,7 +196,7 @@ def _with_tokens(graph: ir.Model, *, zero: bool) -> _Variant:
         return {**own, **{name: shape for name, shape in more.items() if name}}
 
     about = {"zero": zero, "fields": asdict(packing)}
-    return _Variant("packing", packed, about, shapes, packing)
+    return _Variant("packing", packed, about, shapes, partial(_over_tokens, packing))
 
 
 def _rename_others(graph: ir.Model, other: ir.Model, why: str) -> None:
@@ -316,7 +329,7 @@ def _compiled(
         **(more or {}),
     }
     free = _free(graph, ranges)
-    plain = _distinct(_closed(graph, each, free) for each in shapes)
+    plain = _distinct([_closed(graph, each, free) for each in shapes])
     with written(path) as draft:
         write(draft, manifest, members, tensors)
         nbytes = draft.stat().st_size
@@ -329,12 +342,8 @@ def _compiled(
     )
 
 
-def _distinct(sets: Iterable[Closed]) -> list[Closed]:
-    distinct: list[Closed] = []
-    for each in sets:
-        if each not in distinct:
-            distinct.append(each)
-    return distinct
+def _distinct(sets: list[Closed]) -> list[Closed]:
+    return [each for i, each in enumerate(sets) if each not in sets[:i]]
 
 
 def _programs(
@@ -347,11 +356,11 @@ def _programs(
     """The programs of a graph for its sets of shapes, over all sizes of the ranges."""
     graph, built = variant.graph, list[_Compiled]()
     free = _free(graph, ranges)
-    sets = _distinct(_closed(graph, variant.shapes(own), free) for own in shapes)
+    sets = _distinct([_closed(graph, variant.shapes(own), free) for own in shapes])
     for i, closed in enumerate(sets):
         progress.report(f"lowering for {target}", i, len(sets))
-        if variant.packing is not None:
-            built += _over(programs, target, *_over_tokens(variant.packing, closed, free))
+        if variant.over is not None:
+            built += _over(programs, target, *variant.over(closed, free))
         elif free:
             built += _over(programs, target, closed, free, _sizes(free))
         else:
@@ -388,10 +397,6 @@ class _SizeRange:
     own: Mapping[str, str]
 
 
-Free = dict[str, tuple[tuple[int, int], list[tuple[str, int]]]]
-"""Symbol -> the smallest and the largest size, and the (input, axis) that have it."""
-
-
 def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
     """The places of the symbols in `ranges`. Raises UsageError where there are none."""
     free: Free = {}
@@ -425,9 +430,7 @@ def _sizes(free: Free) -> list[dict[str, int]]:
     return [dict(zip(free, each, strict=True)) for each in product(*counts)]
 
 
-def _over_tokens(
-    packing: Packing, closed: Closed, free: Free
-) -> tuple[Closed, Free, list[dict[str, int]]]:
+def _over_tokens(packing: Packing, closed: Closed, free: Free) -> Sizes:
     """The shapes, ranges and sizes of a graph over tokens: all that batches may have."""
     label_of = {place: label for label, (_, places) in free.items() for place in places}
     ends = [label_of.get((packing.mask, axis), "") for axis in (0, 1)]

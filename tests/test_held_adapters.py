@@ -16,17 +16,17 @@ from fake_gpu import FakeGpu
 from support import run, write_adapter
 from test_adapters import BLOCK, FORMS, KEY, MERGED, NUMBERS, Array, adapted, arrays, batch
 
-from onnx_fuse import InferenceSession, Lora, Trainer, generate, rewrite
+from onnx_fuse import InferenceSession, Lora, Trainer, deploy, generate, rewrite
 from onnx_fuse.adapters.held import HeldAdapters
 from onnx_fuse.adapters.inputs import AdaptedModel
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.deploy import compile
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training.adapters import merge
 
 FLAT = """net (float[batch, 2, 6] x) => (float[batch, 2, 4] y)
@@ -168,62 +168,43 @@ def without_b(path: Path) -> Path:
     return path
 
 
+def of_onnxruntime(**shapes: tuple[int, ...]) -> Callable[[Path], Path]:
+    ones = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    return lambda p: write_onnxruntime(
+        p / "x.onnx_adapter", **{name.replace("_lora", ".lora"): x for name, x in ones.items()}
+    )
+
+
+def of_peft(rank: int = 4, value: float = 1.0, **more: Any) -> Callable[[Path], Path]:
+    a, b = (np.full(shape, value, np.float32) for shape in ((rank, 6), (5, rank)))
+    return lambda p: write_peft(p / "x", a, b, r=rank, **more)
+
+
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "rank 0": (
-        lambda p: write_onnxruntime(
-            p / "x.onnx_adapter",
-            **{"q.lora_A": np.zeros((6, 0), np.float32), "q.lora_B": np.zeros((0, 5), np.float32)},
-        ),
+        of_onnxruntime(q_lora_A=(6, 0), q_lora_B=(0, 5)),
         r"'q' has A \[6, 0\] and B \[0, 5\]: A must be \[K, rank\]",
     ),
     "ranks": (
-        lambda p: write_onnxruntime(
-            p / "x.onnx_adapter",
-            **{"q.lora_A": np.ones((6, 2), np.float32), "q.lora_B": np.ones((3, 5), np.float32)},
-        ),
-        r"'q' has A \[6, 2\] and B \[3, 5\]",
+        of_onnxruntime(q_lora_A=(6, 2), q_lora_B=(3, 5)), r"'q' has A \[6, 2\] and B \[3, 5\]",
     ),
     "shape": (
-        lambda p: write_onnxruntime(
-            p / "x.onnx_adapter",
-            **{"q.lora_A": np.ones((6, 2), np.float32), "q.lora_B": np.ones((2, 4), np.float32)},
-        ),
+        of_onnxruntime(q_lora_A=(6, 2), q_lora_B=(2, 4)),
         r"'q' is \[6, 5\] in the model, \[6, 4\] in the adapters",
     ),
-    "one of two": (
-        lambda p: write_onnxruntime(
-            p / "x.onnx_adapter", **{"q.lora_A": np.ones((6, 2), np.float32)}
-        ),
-        "'q' has no A and B",
-    ),
-    "no parameter": (
-        lambda p: write_onnxruntime(p / "x.onnx_adapter", q=np.ones((6, 2), np.float32)),
-        "'q' is no lora_A or lora_B of a weight",
-    ),
-    "no finite numbers": (
-        lambda p: write_peft(
-            p / "x", np.full((4, 6), np.inf, np.float32), np.ones((5, 4), np.float32)
-        ),
-        "'q' has values that float32 does not hold",
-    ),
-    "no adapter": (lambda p: write_onnxruntime(p / "x.onnx_adapter"), "there is no adapter in it"),
-    "no rank": (
-        lambda p: write_peft(p / "x", np.ones((0, 6), "f4"), np.ones((5, 0), "f4"), r=0),
-        "r is 0: a rank is 1 or more",
-    ),
+    "one of two": (of_onnxruntime(q_lora_A=(6, 2)), "'q' has no A and B"),
+    "no parameter": (of_onnxruntime(q=(6, 2)), "'q' is no lora_A or lora_B of a weight"),
+    "no finite numbers": (of_peft(value=np.inf), "'q' has values that float32 does not hold"),
+    "no adapter": (of_onnxruntime(), "there is no adapter in it"),
+    "no rank": (of_peft(0), "r is 0: a rank is 1 or more"),
     "no number": (
-        lambda p: write_peft(
-            p / "x", np.ones((4, 6), "f4"), np.ones((5, 4), "f4"), alpha_pattern={"query": "x"}
-        ),
+        of_peft(alpha_pattern={"query": "x"}),
         "no adapters in PEFT's form: could not convert string to float: 'x'",
     ),
     "one of two of ours": (lambda p: without_b(p / "a.safetensors"), "'q' has no A and B"),
     "no file": (lambda p: p / "x.onnx_adapter", "onnxruntime reads no adapter there"),
-    "another module": (
-        lambda p: write_onnxruntime(p / "x.onnx_adapter", **{"k.lora_A": np.ones((6, 2), "f4")}),
-        "'k' is none of the model's",
-    ),
-}
+    "another module": (of_onnxruntime(k_lora_A=(6, 2)), "'k' is none of the model's"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -316,18 +297,26 @@ def test_a_compiled_file_has_room_for_adapters(
     lead = (2,) if "batch, 2" in SERVED[form] else ()
     sizes = [{"x": (rows, *lead, 6)} for rows in (0, 1, 4)]
     h200 = {"h": CHIPS["H200"]}
-    compile(model, tmp_path / "plain.fused", targets=h200, shapes=sizes)
-    made = compile(model, path, targets=h200, shapes=sizes, adapter_rank=20)
+    lowered: list[Specializer] = []
+
+    def kept(*given: Any, **more: Any) -> Specializer:
+        lowered.append(Specializer(*given, **more))
+        return lowered[-1]
+
+    monkeypatch.setattr(deploy, "Specializer", kept)
+    deploy.compile(model, tmp_path / "plain.fused", targets=h200, shapes=sizes)
+    made = deploy.compile(model, path, targets=h200, shapes=sizes, adapter_rank=20)
     FakeGpu().use(monkeypatch)
     assert made.shapes == sizes
+
+    ran: list[int] = []
 
     def run_by_numpy(executable: Executable, names: Any, feeds: Any) -> list[Array]:
         arrays = {name: executable.host_value(value) for name, value in feeds.items()}
         shapes = {name: (a.shape, a.dtype.name) for name, a in arrays.items()}
+        ran.append(len(arrays.get("adapters", ())))
         read = executable.program(shapes)
-        (program,) = (
-            p for p in made.programs["h"] if {n: (t.shape, t.dtype) for n, t in p.inputs} == shapes
-        )
+        program = lowered[-1 if ran[-1] else -2].of(shapes).program
         assert read.buffers == program.buffers
         weights = {b.name: executable.model.weight(b.name)
                    for b in read.buffers if b.kind == "weight"}  # fmt: skip
@@ -343,14 +332,16 @@ def test_a_compiled_file_has_room_for_adapters(
         merge(model, file, tmp_path / "merged.onnx")
         expected[name] = run(tmp_path / "merged.onnx", feeds, optimized=True)[0]
         session.add_adapter(name, file)
-    for names in ("full", ["wide", None, "one", "five"], [None] * 4):
+    for names in ("five", "full", ["wide", None, "one", "five"], [None] * 4):
         rows = [names] * 4 if isinstance(names, str) else names
         for count in (4, 1, 0):
-            some = names if names == "full" else rows[:count]
+            some = names if isinstance(names, str) else rows[:count]
             (found,) = session.run(None, {"x": feeds["x"][:count]}, adapter=some)
             want = [expected[name][row] for row, name in enumerate(rows[:count])]
             # float32 sums in another order
             np.testing.assert_allclose(found, np.reshape(want, found.shape), rtol=1e-4, atol=1e-5)
+    # only the ranks that a batch has are computed
+    assert ran == [16, 16, 16, 32, 32, 32, 32, 32, 0, 0, 0, 0]
     with pytest.raises(UsageError, match="the adapters of this batch have 33 ranks, and the file"):
         session.run(None, feeds, adapter=["full", "one", "one", None])
     large = write_adapter(tmp_path / "a.safetensors", model, 33, 0)

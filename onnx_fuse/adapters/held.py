@@ -246,7 +246,7 @@ class HeldAdapters:
         most = self._model.ranks
         if 0 < most < ranks:
             raise UsageError(f"the adapters of this batch have {ranks} ranks, {_room(most, ranks)}")
-        shape = most or rows_for(ranks), layout.columns
+        shape = rows_for(ranks), layout.columns
         executable: Executable | None = session._executable
         stack: Any
         if executable is None:

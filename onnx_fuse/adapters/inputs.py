@@ -32,6 +32,9 @@ from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
 from onnx_fuse.ops.rules import cast_to, typed
 from onnx_fuse.rewrite.constants import lift_parameters
 
+RANKS = "adapter_ranks"
+"""The name of the dimension of all ranks of a run."""
+
 
 class AdaptedModel:
     """A model, of which a graph with inputs for adapters is made for the weights that have any."""
@@ -96,8 +99,8 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     products = {weight: products_of(weight) for weight in weights}
     rows_of = BatchRows.of(model, products)
     kind = ir.TensorType(ir.DataType.from_numpy(layout.dtype))
-    stack = ir.Shape(["adapter_ranks", layout.columns])
-    chosen = ir.Shape([rows_of.size, "adapter_ranks"])
+    stack = ir.Shape([RANKS, layout.columns])
+    chosen = ir.Shape([rows_of.size, RANKS])
     matrices = ir.Value(name=names.fresh("adapters"), shape=stack, type=kind)
     mask = ir.Value(
         name=names.fresh("adapter_mask"), shape=chosen, type=ir.TensorType(ir.DataType.BOOL)
