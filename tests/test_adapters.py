@@ -1,6 +1,7 @@
 """LoRA: the low-rank product in every form of a product, what trains, what is saved."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx_ir
 import pytest
 import safetensors.numpy
 from cases import real_cases
+from fake_gpu import FakeGpu
 from support import answers, assert_near, assert_same, normal, run, stock
 
 from onnx_fuse import InferenceSession, rewrite
@@ -19,8 +21,10 @@ from onnx_fuse.importer.save import inline, save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.low_rank import LoraCosts, LowRank
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.training import optim
 from onnx_fuse.training.adapters import Lora, attach, merge
+from onnx_fuse.training.data import fit
 from onnx_fuse.training.losses import Term
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.step import training_model
@@ -245,40 +249,11 @@ def test_a_weight_that_no_loss_depends_on_has_no_adapter_in_the_file(tmp_path: P
     assert_same(*(run(m, batch("")) for m in (text_model(text), tmp_path / "merged.onnx")))
 
 
-def test_a_head_may_train_whole() -> None:
-    """`trainable` adds weights that have no adapter, or one that its own products keep."""
-    trainer = Trainer(
-        text_model(FORMS["three axes and a bias"]), loss="mse", lora=Lora(2), trainable=["c"]
-    )
-    trainer.step(batch("three"))
-    assert set(trainer.weights()) == {"w", "c"}
-
-
-def test_a_run_with_adapters_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    def build() -> Trainer:
-        return Trainer(text_model(FORMS["Gemm"]), loss="mse", lora=Lora(2), seed=5, trainable=["c"])
-
-    first = build()
-    for i in range(3):
-        first.step(batch("Gemm", i))
-    first.checkpoint(tmp_path)
-    resumed = Trainer.resume(tmp_path, text_model(FORMS["Gemm"]))
-    for trainer in (first, resumed):
-        trainer.step(batch("Gemm", 4))
-    for name, array in first.state().items():
-        assert resumed.state()[name].tobytes() == array.tobytes(), name
-    with pytest.raises(UsageError, match=r"was started with lora\.rank 2, not 3"):
-        Trainer(
-            text_model(FORMS["Gemm"]), loss="mse", lora=Lora(3), seed=5, trainable=["c"]
-        ).restore(tmp_path)
-    with pytest.raises(UsageError, match=r"was started with lora .*'rank': 2.*, not None"):
-        Trainer(text_model(FORMS["Gemm"]), loss="mse", seed=5, trainable=["c"]).restore(tmp_path)
-
-
 @pytest.mark.parametrize("merged", [False, True], ids=["beside", "within"])
 def test_adapters_stay_where_a_run_had_them(merged: bool, tmp_path: Path) -> None:
     """`resume` takes that over; `restore` goes on where the states are the same, as on a CPU."""
-    settings: dict[str, Any] = {"loss": "mse", "optimizer": optim.Adam(lr=0.05)}
+    adam = optim.Adam(lr=0.05)
+    settings: dict[str, Any] = {"loss": "mse", "optimizer": adam, "trainable": ["c"]}
     model = text_model(FORMS["three axes and a bias"])
     first = Trainer(model, lora=Lora(2, 3.0, "*", merged), **settings)
     first.step(batch("three"))
@@ -291,6 +266,10 @@ def test_adapters_stay_where_a_run_had_them(merged: bool, tmp_path: Path) -> Non
     for name, array in first.state().items():
         assert resumed.state()[name].tobytes() == array.tobytes(), name
         np.testing.assert_allclose(elsewhere.state()[name], array, rtol=1e-4, atol=1e-6)
+    assert set(first.weights()) == {"w", "c"}
+    for lora, words in ((Lora(3), r"lora\.rank 2, not 3"), (None, "lora .*'rank': 2.*, not None")):
+        with pytest.raises(UsageError, match=f"was started with {words}"):
+            Trainer(model, lora=lora, **settings).restore(tmp_path)
 
 
 def test_where_adapters_pay() -> None:
@@ -611,7 +590,9 @@ def test_each_of_several_adapters_goes_into_its_file(tmp_path: Path) -> None:
     assert_near(again.weights(adapter="x"), {"q": merged}, rtol=1e-6, atol=1e-6)
 
 
-def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
+def test_several_adapters_that_cannot_be_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = text_model(FORMS["MatMul"])
     fixed = text_model(FORMS["MatMul"].replace("batch", "4"))
     pair = [Term("mse"), Term("cross_entropy", labels="classes")]
@@ -659,6 +640,15 @@ def test_several_adapters_that_cannot_be_are_refused_in_a_sentence() -> None:
     for given in (numbers, numbers.astype(np.uint8), numbers.tolist(), list(numbers)):
         found = trainer.predict({"x": feeds["x"], "adapter": given})["y"]
         np.testing.assert_array_equal(found, expected)
+    FakeGpu().use(monkeypatch)
+    inputs = trainer.spec("update").feeds
+    for kind in (np.int32, np.int64):
+        for factor, words in ((1, ""), (-3, "'adapter' holds -3: it has")):
+            here = numbers.astype(kind) * factor
+            there = DeviceTensor(here.ctypes.data, here.shape, here.dtype, 0, here)
+            with pytest.raises(DataError, match=words) if words else nullcontext():
+                found = fit({**feeds, "adapter": there}, inputs)["adapter"]
+                np.testing.assert_array_equal(found, numbers, strict=True)
     trainer.fit([(feeds["x"], numbers, feeds["labels"])], epochs=1)
     trainer.fit({**feeds, "adapter": ["one", None] * 4}, epochs=1)
     for count in (1, 2):

@@ -170,7 +170,7 @@ def fit(
 
     Sizes of equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose
     first axis is not the batch; they are checked but not converted. A tensor on the GPU stays there
-    and must have the input's type. Raises DataError.
+    and must have the input's type, unless it says which adapters rows have. Raises DataError.
     """
     names = [v.name or "" for v in inputs]
     missing = [name for name in names if name not in arrays]
@@ -183,13 +183,13 @@ def fit(
     fitted = {}
     for value, name in zip(inputs, names, strict=True):
         array = arrays[name]
-        resident = isinstance(array, DeviceTensor)
-        if batch and NAMES in value.meta and not resident:
+        named = NAMES in value.meta  # few bytes, which are looked at wherever they are
+        resident = isinstance(array, DeviceTensor) and not named
+        if batch and named:
             array = _numbers_of_names(name, array, value.meta[NAMES])
         array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
-        fixed = resident or not np.can_cast(array.dtype, dtype, "safe")
-        fixed &= NAMES not in value.meta
+        fixed = resident or not (named or np.can_cast(array.dtype, dtype, "safe"))
         if array.dtype != dtype and fixed:
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
