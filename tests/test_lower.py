@@ -285,19 +285,26 @@ def test_casts_of_packed_parts_share_a_launch(name):
     assert sorted(call.kernel for call in program.calls) == CASTS[name]
 
 
-@pytest.mark.parametrize(("length", "at", "count"), [(8, 8, 1), (8, 4, 2), (12, 16, 2)])
+@pytest.mark.parametrize(
+    ("length", "at", "count"), [(8, 8, 1), (8, 4, 1), (4, 8, 1), (8, 6, 2), (6, 8, 2)]
+)
 def test_casts_share_a_launch_where_whole_accesses_fit(length, at, count):
-    """Rows of whole 16-byte accesses alone: others would have to be read one by one."""
-    text = f"""agraph (float[6,64] x) => (float16[6,{length}] a, float16[6,{length}] b)
+    """Rows of whole 16-byte accesses alone, wherever the number lies that is read for all."""
+    text = f"""agraph (float[6,64] x, float[3] all)
+        => (float16[6,{length}] a, float16[6,{length}] b)
         <int64[2] s = {{0, {at}}}, int64[2] e = {{6, {at + length}}}, int64[2] t = {{0, 32}},
-        int64[2] f = {{6, {32 + length}}}> {{ u = Slice(x, s, e) v = Slice(x, t, f)
-        a = Cast<to=10>(u) b = Cast<to=10>(v) }}"""
-    x = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
-    program = program_of(text_model(text), {"x": x})
+        int64[2] f = {{6, {32 + length}}}, int64 one = {{1}}> {{
+        u = Slice(x, s, e) v = Slice(x, t, f) n = Gather(all, one)
+        p = Mul(u, n) q = Mul(v, n) a = Cast<to=10>(p) b = Cast<to=10>(q) }}"""
+    feeds = {
+        "x": np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32),
+        "all": np.array([1, 0.5, 3], np.float32),
+    }
+    program = program_of(text_model(text), feeds)
     assert len(program.calls) == count
-    got = interpret(program, {"x": x}, {})
-    np.testing.assert_array_equal(got["a"], x[:, at : at + length].astype(np.float16))
-    np.testing.assert_array_equal(got["b"], x[:, 32 : 32 + length].astype(np.float16))
+    got, half = interpret(program, feeds, {}), feeds["x"] / 2
+    np.testing.assert_array_equal(got["a"], half[:, at : at + length].astype(np.float16))
+    np.testing.assert_array_equal(got["b"], half[:, 32 : 32 + length].astype(np.float16))
 
 
 PIECES = "a = Cast<to=10>(x) b = Cast<to=10>(z) y = Concat<axis=0>(a, b)"

@@ -505,10 +505,10 @@ def launch_many(
     """
     reads, writes = items[0]
     dtypes = [t.dtype for t in (*reads, *writes)]
-    width = 16 // max(ITEMSIZE[d] for d in dtypes)
-    while any(t.offset % width for pair in items for part in pair for t in part):
-        width //= 2
     separate = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
+    width = 16 // max(ITEMSIZE[dtypes[r]] for r in separate)
+    while any((*read, *stored)[r].offset % width for read, stored in items for r in separate):
+        width //= 2
     apart = [r for r in separate if not (*reads, *writes)[r].dense]
     words: list[Ptr | int] = []
     blocks = 0

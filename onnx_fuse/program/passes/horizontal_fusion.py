@@ -128,7 +128,7 @@ def _kind(call: Call) -> object | None:
 
 
 def _in_rows(tensors: Sequence[Tensor], call: Call) -> bool:
-    """Whether the tensors, which have gaps, are equally long rows of whole 16-byte accesses.
+    """Whether the tensors, which have gaps, are equally long rows of whole accesses.
 
     So are the parts of packed parameters and of their gradients, which are cast where they stand.
     Copies have launches of their own kind.
@@ -136,10 +136,11 @@ def _in_rows(tensors: Sequence[Tensor], call: Call) -> bool:
     rows_of_each = [rows_of(t) for t in tensors]
     if not call.expression or not call.expression.steps or None in rows_of_each:
         return False
-    width = 16 // min(ITEMSIZE[t.dtype] for _, t in (*call.reads, *call.writes))
+    whole = [t for _, t in (*call.reads, *call.writes) if not _single(t)]
+    width = 16 // max(ITEMSIZE[t.dtype] for t in whole)
     lengths = {rows[0] for rows in rows_of_each if rows is not None}
     numbers = [n for rows in rows_of_each if rows is not None for n in rows]
-    numbers += [t.offset for _, t in (*call.reads, *call.writes)]
+    numbers += [t.offset for t in whole]
     return len(lengths) == 1 and all(type(n) is int and n % width == 0 for n in numbers)
 
 
