@@ -289,6 +289,13 @@ merge_query_key_value: LayerNormGemm
   ($X, $AFFINE, float[16,8] w, float[16,4] w1, float[16,12] w2, float[8] c, float[12] c2)
   $LN  m = MatMul (n, w)  q = Add (m, c)  k = MatMul (n, w1)  m2 = MatMul (n, w2)
   v = Add (m2, c2)  y = Concat <axis = -1> (q, k, v)
+# what a low-rank product, of matrices that are fed, adds to has an epilogue of its own
+merge_not_beside_residuals_of_products: Gemm Gemm; fed x a a1 d; gone Split
+  ($X, $AFFINE, float[16,12] w, float[16,12] w1, float[12] c, float[16,2] a, float[16,2] a1,
+  float[2,12] d)
+  $LN  m = MatMul (n, w)  z = Add (m, c)  m1 = MatMul (n, w1)  z1 = Add (m1, c)
+  l = MatMul (n, a)  l1 = MatMul (n, a1)  e = MatMul (l, d)  e1 = MatMul (l1, d)
+  q = Add (z, e)  k = Add (z1, e1)  y = Concat <axis = -1> (q, k)
 merge_gate_and_up: RMSNormGateFirstGemmSilu
   ($X, float[16] g, float[16,24] w, float[16,24] w1)
   $NUMBERS  d = Identity (x)  sq = Pow (d, two)  $STD  p = Div (d, std)  n = Mul (p, g)

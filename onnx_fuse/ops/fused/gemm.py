@@ -47,6 +47,7 @@ from onnx_fuse.ops.rules import (
     is_float,
     is_initializer,
     label,
+    producer,
     replay_views,
     sole_reader,
     through_row_views,
@@ -184,14 +185,25 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight have different dtypes")
         return site
     sizes = [dim(site.w, i) or 0 for i in range(2)]
+    readers, reason = consumers(below), ""
     if rw.training and prod(sizes) >= _LARGE and any(size % 8 for size in sizes):
         reason = f"no kernel has its gradient at {sizes}: only rows of multiples of 8 are aligned"
+    elif not rw.training and len(readers) > 1 and any(map(_of_computed_matrix, readers)):
+        # whose columns' sums, and transpose, would be made in every run
+        reason = "a product with a matrix that is computed needs the norm's result"
+    if reason:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
     site = replace(site, views=tuple(views))
     if any(v.op_type == "Pad" for v in views) and not _norm_keeps_zero_rows(rw, norm):
         return _before_pad(rw, site, norm)
     return replace(site, norm=norm)
+
+
+def _of_computed_matrix(node: ir.Node) -> bool:
+    """Whether a node is a product with a matrix that is no weight."""
+    matrix = given(node, 1) if node.op_type == "MatMul" else None
+    return rank(matrix) == 2 and not (is_constant(matrix) or is_initializer(matrix))
 
 
 def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
@@ -324,7 +336,10 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
         return same and is_initializer(w) and rank(w) == 2 and column and full
 
-    family = _worth_merging([n for n in consumers(parts.head[0]) if mergeable(n)])
+    family = [n for n in consumers(parts.head[0]) if mergeable(n)]
+    if not rw.training:  # whose backward gains more by one product than an epilogue saves
+        family = [n for n in family if not _has_residual(n.outputs[0])]
+    family = _worth_merging(family)
     if len(family) < 2 or node is not family[0] or len({n.inputs[-2] for n in family}) == 1:
         return False
     members = [theirs for peer in family if (theirs := product_parts(peer))]
@@ -440,6 +455,12 @@ def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
     if len({(act[n], *((k, v.value) for k, v in n.attributes.items())) for n in family}) == 1:
         return family
     return [n for n in family if not act[n] or gates(n)]
+
+
+def _has_residual(y: ir.Value) -> bool:
+    """Whether y is only added to another product of its shape, whose epilogue adds it."""
+    other = (combined_with(y, "Add") or (None, None))[1]
+    return other is not None and other.shape == y.shape and producer(other, "MatMul") is not None
 
 
 def packed_many(value: ir.Value) -> bool:

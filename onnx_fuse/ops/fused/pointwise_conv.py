@@ -63,10 +63,6 @@ def _pointwise(node: ir.Node | None) -> _Pointwise | None:
     return _Pointwise(node, x, w, filters, channels)
 
 
-def _perm_to_channels_first(size: int) -> list[int]:
-    return [0, size - 1, *range(1, size - 1)]
-
-
 def _product(rw: Rewriter, op: Builder, conv: _Pointwise, x: ir.Value) -> ir.Value:
     """x · wᵀ + c for `x` [N, ..., C] -> [N, ..., M]."""
     array = const_array(conv.w)
@@ -102,7 +98,8 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     perm = attribute(turn, "perm", [])
     below, _ = through_row_views(rows)
     norm = canonical_norm(below.producer() if below is not None else None)
-    if list(perm) != _perm_to_channels_first(rank(conv.x) or 0) or norm is None:
+    last = (rank(conv.x) or 0) - 1  # channels become the second axis
+    if list(perm) != [0, last, *range(1, last)] or norm is None:
         return False
     if sole_consumer(conv.x) is not node or sole_consumer(rows) is not turn:
         return rw.refuse(NAME, [norm.node, node], "other nodes read the norm or its Transpose")
