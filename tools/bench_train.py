@@ -1,7 +1,7 @@
 """Training steps of whole models through `Trainer.step`, beside torch.compile, on one GPU.
 
     python tools/bench_train.py [--only NAME ...] [--quick | --together] [--layers N] [--profile]
-                                [--limit S] [--json FILE]
+                                [--adapters N] [--limit S] [--json FILE]
 
 Every arm is a process of its own, with random weights and feeds: `Trainer.step` with an empty cache
 folder, which gives the first step's seconds and the times, once more with what that left in the
@@ -13,7 +13,9 @@ the JSON is written after every arm. An arm that takes longer than `--limit` sec
 figures that it found until then stay. `--quick` leaves torch and the warm start out; `--profile`
 adds each kernel by itself, L2 warm, launch included. With `--together` all arms start at once, on
 all GPUs, and each is timed alone (gpu_turns.py): in minutes, without memory and the warm start, and
-the first step beside others that compile. ResNet-50 and ConvNeXt need torchvision.
+the first step beside others that compile. `--adapters 8` trains eight of rank 8 in place of the
+weights, each on an eighth of the rows, `--adapters 1` one by its name. ResNet-50 and ConvNeXt need
+torchvision.
 """
 
 import argparse
@@ -156,15 +158,17 @@ def on_gpu(array: Any, stream: Any) -> Any:
     return DeviceTensor(memory.address, array.shape, array.dtype.name, 0, memory)
 
 
-def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
+def ours(row: Row, c: Any, feeds: Arrays, profile: bool, adapters: int) -> None:
     """Say first step, step, memory, graph and kernels of `Trainer.step`."""
-    from onnx_fuse import Trainer, optim
+    from onnx_fuse import Lora, Trainer, optim
 
     turn, model, before = Turn(), row.model(c), in_use()
+    loras = {f"{i}": Lora(8) for i in range(adapters)}
+    feeds |= {"adapter": np.arange(row.batch) % adapters} if adapters else {}
     begun = time.perf_counter()
     trainer = Trainer(
         model, loss="cross_entropy", optimizer=optim.AdamW(lr=1e-4), device="cuda",
-        precision=row.precision,
+        precision=row.precision, lora=loras or None,
     )  # fmt: skip
     losses, last = [float(trainer.step(feeds))], []
     say(first=time.perf_counter() - begun)
@@ -238,17 +242,6 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
         say(bytes=in_use() - before)
 
 
-def child(name: str, arm: str, layers: int, profile: bool) -> None:
-    """One arm, in this process."""
-    row = ROWS[name]
-    c = row.config(layers)
-    feeds = row.feeds(c, row.batch, row.length, np.random.default_rng(0))
-    if arm == "torch":
-        torch_compiled(row, c, feeds)
-    else:
-        ours(row, c, feeds, profile)
-
-
 SHOWN: dict[str, Callable[[Any], str]] = {
     "first": lambda seconds: f"first {seconds:.2f} s",
     "step": lambda seconds: f"step {seconds * 1e3:.3f} ms",
@@ -270,6 +263,7 @@ def measured(
 ) -> Found:
     """What a process of one arm found, shown as it comes; Popen is given `where`."""
     command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
+    command += ["--adapters", str(args.adapters)]
     command += ["--profile"] if args.profile and arm == "cold" else []
 
     def shown(key: str, value: Any) -> None:
@@ -329,16 +323,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="no torch, no warm start")
     parser.add_argument("--together", action="store_true", help="all at once but for the timing")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a look")
+    parser.add_argument("--adapters", type=int, default=0, help="train so many in their place")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each arm")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        child(*args.child, args.layers, args.profile)
-        return
+    if args.child:  # one arm, in this process
+        row = ROWS[args.child[0]]
+        c = row.config(args.layers)
+        feeds = row.feeds(c, row.batch, row.length, np.random.default_rng(0))
+        if args.child[1] == "torch":
+            return torch_compiled(row, c, feeds)
+        return ours(row, c, feeds, args.profile, args.adapters)
     rows: dict[str, Found] = {name: {"model": name} for name in args.only}
-
     (at_once if args.together else in_turn)(args, rows)
 
 
