@@ -55,9 +55,9 @@ class Entry:
         """The graph as `store` was given it; None where it is not there, or not whole."""
         return self._read(lambda c: (graphs.opened(c, self._model), self._origin(c.manifest)))
 
-    def portable(self) -> graphs.Portable | None:
+    def portable(self) -> graphs.DualGraph | None:
         """The graph as onnxruntime takes it, where `store` was asked for that, as `load`."""
-        return self._read(lambda container: graphs.Portable.of_container(container, self._model))
+        return self._read(lambda container: graphs.DualGraph.of_container(container, self._model))
 
     def _read(self, form: Callable[[Container], T]) -> T | None:
         try:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from onnx_fuse.adapters.held import HeldAdapters, Rows
     from onnx_fuse.ir.constants import Model
     from onnx_fuse.runtime.executable import Executable
-    from onnx_fuse.runtime.graphs import Portable
+    from onnx_fuse.runtime.graphs import DualGraph
     from onnx_fuse.runtime.program_cache import Origin
 
 __all__ = ["InferenceSession"]
@@ -127,7 +127,7 @@ class InferenceSession:
             providers=self._providers if self.device == "cpu" else None,
         )  # fmt: skip
         self._level: int | None = None
-        self._cached: Portable | None = None
+        self._cached: DualGraph | None = None
         self._executable: Executable | None = None
         self._invariant = batch_invariant
         if batch_invariant is not False and (

@@ -21,7 +21,7 @@ import pytest
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.interpret.run import ANSWERS
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.launch import Launch, Ptr, Table
@@ -308,7 +308,7 @@ class FakeGpu(IdleDriver):
                 arrays[row.load] = every[(places, *np.indices(t.shape))]
             results = evaluate(call.expression, arrays, writes)
         else:
-            of = Operands(SimpleNamespace(view=stored), call.reads, call.writes)
+            of = CallOperands(SimpleNamespace(view=stored), call.reads, call.writes)
             answers = ANSWERS[type(call.problem)](call.problem, of)
             results = [np.reshape(answers[name], t.shape) for name, t in call.writes]
         for (name, t), result in zip(call.writes, results, strict=True):

@@ -15,7 +15,7 @@ import scale_model
 from rank_program import step_program
 
 from onnx_fuse.distributed import buckets
-from onnx_fuse.program.passes.recompute import Memory
+from onnx_fuse.program.passes.recompute import Lifetimes
 from onnx_fuse.program.problem import Collective
 
 FOUND: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def test_the_backward_is_what_stands_between_the_loss_and_the_update() -> None:
     kernels = [c for c in program.calls if c.launches and not isinstance(c.problem, Collective)]
     instance = SimpleNamespace(program=program, profile=lambda: [(c, 1.0) for c in kernels])
     update = max(range(len(kernels)), key=lambda i: len(kernels[i].writes))
-    turn = program.calls[Memory(program).turn]
+    turn = program.calls[Lifetimes(program).turn]
     forward = sum(program.calls.index(c) <= program.calls.index(turn) for c in kernels)
     assert 0 < forward < update
     found = bench_gpus.backward_share(instance)

@@ -26,7 +26,7 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.recompute import Memory
+from onnx_fuse.program.passes.recompute import Lifetimes
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.report import trace
 from onnx_fuse.runtime import timeline
@@ -204,7 +204,7 @@ def test_a_step_of_gathered_weights_holds_few_of_them() -> None:
 
 def test_no_budget_makes_a_collective_run_twice() -> None:
     program = step_program("optimizer", widths=(512,) * 5)
-    again = {i for c in Memory(program).candidates(lambda call: 1e-6) for i in c.calls}
+    again = {i for c in Lifetimes(program).candidates(lambda call: 1e-6) for i in c.calls}
     assert again
     assert not {_kind(program.calls[i]) for i in again} - {""}
 

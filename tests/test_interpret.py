@@ -23,7 +23,7 @@ from onnx_fuse.guard import Crash
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.interpret.memory import Memory
+from onnx_fuse.program.interpret.memory import HostMemory
 from onnx_fuse.program.interpret.recurrences import philox
 from onnx_fuse.program.interpret.run import ANSWERS, by_onnxruntime
 from onnx_fuse.program.interpret.steps import STEPS
@@ -211,7 +211,7 @@ def test_memory_that_nothing_has_written_shows() -> None:
     model = text_model("agraph (float[4] x) => (float[4] y) { n = Neg(x) y = Exp(n) }")
     feeds = {"x": np.ones(4, np.float32)}
     whole = with_values(model, feeds)
-    memory = Memory(whole, {})
+    memory = HostMemory(whole, {})
     assert all((part == 0xA5).all() for part in memory.parts.values())
     (name, tensor), *_ = whole.outputs
     with pytest.raises(ValueError, match="reaches beyond"):

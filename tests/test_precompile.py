@@ -153,7 +153,7 @@ def test_a_new_program_is_old_to_the_garbage_collector(
         specializers[0].written()
     before = gc.get_freeze_count()  # tests/gpu/conftest.py freezes what is there at the start
     gc.unfreeze()
-    monkeypatch.setattr(collector._State, "frozen", False)
+    monkeypatch.setattr(collector._Blocks, "frozen", False)
     try:
         if kept.endswith("frozen"):
             gc.freeze()
@@ -165,7 +165,7 @@ def test_a_new_program_is_old_to_the_garbage_collector(
         (made,) = next(iter(one._kept.values()))
         assert (id(made) in old) == (kept in ("lowered", "read"))
         assert gc.get_freeze_count() == frozen
-        assert collector._State.frozen == kept.endswith("frozen")  # and is not counted again
+        assert collector._Blocks.frozen == kept.endswith("frozen")  # and is not counted again
         assert gc.isenabled() != kept.endswith("off")
     finally:
         gc.enable()

@@ -15,7 +15,7 @@ from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.passes.recompute import Memory, recomputed
+from onnx_fuse.program.passes.recompute import Lifetimes, recomputed
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import budget, encoding
@@ -86,7 +86,7 @@ def test_what_is_no_size_is_refused(given: str | int) -> None:
 
 def test_every_amount_of_recomputing_gives_the_same_bits() -> None:
     whole = program(network())
-    memory = Memory(whole)
+    memory = Lifetimes(whole)
     choices = memory.candidates(lambda call: costs.seconds(call.problem, H200))
     assert len(choices) >= LAYERS - 1
     expected = interpret(whole, feeds(), {})["g0"]
@@ -121,11 +121,11 @@ def test_a_call_whose_operand_changes_does_not_run_again() -> None:
     late = program(network(update="w0_next = Neg(w0)"), state={"w0_next": "w0"})
     *calls, update = late.calls
     assert update.kernel == "Neg"
-    turn = Memory(late).turn
+    turn = Lifetimes(late).turn
     early = replace(late, calls=(*calls[: turn + 1], update, *calls[turn + 1 :]))
     places = dict(late.inputs)
     for made, expected in ((late, [True, True]), (early, [False, True])):
-        choices = Memory(made).candidates(lambda call: costs.seconds(call.problem, H200))
+        choices = Lifetimes(made).candidates(lambda call: costs.seconds(call.problem, H200))
         again = {i for choice in choices for i in choice.calls}
         reads = {t.buffer for i in again for _, t in made.calls[i].reads}
         assert [places[f"w{i}"].buffer in reads for i in range(2)] == expected

@@ -17,7 +17,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
+from onnx_fuse.program.passes.recompute import Lifetimes, gathered_twice, recomputed
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import budget
@@ -227,7 +227,7 @@ def test_a_second_run_reads_the_weights_that_the_backward_gathers() -> None:
 def test_a_copy_that_is_gathered_later_serves_no_earlier_run() -> None:
     """All results again: a second run reads the forward's copy where there is no other yet."""
     program, spec = step(0, 2, "all")
-    turn = Memory(program).turn
+    turn = Lifetimes(program).turn
     again = {
         i
         for i, call in enumerate(program.calls[:turn])

@@ -159,9 +159,9 @@ def step_of(part: Part, args: argparse.Namespace, model: Any, feeds: Any) -> Fou
 
 def backward_share(instance: Any) -> float:
     """The part of a step that its calls between the loss and the update take, by themselves."""
-    from onnx_fuse.program.passes.recompute import Memory
+    from onnx_fuse.program.passes.recompute import Lifetimes
 
-    calls, turn = instance.program.calls, Memory(instance.program).turn
+    calls, turn = instance.program.calls, Lifetimes(instance.program).turn
     after = {id(call) for call in calls[turn + 1 :]}
     seconds = instance.profile()
     updates = max(range(len(seconds)), key=lambda i: len(seconds[i][0].writes))  # of all weights

@@ -26,7 +26,7 @@ def _driver() -> Any:
     return driver
 
 
-class Kernel:
+class LoadedKernel:
     """A kernel that is loaded on a device; its library goes with the last one that uses it."""
 
     def __init__(self, launch: Launch, arch: str, device: int) -> None:
@@ -51,11 +51,11 @@ class Kernel:
             _UNUSED.append((self._driver, self._library))
 
 
-_KERNELS: OrderedDict[tuple[str, str, Defines, str, int], Kernel] = OrderedDict()
+_KERNELS: OrderedDict[tuple[str, str, Defines, str, int], LoadedKernel] = OrderedDict()
 _UNUSED: deque[tuple[Any, Any]] = deque()  # libraries that nobody uses, to be unloaded
 
 
-def _kernel(launch: Launch, arch: str) -> Kernel:
+def _kernel(launch: Launch, arch: str) -> LoadedKernel:
     """The kernel of a launch, loaded on the current device.
 
     The last `KEPT` that were asked for stay loaded, as do those that somebody has.
@@ -65,7 +65,7 @@ def _kernel(launch: Launch, arch: str) -> Kernel:
     with LOCK:
         kernel = _KERNELS.get(key)
     if kernel is None:
-        fresh = Kernel(launch, arch, device)
+        fresh = LoadedKernel(launch, arch, device)
         with LOCK:
             kernel = _KERNELS.setdefault(key, fresh)
             LOADED.add((launch.source, launch.defines, arch))

@@ -36,7 +36,7 @@ LOADED: set[tuple[str, Defines, str]] = set()
 
 
 @dataclass(frozen=True)
-class Resources:
+class Usage:
     """What ptxas reports for one entry; `local_bytes` is the stack frame."""
 
     entry: str
@@ -191,7 +191,7 @@ def store_cubin(path: Path, cubin: bytes) -> None:
         warnings.warn(f"compiled kernels are not cached: {error}", stacklevel=2)
 
 
-def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Resources]:
+def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Usage]:
     """Registers, spills and local memory of each entry of a source; needs no GPU."""
     _, log = _nvrtc(source_text(source), defines, arch)
     warnings = tuple(
@@ -205,7 +205,7 @@ def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[
         if not (name and used and stack):
             raise DeviceError(f"ptxas log not understood: {block}")
         frame, stores, loads = map(int, stack.groups())
-        by_entry[name[1]] = Resources(name[1], int(used[1]), frame, stores + loads, warnings)
+        by_entry[name[1]] = Usage(name[1], int(used[1]), frame, stores + loads, warnings)
     return by_entry
 
 

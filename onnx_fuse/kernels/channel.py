@@ -37,7 +37,7 @@ class ApplyChannelNorm(HeuristicKernel):
         )  # fmt: skip
 
 
-class Grad(HeuristicKernel):
+class ChannelGradStages(HeuristicKernel):
     """layernorm/channel_grad.cu. Operands: x dy scale bias mean variance part dscale dbias
     sums dx."""
 
@@ -204,6 +204,6 @@ KERNELS: Kernels = {
         | {"VEC": 1, "GROUPED": False, "COLUMNS": False},
         count="channels",
     ),),
-    "ChannelGrad": (Grad(),),
+    "ChannelGrad": (ChannelGradStages(),),
     "GroupGrad": (Groups(),),
 }  # fmt: skip

@@ -162,7 +162,7 @@ class _Tiled(Planned, HeuristicKernel):
         return tuple(launches), at
 
 
-class Mma(_Tiled):
+class MmaConv(_Tiled):
     """conv/mma_sm80.cu: 16-bit products on the tensor cores, a tap of 32 channels a step."""
 
     name = "mma"
@@ -190,4 +190,4 @@ class Implicit(_Tiled):
         return roofline(hw, self.numbers(hw), problem.bytes, problem.flops / problem.rate(hw))
 
 
-KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, DirectConv(), Mma(), Implicit())}
+KERNELS: Kernels = {"Conv": (Grouped(), *conv_nhwc.KERNELS, DirectConv(), MmaConv(), Implicit())}

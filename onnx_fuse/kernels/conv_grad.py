@@ -101,7 +101,7 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class Mma(Planned, HeuristicKernel):
+class ByMma(Planned, HeuristicKernel):
     """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
     Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
@@ -163,7 +163,7 @@ class Mma(Planned, HeuristicKernel):
 
 
 class _Way(NamedTuple):
-    """How Wgmma runs: its tile, tiles of dw, parts of the sum, and pixels of a part."""
+    """How ByWgmma runs: its tile, tiles of dw, parts of the sum, and pixels of a part."""
 
     tile: tuple[int, ...]
     tiles: int
@@ -175,7 +175,7 @@ class _Way(NamedTuple):
         return self.parts == 1 and prod(problem.window.kernel) == 1
 
 
-class Wgmma(Planned, HeuristicKernel):
+class ByWgmma(Planned, HeuristicKernel):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
     Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
@@ -368,4 +368,4 @@ class DepthwiseGrad(Planned, HeuristicKernel):
         return (*sums, _total(problem, splits)), wide * splits * problem.groups * problem.depth
 
 
-KERNELS: Kernels = {"ConvWeightGrad": (DepthwiseGrad(), PointwiseWeightGrad(), Wgmma(), Mma())}
+KERNELS: Kernels = {"ConvWeightGrad": (DepthwiseGrad(), PointwiseWeightGrad(), ByWgmma(), ByMma())}

@@ -15,7 +15,7 @@ from onnx_fuse.program.launch import Launch, Launches, Ptr, args
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 
-class Copy(NamedTuple):
+class TransposedOperand(NamedTuple):
     """An operand's transpose: whose, its bytes, and the launch."""
 
     name: str
@@ -28,7 +28,7 @@ def _pitch(columns: int) -> int:
     return ceil(columns / 4) * 4
 
 
-def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
+def _transpose(name: str, rows: int, columns: int, step: int) -> TransposedOperand:
     """[columns, rows], whose rows lie `step` apart, as [rows, columns].
 
     Sizes are compared with numbers alone: what is open stays so.
@@ -41,10 +41,10 @@ def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
         *args(f"a0 y0, {'i64' if wide else 'i32'} sizes", sizes=sizes),
         IDX="i64" if wide else "int", T="u32", VEC=1,
     )  # fmt: skip
-    return Copy(name, ceil(4 * rows * pitch / 256) * 256, turning)
+    return TransposedOperand(name, ceil(4 * rows * pitch / 256) * 256, turning)
 
 
-class _Turned(DelegatingKernel, ABC):
+class _TransposingGemm(DelegatingKernel, ABC):
     """The product of another candidate, for which operands are transposed into the workspace."""
 
     inner: Tf32 | SimtSplitK
@@ -54,7 +54,7 @@ class _Turned(DelegatingKernel, ABC):
         """The product of operands that lie as `inner` reads them."""
 
     @abstractmethod
-    def _copies(self, problem: GemmProblem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[TransposedOperand]:
         """What is transposed first."""
 
     def _own_bytes(self, problem: GemmProblem) -> int:
@@ -89,7 +89,7 @@ class _Turned(DelegatingKernel, ABC):
         return self.inner.parts(problem, config)
 
 
-class TurnedTf32(_Turned):
+class TurnedTf32(_TransposingGemm):
     """gemm/tf32_sm90.cu for operands whose k is not contiguous, as wgmma needs it in tf32."""
 
     name = "wgmma_tf32_turned"
@@ -106,7 +106,7 @@ class TurnedTf32(_Turned):
             ldb=ldb if problem.trans_b else _pitch(problem.k),
         )  # fmt: skip
 
-    def _copies(self, problem: GemmProblem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[TransposedOperand]:
         """Those of a and b that do not lie along k."""
         lda, ldb = problem.ld
         a = [_transpose("a", problem.m, problem.k, lda)] if problem.trans_a else []
@@ -121,7 +121,7 @@ class TurnedTf32(_Turned):
         return self._refusal(problem, hw)
 
 
-class TurnedFma(_Turned):
+class TurnedFma(_TransposingGemm):
     """gemm/fma_sm80.cu for a b that lies along k, which it would read by pairs."""
 
     name = "fma_turned"
@@ -132,7 +132,7 @@ class TurnedFma(_Turned):
         """The product with b's rows along n."""
         return problem.replace(trans_b=False, ldb=_pitch(problem.n))
 
-    def _copies(self, problem: GemmProblem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[TransposedOperand]:
         """That of b."""
         return [_transpose("b", problem.k, problem.n, problem.ld[1])]
 

@@ -92,7 +92,7 @@ def _scatter_macros(problem: Scatter) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Updates:
+class _ScatterUpdates:
     """`count` updates of `inner` elements for the `rows` of y, as indexing/places.cu sees them."""
 
     count: int
@@ -103,7 +103,7 @@ class _Updates:
     elements: bool
 
     @classmethod
-    def of(cls, problem: Scatter) -> _Updates:
+    def of(cls, problem: Scatter) -> _ScatterUpdates:
         if isinstance(problem, ScatterND):
             of, dims = (problem.count, problem.rows, problem.inner), problem.dims
             return cls(*of, len(dims), _dims(dims), False)
@@ -148,7 +148,7 @@ class _Many(HeuristicKernel):
             return "it writes no zeros"
         if reason := _short_lines(problem):
             return reason
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         if updates.count <= FEW:
             return f"only {updates.count} updates"
         if updates.count > MOST_ROWS or updates.rows > MOST_ROWS:
@@ -172,7 +172,7 @@ class Last(Planned, _Many):
 
     def moved(self, problem: Scatter) -> int:
         """The indices twice, and the numbers of y's rows: cleared, and looked up in sectors."""
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         if _distinct(problem):
             return problem.bytes + 32 * updates.count
         return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
@@ -182,7 +182,7 @@ class Last(Planned, _Many):
 
         Where no row has two updates, all of them alone.
         """
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
         macros = self._macros(problem, unit)
         units = updates.inner // width
@@ -260,7 +260,7 @@ class GroupedUpdates(Planned, HeuristicKernel):
         """Combined updates; not so few that the launches weigh more, nor in too large a table."""
         if reason := _uncombined(problem) or _short_lines(problem):
             return reason
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         count, rows = updates.count, updates.rows
         if count <= FEW and not (isinstance(problem, ScatterND) and problem.fresh):
             return f"only {count} updates"
@@ -272,7 +272,7 @@ class GroupedUpdates(Planned, HeuristicKernel):
 
     def cost(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> float:
         """The sort, and the updates, read in its order at a small part of a copy's rate."""
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         read = updates.count * updates.inner * ITEMSIZE[problem.dtype]
         passes = roofline(hw, self.numbers(hw), read, launches=0)
         return super().cost(problem, config, hw) + passes
@@ -285,7 +285,7 @@ class GroupedUpdates(Planned, HeuristicKernel):
 
     def plan(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Plan:
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         count, rows, inner = updates.count, updates.rows, updates.inner
         fresh = isinstance(problem, ScatterND) and problem.fresh
         part, arena = config.integer("part") or _part(problem), WorkspaceArena(aligned=16)
@@ -362,7 +362,7 @@ def _part(problem: Scatter) -> int:
     """
     if problem.reduction in ("max", "min") and problem.dtype in FLOATS:
         return _WHOLE
-    return 1 << max(6, (coarse(_Updates.of(problem).count) - 1).bit_length() // 2)
+    return 1 << max(6, (coarse(_ScatterUpdates.of(problem).count) - 1).bit_length() // 2)
 
 
 class Sorted(Planned, _Many):
@@ -375,21 +375,21 @@ class Sorted(Planned, _Many):
 
     def _sort(self, problem: Scatter) -> RadixSort:
         """Of the updates themselves where they have the size of an index."""
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         values = updates.inner == 1 and ITEMSIZE[problem.dtype] == 4
         payload = Ptr("update") if values else None
         return RadixSort(1, updates.count, updates.rows.bit_length(), payload=payload)
 
     def moved(self, problem: Scatter) -> int:
         """The sort, and the updates in its order: a sector each at least, unless it moved them."""
-        updates, sort = _Updates.of(problem), self._sort(problem)
+        updates, sort = _ScatterUpdates.of(problem), self._sort(problem)
         size = max(32, updates.inner * ITEMSIZE[problem.dtype])
         behind = 2 * size if sort.payload else 3 * size + 32
         return sort.moved + problem.bytes + behind * updates.count
 
     def plan(self, problem: Scatter, config: KernelConfig, hw: Hardware) -> Plan:
         """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
-        updates, sort = _Updates.of(problem), self._sort(problem)
+        updates, sort = _ScatterUpdates.of(problem), self._sort(problem)
         row, order = sort.sorted
         counts = args("i64 count, i32 rows", updates)
         macros = self._macros(problem, "u32")
@@ -415,7 +415,7 @@ class Sorted(Planned, _Many):
 
     def _runs(self, problem: Scatter, sort: RadixSort) -> Launches:
         """indexing/run_sums.cu: the sums of a tile, and of what reaches beyond tiles."""
-        updates = _Updates.of(problem)
+        updates = _ScatterUpdates.of(problem)
         blocks = -(-updates.count // RUN_TILE)
         tiles, source = Ptr("workspace", sort.end), "indexing/run_sums.cu"
         macros: dict[str, Any] = {
@@ -430,7 +430,7 @@ class Sorted(Planned, _Many):
         )
 
 
-class Rows(HeuristicKernel):
+class ScatteredRows(HeuristicKernel):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
@@ -459,5 +459,5 @@ KERNELS: Kernels = {
             "y index update, i64 lines inner given length", _scatter_macros, count="lines",
         ),
     ),
-    "ScatterND": (GroupedUpdates(), Last(), Sorted(), Rows()),
+    "ScatterND": (GroupedUpdates(), Last(), Sorted(), ScatteredRows()),
 }  # fmt: skip

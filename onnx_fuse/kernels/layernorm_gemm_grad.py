@@ -261,7 +261,7 @@ class TwoGemms(Planned):
         return tuple(calls), arena.size
 
 
-class Portable(TwoGemms):
+class PortableTwoGemms(TwoGemms):
     """The gradients on mma.sync, or on ordinary cores: any sizes and alignment, every chip.
 
     16-bit types, and float32 by tf32 (on Hopper by wgmma), bf16x3 or IEEE products. Other ways to
@@ -326,5 +326,5 @@ class Portable(TwoGemms):
 
 
 KERNELS: Kernels = {
-    "LayerNormGemmGrad": (FewRowsGrad(), TwoGemms(), Portable()),
+    "LayerNormGemmGrad": (FewRowsGrad(), TwoGemms(), PortableTwoGemms()),
 }

@@ -25,7 +25,7 @@ _LONG = 64 << 10  # bytes of a row, of which a multiprocessor's shared memory ho
 _NONE_IGNORED = -(2**62)
 
 
-class Rows(HeuristicKernel):
+class LossRows(HeuristicKernel):
     """loss/cross_entropy.cu. Operands: x target weight loss rows log_prob slope dx."""
 
     name = "row"
@@ -170,7 +170,7 @@ class Exp(_OfProduct):
 
 
 KERNELS: Kernels = {
-    "CrossEntropy": (Rows(),),
+    "CrossEntropy": (LossRows(),),
     "CrossEntropyChunk": (Chunk(),),
     "LabelScore": (Label(),),
     "ExpRows": (Exp(),),

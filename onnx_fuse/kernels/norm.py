@@ -95,8 +95,8 @@ def _macros(problem: Norm) -> dict[str, Any]:
     return types | {"RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine}
 
 
-class Chunks(Planned, HeuristicKernel):
-    """layernorm/parts.cu: few long rows. Operands: those of `Row` without w, c and z."""
+class NormChunks(Planned, HeuristicKernel):
+    """layernorm/parts.cu: few long rows. Operands: those of `NormRow` without w, c and z."""
 
     name = "parts"
     source = "layernorm/parts.cu"
@@ -132,7 +132,7 @@ class Chunks(Planned, HeuristicKernel):
         return parts + each("norm_apply", names, ", f32 epsilon"), 24 * problem.rows * chunks
 
 
-class Row(HeuristicKernel):
+class NormRow(HeuristicKernel):
     """layernorm/row.cu. Operands: x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
 
     name = "row"
@@ -186,7 +186,7 @@ def _grad_macros(problem: NormGrad) -> dict[str, Any]:
     return types | {"RMS": problem.rms, "SKIP": problem.skip}
 
 
-class _Grad(HeuristicKernel):
+class _NormGradKernel(HeuristicKernel):
     """A candidate of layernorm/grad.cu."""
 
     name = "row"
@@ -198,7 +198,7 @@ class _Grad(HeuristicKernel):
         return _grad_macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads}
 
 
-class GradRow(_Grad):
+class GradRow(_NormGradKernel):
     """Operands: x dy scale mean rstd ds e1 e2 e3 b dx part."""
 
     def supports(self, problem: NormGrad, hw: Hardware) -> str | None:
@@ -306,7 +306,7 @@ class GradRounds(HeuristicKernel):
         return self.one("round_params", grid, _THREADS, *made, **_chunk_macros(grad))
 
 
-class GradSums(_Grad):
+class GradSums(_NormGradKernel):
     """The sums of the parts. Operands: part dscale dbias."""
 
     def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:
@@ -321,7 +321,7 @@ class GradSums(_Grad):
 
 
 KERNELS: Kernels = {
-    "Norm": (Chunks(), Row()),
+    "Norm": (NormChunks(), NormRow()),
     "NormGrad": (GradChunks(), GradRow()),
     "NormGradSums": (GradRounds(), GradSums()),
 }

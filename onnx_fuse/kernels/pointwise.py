@@ -33,7 +33,7 @@ READ_APART, WRITTEN_APART = 12, 56
 and what other rows of the tensor find of it in the L2 is gone before they write (H200, 2026-11)."""
 
 
-class Turned(HeuristicKernel):
+class TurnedCopy(HeuristicKernel):
     """A candidate of indexing/transpose.cu, or of transpose_short.cu."""
 
     free_axes = "yz"
@@ -84,7 +84,7 @@ class Generated(HeuristicKernel):
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 
-class Sums(HeuristicKernel):
+class GeneratedSums(HeuristicKernel):
     """A kernel whose text is the expression, with the sums of one result. Operands: a0 y0 sum."""
 
     name = "generated"
@@ -133,9 +133,9 @@ class Sums(HeuristicKernel):
 
 KERNELS: Kernels = {
     "Pointwise": (
-        Turned("tiles", "indexing/transpose.cu", launch_transpose),
-        Turned("runs", "indexing/transpose_short.cu", launch_short),
+        TurnedCopy("tiles", "indexing/transpose.cu", launch_transpose),
+        TurnedCopy("runs", "indexing/transpose_short.cu", launch_short),
         Generated(),
     ),
-    "PointwiseSums": (Sums(),),
+    "PointwiseSums": (GeneratedSums(),),
 }

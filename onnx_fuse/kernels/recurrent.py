@@ -44,7 +44,7 @@ def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, i
     return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
 
-class Steps(HeuristicKernel):
+class RecurrentSteps(HeuristicKernel):
     """recurrent/steps.cu and recurrent/steps_grad.cu.
 
     Operands: z rt rn bn h0 c0 lengths y h c; of the gradient z z2 before r rn c0 lengths dy dh_T
@@ -74,4 +74,4 @@ class Steps(HeuristicKernel):
         ),)  # fmt: skip
 
 
-KERNELS: Kernels = {"Recurrence": (Steps(),)}
+KERNELS: Kernels = {"Recurrence": (RecurrentSteps(),)}

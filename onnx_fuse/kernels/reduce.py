@@ -76,7 +76,7 @@ def _team(problem: Reduce) -> int:
     return team_size(rows, longest, _vec(problem))
 
 
-class Row(HeuristicKernel):
+class RowReduce(HeuristicKernel):
     """reduce/reduce.cu, along the last axis. Operands: x x2 y y2."""
 
     name = "row"
@@ -162,6 +162,6 @@ class Squares(Planned, HeuristicKernel):
 
 
 KERNELS: Kernels = {
-    "Reduce": (Row(), ColumnReduce()),
+    "Reduce": (RowReduce(), ColumnReduce()),
     "SumSquares": (Squares(),),
 }

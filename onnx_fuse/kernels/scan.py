@@ -206,7 +206,7 @@ class WholeRows(Planned, HeuristicKernel):
         return keys + sort.launches() + take, sort.end
 
 
-class Order(Planned, HeuristicKernel):
+class BitonicSort(Planned, HeuristicKernel):
     """scan/sort.cu. Operands: x indices."""
 
     name = "sort"
@@ -262,7 +262,7 @@ class Votes(Planned, HeuristicKernel):
 KERNELS: Kernels = {
     "CumulativeSum": (Cumulative(),),
     "TopK": (InBlock(), WholeRows()),
-    "SortedRows": (Order(),),
+    "SortedRows": (BitonicSort(),),
     "KeptCounts": (Votes(),),
     "KeptPositions": (Votes(),),
 }

@@ -34,7 +34,7 @@ def _macros(problem: Softmax) -> dict[str, Any]:
     return typed(problem) | {"LOG": problem.log}
 
 
-class Row(HeuristicKernel):
+class RowSoftmax(HeuristicKernel):
     """softmax/row.cu. Operands: x y."""
 
     name = "row"
@@ -62,7 +62,7 @@ class Row(HeuristicKernel):
         )  # fmt: skip
 
 
-class Parts(Planned, HeuristicKernel):
+class PartsSoftmax(Planned, HeuristicKernel):
     """softmax/parts.cu: few long rows, each by many blocks. Operands: x y."""
 
     name = "parts"
@@ -114,4 +114,4 @@ class ColumnSoftmax(HeuristicKernel):
         )  # fmt: skip
 
 
-KERNELS: Kernels = {"Softmax": (Parts(), Row(), ColumnSoftmax())}
+KERNELS: Kernels = {"Softmax": (PartsSoftmax(), RowSoftmax(), ColumnSoftmax())}

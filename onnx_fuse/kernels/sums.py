@@ -10,7 +10,7 @@ from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
-class Slope(HeuristicKernel):
+class SlopeOfProduct(HeuristicKernel):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
@@ -27,7 +27,7 @@ class Slope(HeuristicKernel):
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
 
-class Parts(HeuristicKernel):
+class SumOfParts(HeuristicKernel):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
@@ -77,8 +77,8 @@ class Columns(HeuristicKernel):
 
 
 KERNELS: Kernels = {
-    "SlopeProduct": (Slope(),),
-    "PartSums": (Parts(),),
+    "SlopeProduct": (SlopeOfProduct(),),
+    "PartSums": (SumOfParts(),),
     "MergedMoments": (Merged(),),
     "Fold": (Columns(),),
 }

@@ -19,7 +19,7 @@ from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 
 
-class Rounded(NamedTuple):
+class RoundedMatrix(NamedTuple):
     """A tensor v [r, c] in float8: `rows` [r, c] and `columns` [c, r], which v's scale belongs to.
 
     None where nothing reads it.
@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
 
 def _rounded(
     ctx: Context, node: ir.Node, v: Tensor, kind: str, history: int, following: int,
-    rounded: Rounded, sums: Tensor | None = None,
+    rounded: RoundedMatrix, sums: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `rounded` with `v`, and `sums` with those of its columns, for each 128 rows.
 
@@ -84,12 +84,12 @@ def linear(ctx: Context, node: ir.Node) -> None:
     def saved(name: str, shape: tuple[int, ...], dtype: str) -> Tensor | None:
         return ctx.output(node, at[name], shape, dtype) if name in at else None
 
-    rounded_x = Rounded(
+    rounded_x = RoundedMatrix(
         ctx.scratch(E4M3, (m, k)),
         saved("xt", (k, m), E4M3),
         saved("xscale", (), "float32") or ctx.scratch("float32", ()),
     )
-    rounded_w = Rounded(
+    rounded_w = RoundedMatrix(
         saved("wq", (k, n), E4M3),
         ctx.scratch(E4M3, (n, k)),
         saved("wscale", (), "float32") or ctx.scratch("float32", ()),
@@ -121,7 +121,7 @@ def gradient(ctx: Context, node: ir.Node) -> None:
         ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes)
     parts = Float8(m, n, dz.dtype, E5M2, HISTORY).parts
     sums = ctx.scratch("float32", (parts, n)) if ctx.wants(node, 2) else None
-    q = Rounded(
+    q = RoundedMatrix(
         ctx.scratch(E5M2, (m, n)) if ctx.wants(node, 0) else None,
         ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
         ctx.scratch("float32", ()),

@@ -20,7 +20,7 @@ from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
 from onnx_fuse.lower.matrices import (
     Matrix,
-    Operands,
+    ProductOperands,
     alignment,
     factors,
     matrix,
@@ -113,7 +113,7 @@ def product(
         align=alignment(left.tensor, right.tensor),
         **(attrs or {}),
     )
-    operands = with_whole_rows(ctx, node, Operands(problem, left, right, y))
+    operands = with_whole_rows(ctx, node, ProductOperands(problem, left, right, y))
     reads = {"a": operands.a.tensor, "b": operands.b.tensor, **(extra or {})}
     ctx.select(node, operands.problem, reads, {"y": operands.y, **(writes or {})})
     if operands.y is not y:

@@ -44,7 +44,7 @@ def chunk_rows(rows: int, stride: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class _LossChunks:
     """One node's operands, and what is done for the rows `start` to `end` of x.
 
     `z` [rows, stride] holds the scores of a chunk, and then d loss / d scores in their place.
@@ -118,7 +118,7 @@ class _Chunks:
 
 
 @dataclass(frozen=True)
-class _Exponentials(_Chunks):
+class _Exponentials(_LossChunks):
     """The same, where the product of the scores takes their exponentials (loss/exp_rows.cu).
 
     `z` then holds d loss / d scores but for a factor of each row, `scale` [rows], which the product
@@ -194,7 +194,7 @@ def chunk_problem(
     )  # fmt: skip
 
 
-def rows_problem(chunks: _Chunks, rows: int, *, scaled: bool) -> ExpRows:
+def rows_problem(chunks: _LossChunks, rows: int, *, scaled: bool) -> ExpRows:
     """What is left to do for so many rows of exponentials."""
     ctx, node, x, w = chunks.ctx, chunks.node, chunks.x, chunks.w
     labels, weight = ctx.view(node, 3), ctx.view(node, 4)
@@ -205,7 +205,7 @@ def rows_problem(chunks: _Chunks, rows: int, *, scaled: bool) -> ExpRows:
     )  # fmt: skip
 
 
-def bias_problem(chunks: _Chunks, rows: int) -> GemmProblem:
+def bias_problem(chunks: _LossChunks, rows: int) -> GemmProblem:
     """The product of so many rows of z, transposed, and their factors: the bias's gradient."""
     most, stride = chunks.z.shape
     return GemmProblem.of(
@@ -214,7 +214,7 @@ def bias_problem(chunks: _Chunks, rows: int) -> GemmProblem:
     )  # fmt: skip
 
 
-def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chunks:
+def exponentials(chunks: _LossChunks, of_x: bool, of_w: bool, of_bias: bool) -> _LossChunks:
     """`chunks`, or their kind whose products take exponentials where that costs less.
 
     There is no pass over the scores then, whose bytes take a tenth of the head's time; but only in
@@ -288,7 +288,7 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> None:
         # the columns between two rows are of further rows of the weight
         row = None if row is None else _longer(ctx, node, row, stride)
         w = _longer(ctx, node, w, stride)
-    chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
+    chunks = _LossChunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
     if any(gradients):
         chunks = exponentials(chunks, *gradients)
     starts = [0]

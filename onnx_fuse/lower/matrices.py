@@ -74,7 +74,7 @@ def alignment(*tensors: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Operands:
+class ProductOperands:
     """A product, its operands, and the tensor that takes its result."""
 
     problem: GemmProblem
@@ -83,7 +83,7 @@ class Operands:
     y: Tensor
 
 
-def with_whole_rows(ctx: Context, node: ir.Node, operands: Operands) -> Operands:
+def with_whole_rows(ctx: Context, node: ir.Node, operands: ProductOperands) -> ProductOperands:
     """Copy operands to rows of whole 16 bytes where the copies cost less than they save.
 
     Where the returned `y` is not the given one, the caller has to copy the result to the given one.
@@ -114,7 +114,7 @@ def with_whole_rows(ctx: Context, node: ir.Node, operands: Operands) -> Operands
     y = operands.y
     if best.ldy:
         y = ctx.scratch(y.dtype, (problem.m, _up(problem.n))).first((problem.m, problem.n))
-    return Operands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
+    return ProductOperands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
 
 
 def _up(size: int) -> int:

@@ -24,7 +24,7 @@ def is_update(node: ir.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Update:
+class _RowUpdate:
     """The calls of an update after pointwise fusion, its operands and its results."""
 
     calls: tuple[Call, ...]
@@ -36,7 +36,7 @@ class Updates:
     """The updates of a program so far, by what those have in common that have equal bodies."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Update] = {}
+        self._known: dict[Hashable, _RowUpdate] = {}
 
     def keep(
         self, key: Hashable, calls: Sequence[Call], operands: Sequence[Tensor],
@@ -52,7 +52,7 @@ class Updates:
         written = {t.buffer for t in results}
         fused = [*fuse(numbers, read | written), *fuse(others, written)]
         if len({t.buffer for t in operands}) == len(operands):
-            self._known[key] = _Update(tuple(fused), tuple(operands), tuple(results))
+            self._known[key] = _RowUpdate(tuple(fused), tuple(operands), tuple(results))
         return fused
 
     def again(

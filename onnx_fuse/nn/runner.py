@@ -22,7 +22,7 @@ from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 if TYPE_CHECKING:
-    from onnx_fuse.runtime.direct import Layout
+    from onnx_fuse.runtime.direct import DirectLayout
     from onnx_fuse.runtime.executable import Executable
 
 KEPT = 256
@@ -260,7 +260,7 @@ class _Direct:
 class PooledProgram:
     """The launches for inputs of one kind, with memory of the pool."""
 
-    def __init__(self, executable: Executable, layout: Layout) -> None:
+    def __init__(self, executable: Executable, layout: DirectLayout) -> None:
         from onnx_fuse.runtime.direct import BoundProgram as Launched
 
         self.stream, self._pool = executable.stream, executable.shared.pool

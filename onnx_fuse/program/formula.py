@@ -66,7 +66,7 @@ class Formulas:
     @classmethod
     def of(cls, texts: Iterable[str], symbols: Sequence[str]) -> Formulas:
         """The expressions that these texts are. Raises ValueError where one is none."""
-        writer = _Writer(symbols)
+        writer = _FormulaWriter(symbols)
         return writer.formulas([writer.row(_tree(text)) for text in texts])
 
     @classmethod
@@ -223,7 +223,7 @@ def _check(
             raise ValueError("a condition where a number is expected, or a number for a condition")
 
 
-class _Writer:
+class _FormulaWriter:
     """Makes the rows of expressions, each once."""
 
     def __init__(self, symbols: Sequence[str]) -> None:

@@ -219,7 +219,7 @@ class _Planner:
             else:
                 names.append(name)
                 parts.append(place)
-        return self._append(parts, Instance(kind, fixed, tuple(names))) if parts else None
+        return self._append(parts, InstanceOf(kind, fixed, tuple(names))) if parts else None
 
     def _places(self, values: Iterable[Any]) -> list[_Place] | None:
         """The places of several values, None where none of them holds sizes."""
@@ -262,7 +262,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Instance:
+class InstanceOf:
     """Makes an instance of a dataclass, unchecked, of the fields `names`; others are `fixed`."""
 
     kind: Any

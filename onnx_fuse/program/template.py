@@ -28,7 +28,7 @@ from onnx_fuse.program.open import (
     Dict,
     EvalPlan,
     EvalStep,
-    Instance,
+    InstanceOf,
     Maker,
     SymbolicProgram,
     defaults,
@@ -63,7 +63,7 @@ def write(opened: SymbolicProgram, array: Callable[[np.ndarray[Any, Any]], str])
 
     Raises ModelError for an object that a file cannot hold.
     """
-    table = _Table(array)
+    table = _ObjectTable(array)
     recipes = {name: _Shared(recipe, table) for name, recipe in opened.recipes.items()}
     plain, groups, words, place = table.data()
     heads = {name: shared.head(place, words) for name, shared in recipes.items()}
@@ -73,7 +73,7 @@ def write(opened: SymbolicProgram, array: Callable[[np.ndarray[Any, Any]], str])
 class _Shared:
     """What a file holds of a recipe; equal parts, and equal steps, are one."""
 
-    def __init__(self, recipe: EvalPlan, table: _Table) -> None:
+    def __init__(self, recipe: EvalPlan, table: _ObjectTable) -> None:
         self._recipe = recipe
         closed, sizes = len(recipe.closed), len(recipe.sizes.roots)
         first = closed + sizes
@@ -91,10 +91,10 @@ class _Shared:
             if place not in needed:
                 continue
             # few makers, to which fields without sizes are given as well
-            fixed = _given(make.kind, make.fixed) if isinstance(make, Instance) else {}
+            fixed = _given(make.kind, make.fixed) if isinstance(make, InstanceOf) else {}
             more = [table.row(value) for value in fixed.values()]
-            if isinstance(make, Instance):
-                make = Instance(make.kind, {}, (*make.names, *fixed))
+            if isinstance(make, InstanceOf):
+                make = InstanceOf(make.kind, {}, (*make.names, *fixed))
             makers[place] = table.row(make), parts, more
             for row in more:
                 self._closed.setdefault(row, len(self._closed))
@@ -130,10 +130,10 @@ def _without_fields(recipe: EvalPlan) -> list[EvalStep]:
     ]
     steps: list[EvalStep] = []
     for make, parts in recipe.steps:
-        if isinstance(make, Instance):
+        if isinstance(make, InstanceOf):
             label, given = make.kind.__name__, zip(make.names, parts, strict=True)
             pairs = [(n, p) for n, p in given if not _left_out(f"{label}.{n}", values[p])]
-            make = Instance(make.kind, make.fixed, tuple([n for n, _ in pairs]))
+            make = InstanceOf(make.kind, make.fixed, tuple([n for n, _ in pairs]))
             parts = [p for _, p in pairs]
         steps.append((make, parts))
     return steps
@@ -143,7 +143,7 @@ _Label = tuple[str, tuple[str, ...], tuple[str, ...] | None]
 """What the objects of a group are, the names of their fields, and of a maker those to be given."""
 
 
-class _Table:
+class _ObjectTable:
     """Objects, each once however many are equal to it in type and bits."""
 
     def __init__(self, array: Callable[[np.ndarray[Any, Any]], str]) -> None:
@@ -181,7 +181,7 @@ class _Table:
             label = "array", (), None
         elif kind is Dict or kind is Array:
             label, parts = (kind.__name__, (), None), [value.keys if kind is Dict else value.shape]
-        elif kind is Instance and value.kind in _KNOWN:
+        elif kind is InstanceOf and value.kind in _KNOWN:
             label, parts = (value.kind.__name__, (), value.names), []
         elif kind in _KNOWN:
             fields = _given(kind, {name: getattr(value, name) for name in field_names(kind)})
@@ -322,7 +322,7 @@ def _instances(
         raise ValueError(f"the fields of a {kind.__name__}")
     usual = {name: value for name, value in usual.items() if name not in listed}
     if later is not None:
-        return [Instance(kind, usual, tuple(later)) for _ in rows]
+        return [InstanceOf(kind, usual, tuple(later)) for _ in rows]
     instances, new = [], object.__new__
     for row in rows:
         instance = new(kind)
@@ -344,7 +344,7 @@ def _recipe(
     words.within([len(objects), length + 1], [closed + steps, steps])
     parts = [objects[i] for i in words.take(closed)]
     makers: list[Maker] = [objects[i] for i in words.take(steps)]
-    if not {*map(type, makers)} <= {type, Dict, Array, Instance}:
+    if not {*map(type, makers)} <= {type, Dict, Array, InstanceOf}:
         raise ValueError("a step that makes nothing")
     counts = words.take(steps)
     words.within(range(first, first + steps), counts)  # a step has earlier ones for parts

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import costs
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
+from onnx_fuse.program.passes.recompute import Lifetimes, gathered_twice, recomputed
 from onnx_fuse.program.problem import Collective, Hardware
 from onnx_fuse.runtime.plan import plan
 
@@ -85,7 +85,7 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
     ranks = next((problem.ranks for problem in exchanged), 1)
     if budget != "min" and before <= budget:
         return Recompute(0, frozenset(), before, before, 0.0, fixed, ranks=ranks)
-    memory = Memory(program)
+    memory = Lifetimes(program)
 
     def seconds(call: Call) -> float:
         return 0.0 if call.problem is None else costs.seconds(call.problem, hw)

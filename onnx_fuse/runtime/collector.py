@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 
 
-class _State:
+class _Blocks:
     """The blocks of all threads, since the collector is the process's."""
 
     lock = threading.RLock()  # a finalizer may begin a block anywhere
@@ -29,9 +29,9 @@ class _State:
 
 def _forget() -> None:
     """A forked child has none of its parent's other threads, which may have been in blocks."""
-    if _State.blocks and _State.was:
+    if _Blocks.blocks and _Blocks.was:
         gc.enable()
-    _State.lock, _State.blocks = threading.RLock(), 0
+    _Blocks.lock, _Blocks.blocks = threading.RLock(), 0
 
 
 if hasattr(os, "register_at_fork"):
@@ -46,27 +46,27 @@ def paused() -> Iterator[None]:
     take it for objects that stay, and walk everything because there are so many. A collector that
     the user has turned off stays off.
     """
-    with _State.lock:
-        if not _State.blocks:
-            _State.was = gc.isenabled()
+    with _Blocks.lock:
+        if not _Blocks.blocks:
+            _Blocks.was = gc.isenabled()
             gc.disable()
-        _State.blocks += 1
+        _Blocks.blocks += 1
     try:
         yield
     finally:
-        with _State.lock:
+        with _Blocks.lock:
             generation = -1
-            if _State.blocks == 1:
-                generation, _State.generation = _State.generation, -1
-        if generation >= 0 and _State.was:
+            if _Blocks.blocks == 1:
+                generation, _Blocks.generation = _Blocks.generation, -1
+        if generation >= 0 and _Blocks.was:
             gc.collect(generation)  # what that frees may wait for locks of other blocks
-        with _State.lock:
-            _State.blocks = max(0, _State.blocks - 1)  # a fork within the block has forgotten it
-            if not _State.blocks:
-                if _State.was:
+        with _Blocks.lock:
+            _Blocks.blocks = max(0, _Blocks.blocks - 1)  # a fork within the block has forgotten it
+            if not _Blocks.blocks:
+                if _Blocks.was:
                     _settle()
                     gc.enable()
-                _State.stays = False
+                _Blocks.stays = False
 
 
 def keep(*, garbage: bool = False, everything: bool = False) -> None:
@@ -75,8 +75,8 @@ def keep(*, garbage: bool = False, everything: bool = False) -> None:
     With `everything` the collector walks all there is once, at the end of the block: a run that has
     taken seconds takes a tenth more, so that a later one of milliseconds does not.
     """
-    _State.stays = True
-    _State.generation = max(_State.generation, 2 if everything else 0 if garbage else -1)
+    _Blocks.stays = True
+    _Blocks.generation = max(_Blocks.generation, 2 if everything else 0 if garbage else -1)
 
 
 def _settle() -> None:
@@ -85,7 +85,7 @@ def _settle() -> None:
     It would come to count the parts of a new program as old by itself, and walk everything in the
     process because there are so many more.
     """
-    _State.frozen = _State.frozen or (_State.stays and gc.get_freeze_count() > 0)
-    if _State.stays and not _State.frozen:
+    _Blocks.frozen = _Blocks.frozen or (_Blocks.stays and gc.get_freeze_count() > 0)
+    if _Blocks.stays and not _Blocks.frozen:
         gc.freeze()
         gc.unfreeze()

@@ -51,7 +51,7 @@ class Deployed:
             modules = [_module(m) for m in manifest["modules"]]
             self._modules: list[Module] = [module for module, _ in modules]
             self._cubins = [cubins for _, cubins in modules]
-            self._entries = [_Entry(p) for p in manifest["programs"]]
+            self._entries = [_ProgramEntry(p) for p in manifest["programs"]]
             self.adapters: Any = manifest.get("adapters")
             """What it says of its inputs for adapters (`adapters.held.AdaptedFile`), or None."""
             self._packed: Any = manifest.get("packing")
@@ -65,7 +65,7 @@ class Deployed:
         return self.container.fault(what)
 
     @property
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[_ProgramEntry]:
         """The programs for these inputs."""
         names = {end.name for end in self.inputs}
         return [entry for entry in self._entries if entry.shapes.keys() == names]
@@ -166,7 +166,7 @@ class Deployed:
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
         )
 
-    def _at(self, entry: _Entry, numbers: Mapping[str, int], arch: str) -> PlannedProgram:
+    def _at(self, entry: _ProgramEntry, numbers: Mapping[str, int], arch: str) -> PlannedProgram:
         if entry.member not in self._made:
             self._give(arch)
             self._made[entry.member] = self._opened(entry, numbers)
@@ -179,7 +179,7 @@ class Deployed:
         return PlannedProgram(program, plan(program), planned, None, numbers)
 
     def _opened(
-        self, entry: _Entry, numbers: Mapping[str, int]
+        self, entry: _ProgramEntry, numbers: Mapping[str, int]
     ) -> PlannedProgram | PlannedOpenProgram | CheckedOpen:
         """What an entry holds: a program of one shape, or an open one with or without a layout."""
         source = encoding.read(
@@ -229,7 +229,7 @@ class Deployed:
         weakref.finalize(self.container, take_back, keys).atexit = False
 
 
-class _Entry:
+class _ProgramEntry:
     """What the manifest says of a program: for one shape, or (`open`) for all that it serves."""
 
     def __init__(self, data: Any) -> None:

@@ -17,7 +17,7 @@ from onnx_fuse.program.call import NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.launcher import ARENA, Launcher, Variant
+from onnx_fuse.runtime.launcher import ARENA, Launcher, LaunchVariant
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.weights import RANDOM
 
@@ -44,16 +44,16 @@ def is_direct(program: Program) -> bool:
     )
 
 
-def layout(executable: Executable, names: Sequence[str], shapes: Shapes) -> Layout | None:
-    """The Layout for inputs of these shapes; None for what needs the host between kernels."""
+def layout(executable: Executable, names: Sequence[str], shapes: Shapes) -> DirectLayout | None:
+    """The layout for inputs of these shapes; None for what needs the host between kernels."""
     try:
         ready = executable.specializer.of(shapes)
     except NeedsValues:  # of inputs that decide about shapes
         return None
-    return Layout(executable, ready, names) if is_direct(ready.program) else None
+    return DirectLayout(executable, ready, names) if is_direct(ready.program) else None
 
 
-class Layout:
+class DirectLayout:
     """A Program of one shape, with the memory that all its launches share.
 
     `names` are those of the graph's inputs, in the order in which runs bring them. Outputs that
@@ -120,13 +120,13 @@ class BoundProgram:
     Streams share none: launches may count in memory of their own, which needs an order.
     """
 
-    def __init__(self, layout: Layout, stream: device.Stream) -> None:
+    def __init__(self, layout: DirectLayout, stream: device.Stream) -> None:
         self.layout, self.stream = layout, stream
         self.launcher = Launcher(
             layout.ready, layout.hw, dict(layout.fixed), layout.movable, most=PLACES
         )
         self._latest: Sequence[int] | None = None  # the ends of the last call
-        self._kept: list[Variant] = []
+        self._kept: list[LaunchVariant] = []
         self._many = layout.count >= MANY
         self._lock = threading.Lock()
 
@@ -159,7 +159,7 @@ class BoundProgram:
                     at = source if isinstance(source, int) else launcher.find(source)
                     self.stream.move(ends[i], at, nbytes)
 
-    def _repeat(self, variant: Variant) -> None:
+    def _repeat(self, variant: LaunchVariant) -> None:
         """Make the launches one graph once they have come often at the same addresses."""
         if variant.runs == RUNS or not config.GRAPH.value:
             return
@@ -169,4 +169,4 @@ class BoundProgram:
             variant.capture()
 
 
-_CAPTURED: WeakSet[Variant] = WeakSet()
+_CAPTURED: WeakSet[LaunchVariant] = WeakSet()

@@ -64,7 +64,7 @@ class Library:
             return self._handle.value or 0
 
 
-class _Interface:
+class _ArrayInterface:
     """Tensors with `__cuda_array_interface__` that says which stream they come after."""
 
     @staticmethod
@@ -101,7 +101,7 @@ def library(kind: Hashable) -> Any:
         return Library(interface) if interface.major == 1 else None
     if all(callable(getattr(kind, name, None)) for name in ("data_ptr", "shape", "element_type")):
         return _OrtValues
-    return _Interface if hasattr(kind, "__cuda_array_interface__") else None
+    return _ArrayInterface if hasattr(kind, "__cuda_array_interface__") else None
 
 
 def look(value: Any) -> Look | None:

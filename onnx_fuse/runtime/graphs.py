@@ -31,7 +31,7 @@ _MADE = ("folded", "packed")  # what lowering makes of weights and keeps in the 
 
 
 @dataclass(frozen=True)
-class Parts:
+class GraphParts:
     """What a container of a graph holds beside the graph; `stamps` of files beside the model."""
 
     manifest: dict[str, Any]
@@ -39,7 +39,7 @@ class Parts:
     stamps: dict[str, tuple[int, int]]
 
 
-def parts(model: ir.Model, *, beside: bool) -> Parts | None:
+def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
     """The parts of `model`; with `beside`, weights that stand in its file stay there.
 
     None where a file beside the model has changed since it was read.
@@ -77,7 +77,7 @@ def parts(model: ir.Model, *, beside: bool) -> Parts | None:
                     for key, array in arrays.items()
                 }
                 rows.append([name, names[id(value)], described])
-    return Parts(manifest, tensors, stamps)
+    return GraphParts(manifest, tensors, stamps)
 
 
 def opened(container: Container, model: Path | None) -> ir.Model:
@@ -85,10 +85,10 @@ def opened(container: Container, model: Path | None) -> ir.Model:
 
     Raises ModelError, OSError, or what a manifest that `parts` did not make leads to.
     """
-    return _opened(container, _Weights(container, model))
+    return _opened(container, _ContainerWeights(container, model))
 
 
-def _opened(container: Container, weights: _Weights) -> ir.Model:
+def _opened(container: Container, weights: _ContainerWeights) -> ir.Model:
     model_read = reread(bytes(container.member(GRAPH)), weights)
     for kind in _MADE:
         entries = model_read.graph.meta[kind] = {}
@@ -99,7 +99,7 @@ def _opened(container: Container, weights: _Weights) -> ir.Model:
     return model_read
 
 
-class Portable:
+class DualGraph:
     """A graph in two forms: for onnxruntime, and with its fused operators as `model`.
 
     `data` is a protobuf, and `weights` holds the large weights that it only names: an array of
@@ -113,9 +113,9 @@ class Portable:
         self.data, self.weights, self._opened = data, weights, opened
 
     @classmethod
-    def of_container(cls, container: Container, model: Path) -> Portable:
+    def of_container(cls, container: Container, model: Path) -> DualGraph:
         """That of a container; `model` and what is raised are as in `opened`."""
-        stored, data = _Weights(container, model), bytes(container.member(PORTABLE))
+        stored, data = _ContainerWeights(container, model), bytes(container.member(PORTABLE))
         weights = {}
         for tensor in onnx.ModelProto.FromString(data).graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -124,7 +124,7 @@ class Portable:
         return cls(data, weights, partial(_opened, container, stored))
 
     @classmethod
-    def of_model(cls, model: ir.Model) -> Portable:
+    def of_model(cls, model: ir.Model) -> DualGraph:
         """That of a model in memory, over the arrays of its weights."""
         model = survivable(model)
         weights = {
@@ -163,7 +163,7 @@ def derived_names(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield name
 
 
-class _Weights:
+class _ContainerWeights:
     """Weights of a container by name: in it, or where they stand in the model's files."""
 
     location = WEIGHTS

@@ -28,7 +28,7 @@ Places = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Variant:
+class LaunchVariant:
     """The launches of a Program for some places; `captured` once they were made graphs."""
 
     where: Places
@@ -74,9 +74,9 @@ class Launcher:
         """`address` has each buffer that stays, and workspaces by `workspace_key`."""
         self._made, self._plan, self._hw = made, made.plan, hw
         self.address, self._movable, self._most = address, movable, most
-        self.current: Variant
+        self.current: LaunchVariant
         """The launches for the places that were last asked for."""
-        self._variants: OrderedDict[Places, Variant] = OrderedDict()
+        self._variants: OrderedDict[Places, LaunchVariant] = OrderedDict()
         self._left: OrderedDict[Places, None] = OrderedDict()
         """Places whose launches were moved lately."""
         self._at: Places = ()  # those that `address` has
@@ -106,7 +106,7 @@ class Launcher:
         """The address of a tensor of the program, at the places that `address` has."""
         return self.address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
 
-    def place(self, where: Places) -> Variant:
+    def place(self, where: Places) -> LaunchVariant:
         """The launches that read and write there, which become the current ones."""
         variants = self._variants
         variant = variants.get(where)
@@ -115,7 +115,7 @@ class Launcher:
         else:
             self.stand(where)
             if not variants or (where in self._left and len(variants) < self._most):
-                variant = Variant(where, self._bound(self.parts if variants else None))
+                variant = LaunchVariant(where, self._bound(self.parts if variants else None))
             else:
                 left, variant = variants.popitem(last=False)
                 self._left[left] = None
@@ -126,10 +126,10 @@ class Launcher:
         self.current = variant
         return variant
 
-    def apart(self, where: Places) -> Variant:
+    def apart(self, where: Places) -> LaunchVariant:
         """Launches there that nobody else has, not even the memory in which they count."""
         self.stand(where)
-        return Variant(where, self._bound(None))
+        return LaunchVariant(where, self._bound(None))
 
     def _bound(self, like: Sequence[HostCall | Launches] | None) -> list[HostCall | Launches]:
         """Launches for the present addresses; `like` are those for others."""
@@ -144,7 +144,7 @@ class Launcher:
                 parts.append(HostCall(segment, address) if twin is None else twin)
         return parts
 
-    def _moved(self, variant: Variant, where: Places) -> list[int]:
+    def _moved(self, variant: LaunchVariant, where: Places) -> list[int]:
         """The buffers that the variant, which takes these places, has elsewhere."""
         pairs = zip(self._movable, variant.where, where, strict=True)
         moved = [b for b, old, new in pairs if old != new]

@@ -15,7 +15,7 @@ from onnx_fuse.program.launch import Launch
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.arg_updates import Change, operands, places, workspace_key
-from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable, put_off
+from onnx_fuse.runtime.schedule import CallOrder, Segment, collective, copies, overlappable, put_off
 from onnx_fuse.runtime.timeline import Timeline
 
 AHEAD = 4
@@ -32,7 +32,7 @@ class Launches:
     def __init__(
         self,
         segment: Segment,
-        order: Order,
+        order: CallOrder,
         hw: Hardware,
         address: Mapping[int, int],
         like: Launches | None = None,

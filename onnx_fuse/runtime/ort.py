@@ -25,12 +25,12 @@ from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, inline, save, to_proto
-from onnx_fuse.runtime.graphs import Portable
+from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.runtime.recurrences import survivable
 from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
-Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | Portable"
+Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | DualGraph"
 CPU_ONLY = ("CPUExecutionProvider",)
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
@@ -72,7 +72,7 @@ def session(
             options.graph_optimization_level = chosen  # the caller's, who may use them again
     fallback = fallback and chosen != off
     try:
-        if quiet and isinstance(model, Portable) and tuple(providers) == CPU_ONLY:
+        if quiet and isinstance(model, DualGraph) and tuple(providers) == CPU_ONLY:
             opened = _over_weights(model, quietly())
         else:
             opened = _session(model, options, providers)
@@ -138,7 +138,7 @@ def quiet_options(
     return options
 
 
-def _over_weights(graph: Portable, options: Any) -> Any:
+def _over_weights(graph: DualGraph, options: Any) -> Any:
     """A session over the arrays of a graph's weights: none of them is copied or parsed.
 
     The options name these, and would pass them on to the next model: they are for this one.
@@ -156,7 +156,7 @@ def _over_weights(graph: Portable, options: Any) -> Any:
 def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any) -> Any:
     import onnxruntime as ort
 
-    if isinstance(model, Portable):
+    if isinstance(model, DualGraph):
         model = model.model
     if isinstance(model, onnx_ir.Model):
         if tuple(providers) != CPU_ONLY:
@@ -175,7 +175,7 @@ def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any)
 
 
 def _graph(model: Source) -> onnx_ir.Model:
-    if isinstance(model, Portable):
+    if isinstance(model, DualGraph):
         return model.model
     return model if isinstance(model, onnx_ir.Model) else read(model)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse.program.call import Call, Program, Shapes, Tensor
 from onnx_fuse.program.formula import NoValue
 from onnx_fuse.program.open import SymbolicProgram
-from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
+from onnx_fuse.runtime.schedule import CallOrder, by_dependency, sequential
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.arg_updates import Change
@@ -61,7 +61,7 @@ class Plan:
     arena: int
     naive: int
     inplace: int
-    order: Order
+    order: CallOrder
 
     def __str__(self) -> str:
         share = f"{self.arena / self.naive:.0%}" if self.naive else "-"
@@ -81,7 +81,7 @@ def plan(program: Program) -> Plan:
 
 
 @dataclass
-class _Block:
+class _MemoryBlock:
     """Memory that one temporary, or several in turn, take: bits of the calls that touch it."""
 
     nbytes: int
@@ -89,14 +89,14 @@ class _Block:
     users: int
 
 
-def _layout(program: Program, order: Order) -> Plan:
+def _layout(program: Program, order: CallOrder) -> Plan:
     """Largest first, each at the lowest offset that is free whenever it lives."""
-    blocks: dict[int, _Block] = {}
+    blocks: dict[int, _MemoryBlock] = {}
     size = {b.id: b.nbytes for b in program.buffers if b.kind == "temp"}
     for i, call in enumerate(program.calls):
         for _, tensor in (*call.reads, *call.writes):
             if tensor.buffer in size:
-                block = blocks.setdefault(tensor.buffer, _Block(size[tensor.buffer], i, 0))
+                block = blocks.setdefault(tensor.buffer, _MemoryBlock(size[tensor.buffer], i, 0))
                 block.users |= 1 << i
     for stage in program.stages:
         for _, source in stage.inputs:
@@ -118,7 +118,7 @@ def _layout(program: Program, order: Order) -> Plan:
     naive = sum(aligned(size[b]) for b in blocks)
     for i, call in enumerate(program.calls):
         if call.workspace:
-            blocks[-1 - i] = _Block(call.workspace, i, 1 << i)
+            blocks[-1 - i] = _MemoryBlock(call.workspace, i, 1 << i)
     owners = [(b, block) for b, block in blocks.items() if home.get(b, b) == b]
     placed: list[tuple[int, int, int, int]] = []  # offset, end, users, calls not before its first
     offsets: dict[int, int] = {}
@@ -165,7 +165,7 @@ class PlannedProgram:
         source: SymbolicProgram | None = None,
         room: Mapping[int, int] | None = None,
         numbers: Mapping[str, int] | None = None,
-        layout: _Layout | None = None,
+        layout: _Fitting | None = None,
     ) -> None:
         self.plan, self.source, self.room = plan, source, room or {}
         """`room`: bytes that `plan` leaves for a buffer, where they are more than it has."""
@@ -244,7 +244,7 @@ class PlannedProgram:
             vars(self).pop("changes", None)
 
 
-class _Layout:
+class _Fitting:
     """A memory layout for some sizes, which smaller sizes fit too, whatever the guards say."""
 
     def __init__(
@@ -261,7 +261,7 @@ class _Layout:
         self._sizes = (*room.values(), *workspaces) if sizes is None else sizes[:-1]
 
     @classmethod
-    def of(cls, source: SymbolicProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
+    def of(cls, source: SymbolicProgram, whole: Program, numbers: Mapping[str, int]) -> _Fitting:
         """The layout of the program for these sizes."""
         room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
         return cls(source, plan(whole), room, [call.workspace for call in whole.calls], numbers)
@@ -325,7 +325,7 @@ class PlannedOpenProgram:
         self,
         source: SymbolicProgram,
         largest: Mapping[str, int],
-        layouts: Mapping[tuple[int, ...], _Layout],
+        layouts: Mapping[tuple[int, ...], _Fitting],
         whole: Program,
         numbers: Mapping[str, int],
     ) -> None:
@@ -352,7 +352,7 @@ class PlannedOpenProgram:
         these, as they need not meet its guards, for `numbers`, which do.
         """
         largest, whole = evaluated(source, largest, numbers)
-        layout = _Layout.of(source, whole, largest)
+        layout = _Fitting.of(source, whole, largest)
         return cls(source, largest, {tuple(largest.values()): layout}, whole, largest)
 
     def layouts(self) -> dict[str, Any]:
@@ -383,12 +383,12 @@ class PlannedOpenProgram:
             raise ValueError("the largest sizes")
         for sizes, room, workspaces, offsets, spaces, arena, naive, inplace, after in data["of"]:
             _whole_numbers((*sizes, *workspaces, arena, naive, inplace))
-            order = Order.of(after, len(whole.calls))
+            order = CallOrder.of(after, len(whole.calls))
             layout = Plan(dict(offsets), dict(spaces), arena, naive, inplace, order)
             room = dict(room)
             _check_layout(layout, room, workspaces, whole)
             bounds = dict(zip(largest, sizes, strict=True))
-            layouts[tuple(sizes)] = _Layout(source, layout, room, workspaces, bounds)
+            layouts[tuple(sizes)] = _Fitting(source, layout, room, workspaces, bounds)
         program = cls(source, largest, layouts, whole, numbers)
         program.seconds = float(data["seconds"])
         return program
@@ -419,9 +419,9 @@ class PlannedOpenProgram:
                 nearer[name] = 1 << (number - 1).bit_length()
         return nearer
 
-    def _for(self, bounds: Mapping[str, int]) -> _Layout:
+    def _for(self, bounds: Mapping[str, int]) -> _Fitting:
         key = tuple(bounds.values())
         if key not in self._layouts:  # a new table, since a thread may be writing this one
-            layout = _Layout.of(self.source, self.source.at(bounds), bounds)
+            layout = _Fitting.of(self.source, self.source.at(bounds), bounds)
             self._layouts = {**self._layouts, key: layout}
         return self._layouts[key]

@@ -157,9 +157,9 @@ class Precompiler:
 
     def _tell(self, specializer: Specializer, shapes: Shapes, sizes: dict[str, int]) -> None:
         origin = None if specializer.origin is None else specializer.origin.result()
-        graph: _Copy | None = None
+        graph: _GraphCopy | None = None
         if specializer.programs is None:
-            graph = _Copy.of(specializer)
+            graph = _GraphCopy.of(specializer)
             if graph is None:
                 return  # too large
             specializer.cache_under(graph.digest)
@@ -170,7 +170,7 @@ class Precompiler:
             parts = processes(specializer)
             if not parts or not missing(specializer, shapes, sizes):
                 return
-            if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
+            if origin is None and graph is None and (graph := _GraphCopy.of(specializer)) is None:
                 return
             with contextlib.nullcontext() if graph is None else graph.open():
                 for part in range(parts):
@@ -216,10 +216,10 @@ def missing(specializer: Specializer, shapes: Shapes, sizes: dict[str, int]) -> 
     )
 
 
-class _Copy:
+class _GraphCopy:
     """A graph with its weights, for a process to read as a file that is in memory alone."""
 
-    def __init__(self, data: bytes, parts: graphs.Parts) -> None:
+    def __init__(self, data: bytes, parts: graphs.GraphParts) -> None:
         self._data, self._parts = data, parts
         arrays = (parts.tensors[n] for n in parts.manifest["own"])
         dense = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
@@ -227,7 +227,7 @@ class _Copy:
         self.file = -1
 
     @classmethod
-    def of(cls, specializer: Specializer) -> _Copy | None:
+    def of(cls, specializer: Specializer) -> _GraphCopy | None:
         """A copy of the specializer's model, or None where its weights are too large."""
         with collector.paused():  # nothing of the clone stays
             with specializer.lock:
@@ -264,7 +264,7 @@ class _Child:
         self,
         specializer: Specializer,
         origin: Origin | None,
-        copy: _Copy | None,
+        copy: _GraphCopy | None,
         part: tuple[int, int],
     ) -> None:
         """The graph is the cache's entry that `origin` names, or the copy."""

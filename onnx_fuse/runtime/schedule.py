@@ -1,5 +1,5 @@
 """Program -> Segments: runs of kernel calls that one CUDA graph holds, between host calls; and the
-Order among calls that the data asks for: what it leaves open, the graph runs side by side.
+order among calls that the data asks for: what it leaves open, the graph runs side by side.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def segments(program: Program) -> tuple[Segment, ...]:
 
 
 @dataclass(frozen=True)
-class Order:
+class CallOrder:
     """`after[i]`: the calls that call i directly follows; `before[i]`: bits of all it comes after.
 
     No call of `after[i]` follows another of them.
@@ -60,8 +60,8 @@ class Order:
     before: tuple[int, ...]
 
     @classmethod
-    def of(cls, after: Iterable[Sequence[int]], calls: int) -> Order:
-        """The Order of so many calls with these `after`. Raises ValueError where it is none."""
+    def of(cls, after: Iterable[Sequence[int]], calls: int) -> CallOrder:
+        """The order of so many calls with these `after`. Raises ValueError where it is none."""
         before: list[int] = []
         rows = tuple(map(tuple, after))
         for i, direct in enumerate(rows):
@@ -76,8 +76,8 @@ class Order:
         return cls(rows, tuple(before))
 
 
-def _order(dependencies: Iterable[Iterable[int]]) -> Order:
-    """The Order of calls that must each follow some earlier ones; implied edges are left out."""
+def _order(dependencies: Iterable[Iterable[int]]) -> CallOrder:
+    """The order of calls that must each follow some earlier ones; implied edges are left out."""
     after: list[tuple[int, ...]] = []
     before: list[int] = []
     for calls in dependencies:
@@ -88,11 +88,11 @@ def _order(dependencies: Iterable[Iterable[int]]) -> Order:
                 mask |= before[i] | 1 << i
         after.append(tuple(direct))
         before.append(mask)
-    return Order(tuple(after), tuple(before))
+    return CallOrder(tuple(after), tuple(before))
 
 
-def by_dependency(program: Program) -> Order:
-    """The Order in which each call follows the writers of what it reads, and the readers before it.
+def by_dependency(program: Program) -> CallOrder:
+    """The order in which each call follows the writers of what it reads, and the readers before it.
 
     A call of few blocks that could be the first follows the first instead: it has the time, and a
     CUDA graph that begins with a single kernel begins sooner.
@@ -143,7 +143,7 @@ def _one_by_one(program: Program, dependencies: list[list[int]]) -> list[list[in
     return dependencies
 
 
-def sequential(program: Program) -> Order:
+def sequential(program: Program) -> CallOrder:
     """The order in which each call waits for the one before; collectives run beside the others.
 
     A collective waits for the calls whose results it reads, and for the collective before it. One
@@ -255,7 +255,7 @@ _APART = Call("", (), (), (), ())  # one that uses no input, writes no output an
 class Aliases:
     """Which outputs may be written in the memory of which inputs: nothing reads these later."""
 
-    def __init__(self, program: Program, order: Order) -> None:
+    def __init__(self, program: Program, order: CallOrder) -> None:
         """Its calls may be those of `at_ends`."""
         self.program, self._before = program, order.before
         self._readers: dict[int, int] = defaultdict(int)  # of a buffer: a bit for each call

@@ -65,7 +65,7 @@ part: Callable[..., torch.Tensor] = getattr(
 class TensorProgram(direct.BoundProgram):
     """A graph's launches for tensors of one kind in one of torch's streams."""
 
-    def __init__(self, layout: direct.Layout, handle: int, where: torch.device) -> None:
+    def __init__(self, layout: direct.DirectLayout, handle: int, where: torch.device) -> None:
         super().__init__(layout, device.Stream(handle))
         self.where = where
         self.results: list[Result] = [
@@ -124,7 +124,7 @@ class GpuRunner:
     def __init__(self, model: ir.Model, device_id: int) -> None:
         self.device_id, self._model = device_id, model
         self._executables: dict[str, Executable] = {}
-        self._layouts: dict[Sizes, direct.Layout | None] = {}
+        self._layouts: dict[Sizes, direct.DirectLayout | None] = {}
         self._turns: dict[tuple[Any, ...], TensorProgram] = {}
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
@@ -188,7 +188,7 @@ class GpuRunner:
         program = self._turns[handle, sizes] = TensorProgram(layout, handle, tensors[0].device)
         return program
 
-    def _layout(self, graph: Any, tensors: Sequence[torch.Tensor]) -> direct.Layout | None:
+    def _layout(self, graph: Any, tensors: Sequence[torch.Tensor]) -> direct.DirectLayout | None:
         """What all streams share for these shapes; None for what needs the host between kernels."""
         graph.symbols(tensors)  # which raises for what does not fit
         if capturing():

@@ -15,7 +15,7 @@ from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import CheckOptions
 from onnx_fuse.runtime import ort
-from onnx_fuse.runtime.graphs import Portable
+from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.session import InferenceSession, load, of_providers, provider
 from onnx_fuse.validation.compare import Tolerance, tolerance_of
 from onnx_fuse.validation.inputs import Feeds, Run, extremes, generate
@@ -132,7 +132,7 @@ class Request(CheckOptions):
 
 def runnable(model: Model) -> Any:
     """The model as `ort.session` takes it: one in memory keeps its weights where they are."""
-    return Portable.of_model(model) if isinstance(model, ir.Model) else unread(model)
+    return DualGraph.of_model(model) if isinstance(model, ir.Model) else unread(model)
 
 
 def unread(model: Model) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from curves import gelu
 from on_device import TOLERANCE, TYPES, Way, error, poison, random, results, wide
 
-from onnx_fuse.kernels.layernorm_gemm_grad import Portable
+from onnx_fuse.kernels.layernorm_gemm_grad import PortableTwoGemms
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 GRADIENTS = [
@@ -94,7 +94,7 @@ PRODUCTS = [
 def test_portable_gradients_by_every_configuration_of_their_products(
     problem: GemmProblem, hw: Hardware
 ) -> None:
-    kernel = Portable()
+    kernel = PortableTwoGemms()
     dx, dw = (
         [
             {f"{prefix}_{key}": value for key, value in how.replace(kernel=name).attrs}

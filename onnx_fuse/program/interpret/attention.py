@@ -16,11 +16,11 @@ from onnx_fuse.program.contractions import (
 )
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 
 
 @dataclass
-class _Weights:
+class _SoftmaxWeights:
     """The softmax w [B, H, S, T], its rows' largest logit and the log of their sum, d z / d qkᵀ."""
 
     w: np.ndarray
@@ -28,13 +28,13 @@ class _Weights:
     slope: np.ndarray
 
 
-def _operand(p: Attention, of: Operands, name: str) -> np.ndarray:
+def _operand(p: Attention, of: CallOperands, name: str) -> np.ndarray:
     """[B, H, S, D] by the problem's strides."""
     shape, strides = p.layout(name)
     return of.strided(name, shape, (*strides, 1))
 
 
-def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weights:
+def _weights(p: Attention, of: CallOperands, q: np.ndarray, k: np.ndarray) -> _SoftmaxWeights:
     z = p.scale * q @ k.swapaxes(2, 3)
     slope = np.ones_like(z)
     if p.softcap:
@@ -73,10 +73,10 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
     w = e / total
     if p.guard:  # of rows that are masked whole, or of every NaN
         w = np.where(np.isnan(w) if p.guard == 2 else top == -np.inf, 0, w)
-    return _Weights(w, np.concatenate([top, np.log(total)], -1), slope)
+    return _SoftmaxWeights(w, np.concatenate([top, np.log(total)], -1), slope)
 
 
-def attention(p: Attention, of: Operands) -> Results:
+def attention(p: Attention, of: CallOperands) -> Results:
     """y, and the largest logit and the log of the sum of each row."""
     q, k, v = (_operand(p, of, name) for name in "qkv")
     if p.cache:
@@ -91,7 +91,7 @@ def attention(p: Attention, of: Operands) -> Results:
         return {"y": weights.w @ v, "lse": weights.lse}
 
 
-def _steps(p: Attention | CacheAppend, of: Operands, name: str) -> np.ndarray:
+def _steps(p: Attention | CacheAppend, of: CallOperands, name: str) -> np.ndarray:
     """The steps of a cache's numbers: [1, kv_heads, 1, D]."""
     heads, size = (
         (p.kv_heads, p.size) if isinstance(p, CacheAppend) else (p.batch[1] // p.group, p.k)
@@ -108,7 +108,7 @@ def _in_steps(x: np.ndarray, step: np.ndarray, cache: str) -> np.ndarray:
     return steps.clip(-448, 448).astype(dtype_of(cache)).astype(np.float64)
 
 
-def cache_append(p: CacheAppend, of: Operands) -> Results:
+def cache_append(p: CacheAppend, of: CallOperands) -> Results:
     """The caches with the new rows, and the queries rotated."""
     starts = np.full(p.batch, p.past)
     if not (p.uniform or p.placed):
@@ -161,7 +161,7 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
     return results
 
 
-class _Over(Operands):
+class _Over(CallOperands):
     """Those of an attention, some of which are arrays already."""
 
     arrays: Results
@@ -173,12 +173,12 @@ class _Over(Operands):
         return super().strided(name, shape, strides)
 
 
-def cached_attention(p: CachedAttention, of: Operands) -> Results:
+def cached_attention(p: CachedAttention, of: CallOperands) -> Results:
     """The caches with the new rows, and attention over them."""
     append, attended = p.parts
     named = {name: CACHE_OPERANDS.get(name, name) for name in (*CACHE_OPERANDS, *of.reads)}
     reads = {name: of.reads[own] for name, own in named.items() if own in of.reads}
-    appended = cache_append(append, Operands(of.memory, reads.items(), of.writes.items()))
+    appended = cache_append(append, CallOperands(of.memory, reads.items(), of.writes.items()))
     over = _Over(of.memory, of.reads.items(), of.writes.items())
     over.arrays = {"k": appended["present_key"], "v": appended["present_value"]}
     if "turned" in appended:
@@ -200,7 +200,7 @@ def _rotated(p: CacheAppend, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) ->
     return result
 
 
-def attention_grad(p: AttentionGrad, of: Operands) -> Results:
+def attention_grad(p: AttentionGrad, of: CallOperands) -> Results:
     """dq, dk and dv, those of keys and values summed over the heads that share them."""
     q, k, v, y, dy = (_operand(p, of, name) for name in ("q", "k", "v", "y", "dy"))
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))

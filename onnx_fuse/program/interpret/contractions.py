@@ -12,7 +12,7 @@ from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.interpret.norms import column_moments
 from onnx_fuse.program.interpret.steps import activated, activation, derivative
 from onnx_fuse.program.problem import GemmProblem
@@ -20,7 +20,7 @@ from onnx_fuse.program.problems import SlopeProduct
 
 
 def _batched(
-    p: GemmProblem, of: Operands, name: str, rows: tuple[int, int, int, int]
+    p: GemmProblem, of: CallOperands, name: str, rows: tuple[int, int, int, int]
 ) -> np.ndarray:
     """An operand [*batch, m, n]: (m, n, the strides of both), batch strides by the problem."""
     m, n, row, column = rows
@@ -29,26 +29,26 @@ def _batched(
     return of.strided(name, (*p.batch, m, n), (*batch, row, column))
 
 
-def _left(p: GemmProblem, of: Operands, name: str = "a") -> np.ndarray:
+def _left(p: GemmProblem, of: CallOperands, name: str = "a") -> np.ndarray:
     row, _ = p.ld
     return _batched(p, of, name, (p.m, p.k, 1, row) if p.trans_a else (p.m, p.k, row, 1))
 
 
-def _right(p: GemmProblem, of: Operands, name: str = "b") -> np.ndarray:
+def _right(p: GemmProblem, of: CallOperands, name: str = "b") -> np.ndarray:
     _, row = p.ld
     return _batched(p, of, name, (p.k, p.n, 1, row) if p.trans_b else (p.k, p.n, row, 1))
 
 
-def _row(of: Operands, name: str, n: int) -> np.ndarray:
+def _row(of: CallOperands, name: str, n: int) -> np.ndarray:
     """The n numbers from the first one of what is read."""
     return of.dense(name, n)
 
 
-def _column(of: Operands, name: str, m: int) -> np.ndarray:
+def _column(of: CallOperands, name: str, m: int) -> np.ndarray:
     return of.dense(name, m, 1)
 
 
-def gemm(p: GemmProblem, of: Operands) -> Results:
+def gemm(p: GemmProblem, of: CallOperands) -> Results:
     """A problem of products, as `op` says."""
     return {
         "Gemm": _gemm, "LayerNormGemm": _norm_gemm, "LayerNormGemmGrad": _norm_gemm_grad,
@@ -56,7 +56,7 @@ def gemm(p: GemmProblem, of: Operands) -> Results:
     }[p.op](p, of)  # fmt: skip
 
 
-def _gemm(p: GemmProblem, of: Operands) -> Results:
+def _gemm(p: GemmProblem, of: CallOperands) -> Results:
     assert not p.rows, p  # a kernel's own, inside of other problems
     assert not p.planes, p
     a, b = _left(p, of), _right(p, of)
@@ -76,7 +76,7 @@ def _gemm(p: GemmProblem, of: Operands) -> Results:
     return results
 
 
-def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Results:
+def _behind(p: GemmProblem, of: CallOperands, v: np.ndarray, c: np.ndarray | None) -> Results:
     """What the epilogue makes of the sums v, in the order of its fields."""
     e, results = p.epilogue, Results()
     assert not e.dx, p  # a kernel's own, inside of LayerNormGemmGrad
@@ -129,7 +129,7 @@ def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -
     return results | {"y": v}
 
 
-def _statistics(p: GemmProblem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _statistics(p: GemmProblem, of: CallOperands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """mean and rstd [m, 1] of x's rows, from the parts or as they are given where they are."""
     if p.stats:
         return (np.zeros((p.m, 1)) if p.rms else _column(of, "mean", p.m)), _column(of, "rstd", p.m)
@@ -144,7 +144,7 @@ def _statistics(p: GemmProblem, of: Operands, x: np.ndarray) -> tuple[np.ndarray
     return mean, 1 / np.sqrt(square / p.k + p.epsilon)
 
 
-def _norm_gemm(p: GemmProblem, of: Operands) -> Results:
+def _norm_gemm(p: GemmProblem, of: CallOperands) -> Results:
     """act(N(x) · w + c), by folded weights or by the norm's parameters."""
     assert not p.trans_a | bool(p.batch), p
     x = of.dense("x", p.m, p.k)
@@ -161,7 +161,7 @@ def _norm_gemm(p: GemmProblem, of: Operands) -> Results:
         return {"mean": mean, "rstd": rstd} | _behind(inner, of, v, r)
 
 
-def _norm_gemm_grad(p: GemmProblem, of: Operands) -> Results:
+def _norm_gemm_grad(p: GemmProblem, of: CallOperands) -> Results:
     """The gradients of act(N(x) · w + c) by dy, x, the statistics and z."""
     shape = (p.n, p.k) if p.trans_b else (p.k, p.n)
     dy, x, w = of.dense("dy", p.m, p.n), of.dense("x", p.m, p.k), of.dense("w", *shape)
@@ -186,12 +186,12 @@ def _norm_gemm_grad(p: GemmProblem, of: Operands) -> Results:
     return results | {"dw": dw.T if p.trans_b else dw}
 
 
-def _held(p: GemmProblem, of: Operands) -> np.ndarray:
+def _held(p: GemmProblem, of: CallOperands) -> np.ndarray:
     """What dx holds before, which the gradient is added to."""
     return of.former("dx").reshape(p.m, p.k)
 
 
-def _leaf_grad(p: GemmProblem, of: Operands) -> Results:
+def _leaf_grad(p: GemmProblem, of: CallOperands) -> Results:
     """The gradients of W behind a norm whose x needs none."""
     a, b = _left(p, of), _right(p, of)
     g = a @ b  # of dt and xh, or `turned` of xh and dt
@@ -206,7 +206,7 @@ def _leaf_grad(p: GemmProblem, of: Operands) -> Results:
     return {"dw": dw, "dgamma": (w * g).sum(0), "dbeta": dc @ w, "dc": dc}
 
 
-def integers(p: IntegerProduct, of: Operands) -> Results:
+def integers(p: IntegerProduct, of: CallOperands) -> Results:
     """Sums of products of integers, modulo 2^32."""
     lda, ldb = p.lda or p.k, p.ldb or p.k
     a = of.strided("a", (*p.batch, p.m, p.k), (*_steps(p.a_strides, p.batch, p.m * lda), lda, 1))
@@ -227,7 +227,7 @@ def _steps(strides: tuple[int, ...], batch: tuple[int, ...], dense: int) -> tupl
     return tuple(dense * prod(batch[i + 1 :]) for i in range(len(batch)))
 
 
-def packed(p: PackedProduct, of: Operands) -> Results:
+def packed(p: PackedProduct, of: CallOperands) -> Results:
     """a · wᵀ of weights of a few bits, a's rows normalised first where the problem says so."""
     a = of.dense("a", p.m, p.k)
     if p.norm:
@@ -247,7 +247,7 @@ def packed(p: PackedProduct, of: Operands) -> Results:
     return {"y": y + of.dense("c", p.m, p.n) if epilogue.residual else y}
 
 
-def _weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _weights(p: PackedProduct, of: CallOperands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, scale and zero points of rows."""
 
     def unpacked(name: str) -> np.ndarray:
@@ -262,7 +262,7 @@ def _weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarray, np
     return unpacked("q")[:, : p.k], of.shaped("scale", p.n, p.blocks), zero
 
 
-def _tiled_weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tiled_weights(p: PackedProduct, of: CallOperands) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     q = nbits_tiles.untiled(of.raw("q").reshape(-1, p.k // nbits_tiles.CHUNK, 32, 16), p.n)
     words = of.raw("scale").reshape(-1, p.blocks, 8, 4 if p.zero else 2)
     scale, zero = nbits_tiles.untiled_scales(words, p.n)
@@ -271,7 +271,7 @@ def _tiled_weights(p: PackedProduct, of: Operands) -> tuple[np.ndarray, np.ndarr
     return q.astype(np.float64), scale.astype(np.float64), zero.astype(np.float64)
 
 
-def _normalised(p: PackedProduct, of: Operands, a: np.ndarray) -> np.ndarray:
+def _normalised(p: PackedProduct, of: CallOperands, a: np.ndarray) -> np.ndarray:
     mean = 0.0 if p.norm == "rms" else a.mean(1, keepdims=True)
     with np.errstate(all="ignore"):
         rows = (a - mean) / np.sqrt(np.square(a - mean).mean(1, keepdims=True) + p.epsilon)
@@ -279,7 +279,7 @@ def _normalised(p: PackedProduct, of: Operands, a: np.ndarray) -> np.ndarray:
     return rows.astype(dtype_of(p.dtype)).astype(np.float64)
 
 
-def slope_product(p: SlopeProduct, of: Operands) -> Results:
+def slope_product(p: SlopeProduct, of: CallOperands) -> Results:
     """dz = dy act'(z), and its column sums, whole or in parts of rows."""
     dz = of.dense("dy", p.m, p.n)
     if p.act:

@@ -24,14 +24,14 @@ from onnx_fuse.program.data_movement import (
     SortedRows,
     TopK,
 )
-from onnx_fuse.program.interpret.memory import Operands, widened
+from onnx_fuse.program.interpret.memory import CallOperands, widened
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.problem import ITEMSIZE
 
 Results = dict[str, np.ndarray]
 
 
-def pointwise_sums(p: PointwiseSums, of: Operands) -> Results:
+def pointwise_sums(p: PointwiseSums, of: CallOperands) -> Results:
     """What the expression stores, and the sums of one of its results as it is stored."""
     views, memory = p.pointwise, of.memory
     pairs = zip(views.reads, of.reads.values(), strict=True)
@@ -43,13 +43,13 @@ def pointwise_sums(p: PointwiseSums, of: Operands) -> Results:
     return dict(zip(of.writes, [*results, total], strict=True))
 
 
-def pointwise(p: Pointwise, of: Operands) -> Results:
+def pointwise(p: Pointwise, of: CallOperands) -> Results:
     """What the expression stores, of calls that share a launch."""
     results = evaluate(p.expression, [of.raw(name) for name in of.reads], list(of.writes.values()))
     return dict(zip(of.writes, results, strict=True))
 
 
-def pointwise_many(p: PointwiseMany, of: Operands) -> Results:
+def pointwise_many(p: PointwiseMany, of: CallOperands) -> Results:
     """One expression over several sets of tensors; a number that all share is read once."""
     results: Results = {}
     for row, (reads, stores) in enumerate(p.items):
@@ -64,7 +64,7 @@ def pointwise_many(p: PointwiseMany, of: Operands) -> Results:
     return results
 
 
-def copy_many(p: CopyMany, of: Operands) -> Results:
+def copy_many(p: CopyMany, of: CallOperands) -> Results:
     """Each tensor as it is; the pieces say the same of the memory."""
     for i, piece in enumerate(p.pieces):
         t = of.writes[f"1.{i}"]
@@ -82,7 +82,7 @@ def _places(index: np.ndarray, dims: tuple[int, ...]) -> tuple[np.ndarray, np.nd
     return np.where(inside, (k * steps).sum(-1), 0), inside
 
 
-def gather_elements(p: GatherElements, of: Operands) -> Results:
+def gather_elements(p: GatherElements, of: CallOperands) -> Results:
     """y[o, j, i] = x[o, index[o, j, i], i]; zeros outside."""
     outer = p.size // (p.taken * p.inner)
     index = of.shaped("index", outer, p.taken, p.inner)
@@ -91,7 +91,7 @@ def gather_elements(p: GatherElements, of: Operands) -> Results:
     return {"y": np.where(inside, np.take_along_axis(x, at, 1), np.zeros((), x.dtype))}
 
 
-def gather_nd(p: GatherND, of: Operands) -> Results:
+def gather_nd(p: GatherND, of: CallOperands) -> Results:
     """y[b, j, i] = x[b, index[b, j, :], i]; zeros outside."""
     index = of.shaped("index", p.batch, p.rows, len(p.dims))
     x = of.raw("x").reshape(p.batch, prod(p.dims), p.inner)
@@ -113,7 +113,7 @@ def _combined(y: np.ndarray, at: np.ndarray, updates: np.ndarray, reduction: str
         y[place] = np.where(stays, y[place], update)  # no NaN stays, by onnxruntime's comparison
 
 
-def scatter_elements(p: ScatterElements, of: Operands) -> Results:
+def scatter_elements(p: ScatterElements, of: CallOperands) -> Results:
     """The updates of each line, in order."""
     outer = p.lines // p.inner
     index, update = (of.shaped(n, outer, p.given, p.inner) for n in ("index", "update"))
@@ -126,7 +126,7 @@ def scatter_elements(p: ScatterElements, of: Operands) -> Results:
     return {"y": y}
 
 
-def scatter_nd(p: ScatterND, of: Operands) -> Results:
+def scatter_nd(p: ScatterND, of: CallOperands) -> Results:
     """The updates of rows, in order, onto what is there or zeros."""
     assert p.fresh == ("before" not in of), p
     update = of.shaped("update", p.count, p.inner)
@@ -137,7 +137,7 @@ def scatter_nd(p: ScatterND, of: Operands) -> Results:
     return {"y": y}
 
 
-def cumulative_sum(p: CumulativeSum, of: Operands) -> Results:
+def cumulative_sum(p: CumulativeSum, of: CallOperands) -> Results:
     """Running sums or products along the middle axis."""
     x = of.shaped("x", p.outer, p.length, p.inner)
     x = x[:, ::-1] if p.reverse else x
@@ -156,7 +156,7 @@ def _ranked(x: np.ndarray, largest: bool) -> np.ndarray:
     return len(values) - ranks if largest else ranks
 
 
-def top_k(p: TopK, of: Operands) -> Results:
+def top_k(p: TopK, of: CallOperands) -> Results:
     """The first k of each line in order, equal ones by index."""
     x = of.shaped("x", p.outer, p.length, p.inner)
     at = np.argsort(_ranked(x, p.largest), 1, kind="stable")[:, : p.k]
@@ -164,24 +164,24 @@ def top_k(p: TopK, of: Operands) -> Results:
     return {"values": np.take_along_axis(raw, at, 1), "indices": at}
 
 
-def sorted_rows(p: SortedRows, of: Operands) -> Results:
+def sorted_rows(p: SortedRows, of: CallOperands) -> Results:
     """The order of rows by their first numbers that differ."""
     ranks = _ranked(of.shaped("x", p.count, p.width), False)
     return {"indices": np.lexsort(ranks.T[::-1])}
 
 
-def kept_counts(p: KeptCounts, of: Operands) -> Results:
+def kept_counts(p: KeptCounts, of: CallOperands) -> Results:
     """The set flags before each tile, and all of them."""
     running = np.append(0, np.cumsum(of.shaped("keep", p.length)))
     return {"first": running[[*range(0, p.length, KEPT_TILE), p.length]]}
 
 
-def kept_positions(p: KeptPositions, of: Operands) -> Results:
+def kept_positions(p: KeptPositions, of: CallOperands) -> Results:
     """The positions of the set flags."""
     return {"position": np.flatnonzero(of.shaped("keep", p.length))}
 
 
-def n_grams(p: NGrams, of: Operands) -> Results:
+def n_grams(p: NGrams, of: CallOperands) -> Results:
     """How often each n-gram stands in each row, at every distance that counts."""
     words, pool = of.shaped("x", p.size // p.columns, p.words), of["pool"].reshape(-1)
     counts = np.zeros((len(words), p.columns))

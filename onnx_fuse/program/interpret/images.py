@@ -11,7 +11,7 @@ import numpy as np
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import LOWEST, dtype_of
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.interpret.norms import column_moments, with_tail
 from onnx_fuse.program.interpret.steps import STEPS, activation
 from onnx_fuse.program.problems import (
@@ -72,7 +72,7 @@ def _all(along: Sequence[np.ndarray]) -> np.ndarray:
     return result
 
 
-def _images(p: Conv | ConvWeightGrad | IntegerConv, of: Operands) -> np.ndarray:
+def _images(p: Conv | ConvWeightGrad | IntegerConv, of: CallOperands) -> np.ndarray:
     """x [batch, *inner, groups * channels] with the strides that the problem gives it."""
     size = p.groups * p.channels
     if not p.x_strides:
@@ -82,7 +82,7 @@ def _images(p: Conv | ConvWeightGrad | IntegerConv, of: Operands) -> np.ndarray:
     return of.strided("x", shape, (image, row * p.inner[1], row, pixel, 1))
 
 
-def weight_gradient(p: ConvWeightGrad, of: Operands) -> Results:
+def weight_gradient(p: ConvWeightGrad, of: CallOperands) -> Results:
     """dw [groups * filters, channels, *kernel]."""
     patches = windows(_images(p, of), p.window, p.outer, 0.0).reshape(
         p.batch * prod(p.outer), prod(p.window.kernel), p.groups, p.channels
@@ -139,7 +139,7 @@ def convolution(p: Conv, read: Mapping[str, np.ndarray], x: np.ndarray) -> np.nd
     return activation(p.act, p.act_alpha, y) if p.act else y
 
 
-def conv(p: Conv, of: Operands) -> Results:
+def conv(p: Conv, of: CallOperands) -> Results:
     """y through its tail, and the moments of its columns."""
     if p.channels_last and not p.planar:
         x = _images(p, of)
@@ -152,7 +152,7 @@ def conv(p: Conv, of: Operands) -> Results:
     return {"y": y} | moments
 
 
-def integer_conv(p: IntegerConv, of: Operands) -> Results:
+def integer_conv(p: IntegerConv, of: CallOperands) -> Results:
     """The sums of integers, then scale and bias, rounded to float32 once, and the tail."""
     w = of["weight"].reshape(p.columns, prod(p.window.kernel), -1)[: p.groups * p.filters]
     w = w.reshape(p.groups, p.filters, *w.shape[1:])[..., : p.channels]
@@ -163,7 +163,7 @@ def integer_conv(p: IntegerConv, of: Operands) -> Results:
     return {"y": with_tail(p.tail, of, y)}
 
 
-def pixel_blocks(p: PixelBlocks, of: Operands) -> Results:
+def pixel_blocks(p: PixelBlocks, of: CallOperands) -> Results:
     """The codes of each block of pixels, and the border around them."""
     (rows, steps), (image, channel, line, pixel) = p.block, p.strides
     shape = (p.batch, p.high, p.columns, rows, steps, p.channels)
@@ -180,7 +180,7 @@ def pixel_blocks(p: PixelBlocks, of: Operands) -> Results:
     return {"y": y}
 
 
-def pool(p: Pool, of: Operands) -> Results:
+def pool(p: Pool, of: CallOperands) -> Results:
     """The largest and its place, the mean or the norm of each window."""
     channels = p.channels or 1
     images = p.planes // channels
@@ -221,7 +221,7 @@ def pool(p: Pool, of: Operands) -> Results:
         return {"y": total ** (1 / p.p)}
 
 
-def max_pool_grad(p: MaxPoolGrad, of: Operands) -> Results:
+def max_pool_grad(p: MaxPoolGrad, of: CallOperands) -> Results:
     """Each dy added to where the first maximum of its window was."""
     x = of.shaped("x", p.planes, prod(p.inner), p.channels)
     dy = of.shaped("dy", p.planes, *p.outer, p.channels)
@@ -238,7 +238,7 @@ def max_pool_grad(p: MaxPoolGrad, of: Operands) -> Results:
     return {"dx": dx}
 
 
-def channel_window(p: ChannelWindow, of: Operands) -> Results:
+def channel_window(p: ChannelWindow, of: CallOperands) -> Results:
     """x by the squares of its neighbours."""
     x = of.shaped("x", -1, p.channels, p.inner)
     before, after = (p.width - 1) // 2, p.width // 2
@@ -247,7 +247,7 @@ def channel_window(p: ChannelWindow, of: Operands) -> Results:
     return {"y": x / (p.bias + p.alpha / p.width * total) ** p.beta}
 
 
-def resample(p: Resample, of: Operands) -> Results:
+def resample(p: Resample, of: CallOperands) -> Results:
     """Weighted sums along one axis or two; `outside` where a source is -1."""
     length, resized, above_taps = p.rows
     x = of.shaped("x", p.outer, length, p.length, p.inner)
@@ -300,7 +300,7 @@ def _axis_taps(p: GridSample, u: np.ndarray, size: int) -> list[tuple[np.ndarray
     return taps
 
 
-def grid_sample(p: GridSample, of: Operands) -> Results:
+def grid_sample(p: GridSample, of: CallOperands) -> Results:
     """Images at the positions of a grid."""
     x = of.shaped("x", p.batch, p.channels, prod(p.inner))
     grid = of.shaped("grid", p.batch, p.points, p.rank)
@@ -318,7 +318,7 @@ def grid_sample(p: GridSample, of: Operands) -> Results:
     return {"y": y}
 
 
-def col2im(p: Col2Im, of: Operands) -> Results:
+def col2im(p: Col2Im, of: CallOperands) -> Results:
     """Each pixel the sum of what the columns hold of it."""
     planes, blocks = p.size // prod(p.image), prod(p.blocks)
     x = of.shaped("x", planes, prod(p.window.kernel), blocks)

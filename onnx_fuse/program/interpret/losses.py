@@ -8,11 +8,11 @@ import numpy as np
 
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
 
 
-def cross_entropy(p: CrossEntropy, of: Operands) -> Results:
+def cross_entropy(p: CrossEntropy, of: CallOperands) -> Results:
     """The losses of rows, their total, or their gradient."""
     if p.stage == "total":
         loss, weight = of.dense("rows", max(p.rows, 1), 2)[: p.rows].sum(0)
@@ -60,12 +60,12 @@ def chunk_losses(p: CrossEntropyChunk, read: Mapping[str, np.ndarray]) -> Result
     return {"rows": np.stack([loss, weight], 1), "dx": g}
 
 
-def cross_entropy_chunk(p: CrossEntropyChunk, of: Operands) -> Results:
+def cross_entropy_chunk(p: CrossEntropyChunk, of: CallOperands) -> Results:
     """The same of a call's operands."""
     return chunk_losses(p, {name: of[name] for name in of.reads})
 
 
-def label_score(p: LabelScore, of: Operands) -> Results:
+def label_score(p: LabelScore, of: CallOperands) -> Results:
     """The references of a head's rows."""
     label = of["target"].reshape(-1)
     x, w = _head(p, of)
@@ -76,14 +76,14 @@ def label_score(p: LabelScore, of: Operands) -> Results:
     return {"to": np.where(counts, near, np.inf)}
 
 
-def _head(p: LabelScore | ExpRows, of: Operands) -> tuple[np.ndarray, np.ndarray]:
+def _head(p: LabelScore | ExpRows, of: CallOperands) -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] and W [classes, k]."""
     x = of.strided("x", (p.rows, p.k), (p.ldx, 1))
     strides = (1, p.ldw) if p.turned else (p.ldw, 1)
     return x, of.strided("w", (p.classes, p.k), strides)
 
 
-def exp_rows(p: ExpRows, of: Operands) -> Results:
+def exp_rows(p: ExpRows, of: CallOperands) -> Results:
     """The losses of rows of exponentials, and what is left of their gradient.
 
     Rows that were too far from their reference are made anew, from their scores.

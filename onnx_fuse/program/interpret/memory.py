@@ -22,7 +22,7 @@ def widened(array: np.ndarray, dtype: str) -> np.ndarray:
     return array if dtype in ("bool", "uint64") else array.astype(np.int64)
 
 
-class Memory:
+class HostMemory:
     """Buffers of a program as bytes: those with an offset in one arena, all others apart.
 
     All begin as 0xA5, so that what is read before it is written shows.
@@ -72,12 +72,12 @@ class Memory:
             self.view(t)[...] = np.reshape(values, t.shape).astype(kind)
 
 
-class Operands:
+class CallOperands:
     """What a call reads and writes, by its names of them."""
 
     def __init__(
         self,
-        memory: Memory,
+        memory: HostMemory,
         reads: Iterable[tuple[str, Tensor]],
         writes: Iterable[tuple[str, Tensor]],
     ) -> None:
@@ -117,11 +117,11 @@ class Operands:
             return self.shaped(name, *shape)
         return self.strided(name, shape, dense_strides(shape))
 
-    def of(self, index: int) -> Operands:
+    def of(self, index: int) -> CallOperands:
         """Those of one of several calls that share a launch: "name.index" as "name"."""
         end = f".{index}"
         parts = (
             [(n.removesuffix(end), t) for n, t in part.items() if n.endswith(end)]
             for part in (self.reads, self.writes)
         )
-        return Operands(self.memory, *parts)
+        return CallOperands(self.memory, *parts)

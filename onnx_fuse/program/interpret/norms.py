@@ -7,7 +7,7 @@ import numpy as np
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.interpret.steps import derivative, evaluate
 from onnx_fuse.program.problems import (
     ChannelGrad,
@@ -22,7 +22,7 @@ from onnx_fuse.program.problems import (
 )
 
 
-def with_tail(tail: Tail | None, of: Operands, values: np.ndarray) -> np.ndarray:
+def with_tail(tail: Tail | None, of: CallOperands, values: np.ndarray) -> np.ndarray:
     """What a tail makes of the values, in their shape."""
     if tail is None:
         return values
@@ -43,7 +43,7 @@ def column_moments(y: np.ndarray) -> np.ndarray:
     return np.stack([np.stack([p.mean(0), p.var(0) * len(p)], -1) for p in parts])
 
 
-def norm(p: Norm, of: Operands) -> Results:
+def norm(p: Norm, of: CallOperands) -> Results:
     """y and what else there is of rows: the sum, the statistics, a product with few columns."""
     s = of.shaped("x", p.rows, p.length)
     if p.residual:
@@ -73,7 +73,7 @@ def norm(p: Norm, of: Operands) -> Results:
     return results
 
 
-def norm_grad(p: NormGrad, of: Operands) -> Results:
+def norm_grad(p: NormGrad, of: CallOperands) -> Results:
     """dx, and sums of dy xh and dy for `parts` runs of rows."""
     x, rstd = of.shaped("x", p.rows, p.length), of.shaped("rstd", p.rows, 1)
     if p.k:
@@ -93,13 +93,13 @@ def norm_grad(p: NormGrad, of: Operands) -> Results:
     return results | {"part": np.stack(sums)}
 
 
-def norm_grad_sums(p: NormGradSums, of: Operands) -> Results:
+def norm_grad_sums(p: NormGradSums, of: CallOperands) -> Results:
     """The sums over the parts."""
     part = of.dense("part", p.grad.parts, 2, p.grad.length).sum(0)
     return dict(zip(("dscale", "dbias"), part, strict=True))
 
 
-def merged_moments(p: MergedMoments, of: Operands) -> Results:
+def merged_moments(p: MergedMoments, of: CallOperands) -> Results:
     """The statistics of columns from parts of 64 rows."""
     count = np.minimum(p.m - 64 * np.arange(p.parts), 64)[:, None]
     mean, square = np.moveaxis(of.dense("part", p.parts, p.n, 2), 2, 0)
@@ -107,14 +107,14 @@ def merged_moments(p: MergedMoments, of: Operands) -> Results:
     return {"mean": whole, "variance": (square + count * (mean - whole) ** 2).sum(0) / p.m}
 
 
-def running_stats(p: RunningStats, of: Operands) -> Results:
+def running_stats(p: RunningStats, of: CallOperands) -> Results:
     """What is left of the old statistics, and the batch's own."""
     keep = p.momentum
     names = ("mean", "variance")
     return {f"new_{n}": keep * of[f"old_{n}"] + (1 - keep) * of[n] for n in names}
 
 
-def channel_norm(p: ChannelNorm, of: Operands) -> Results:
+def channel_norm(p: ChannelNorm, of: CallOperands) -> Results:
     """y by statistics that are given for each channel, or for each row's groups of channels."""
     rows = p.size // (p.channels * p.inner)
     x = of.shaped("x", rows, p.channels, p.inner)
@@ -131,7 +131,7 @@ def channel_norm(p: ChannelNorm, of: Operands) -> Results:
     return {"y": with_tail(p.tail, of, y)}
 
 
-def channel_grad(p: ChannelGrad, of: Operands) -> Results:
+def channel_grad(p: ChannelGrad, of: CallOperands) -> Results:
     """One of the three stages of a BatchNormalization's gradient."""
     shape = (p.batch, p.channels, p.inner)
     if p.stage == "params":
@@ -160,7 +160,7 @@ def channel_grad(p: ChannelGrad, of: Operands) -> Results:
     return {"dx": a * (dy - c1 - centred * c2)}
 
 
-def group_grad(p: GroupGrad, of: Operands) -> Results:
+def group_grad(p: GroupGrad, of: CallOperands) -> Results:
     """One of the three stages of a GroupNormalization's gradient."""
     groups = p.channels // p.per
     scale = of["scale"].reshape(-1)
@@ -193,7 +193,7 @@ def group_grad(p: GroupGrad, of: Operands) -> Results:
     return {"dx": dx if p.last else dx.swapaxes(1, 2)}
 
 
-def fold(p: Fold, of: Operands) -> Results:
+def fold(p: Fold, of: CallOperands) -> Results:
     """wq = gamma w, its column sums as it is rounded, and cv = beta w + c, of each weight."""
     results: Results = {}
     for i, (k, n) in enumerate(p.shapes):

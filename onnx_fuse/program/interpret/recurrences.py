@@ -7,7 +7,7 @@ import numpy as np
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.data_movement import Random, Recurrence
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 
 LSTM, GRU, GRU_LINEAR, RNN_TANH, RNN_RELU = range(5)
 """`Recurrence.kind`."""
@@ -19,7 +19,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def recurrence(p: Recurrence, of: Operands) -> Results:
+def recurrence(p: Recurrence, of: CallOperands) -> Results:
     """All steps in one direction, or their gradient."""
     return _gradient(p, of) if p.grad else _forward(p, of)
 
@@ -28,7 +28,7 @@ def _order(p: Recurrence) -> range:
     return range(p.steps)[::-1] if p.reverse else range(p.steps)
 
 
-def _forward(p: Recurrence, of: Operands) -> Results:
+def _forward(p: Recurrence, of: CallOperands) -> Results:
     hidden, kind = p.hidden, dtype_of(p.dtype)
     z = of.shaped("z", p.steps, p.batch, -1)
     h, rt, lengths = of.shaped("h0", p.batch, hidden), of["rt"], of["lengths"].reshape(-1, 1)
@@ -59,7 +59,7 @@ def _forward(p: Recurrence, of: Operands) -> Results:
     return {"y": y, "h": h, "c": c}
 
 
-def _gradient(p: Recurrence, of: Operands) -> Results:
+def _gradient(p: Recurrence, of: CallOperands) -> Results:
     """Backwards over all steps, from the sums that the activations took."""
     hidden = p.hidden
     z, dy = of.shaped("z", p.steps, p.batch, -1), of.shaped("dy", p.steps, p.batch, hidden)
@@ -94,7 +94,7 @@ def _gradient(p: Recurrence, of: Operands) -> Results:
     return {"dz": dz, "dz2": dz2, "dh0": dh, "dc0": dc, "cells": cells if cells is not None else dy}
 
 
-def _cells(p: Recurrence, of: Operands, z: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _cells(p: Recurrence, of: CallOperands, z: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The state c before each step."""
     c, cells = of.shaped("c0", p.batch, p.hidden), np.zeros((p.steps, p.batch, p.hidden))
     for t in _order(p):
@@ -105,7 +105,7 @@ def _cells(p: Recurrence, of: Operands, z: np.ndarray, lengths: np.ndarray) -> n
 
 
 def _gru(
-    p: Recurrence, of: Operands, x: list[np.ndarray], hidden: np.ndarray, g: np.ndarray, t: int
+    p: Recurrence, of: CallOperands, x: list[np.ndarray], hidden: np.ndarray, g: np.ndarray, t: int
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """(gradients of the sums, those of the states' part of them, what dh keeps)."""
     h = of.shaped("before", p.steps, p.batch, p.hidden)[t]
@@ -143,7 +143,7 @@ def philox(counter: np.ndarray, seed: int) -> np.ndarray:
     return np.stack(c, 1).astype(np.uint32)
 
 
-def random(p: Random, of: Operands) -> Results:
+def random(p: Random, of: CallOperands) -> Results:
     """The numbers of random/philox.cu: each a function of seed, draw, stream and its place."""
     seed, draw = (int(v) for v in of.raw("state").reshape(-1).view(np.uint64)[:2])
     seed, draw = (p.bits & (2**64 - 1), 0) if p.fixed else (seed, draw)

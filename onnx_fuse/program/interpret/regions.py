@@ -11,11 +11,11 @@ import numpy as np
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.data_movement import DeformColumns, Determinant, Fourier, NmsChosen, RoiAlign
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 
 
 @np.errstate(invalid="ignore")
-def roi_align(p: RoiAlign, of: Operands) -> Results:
+def roi_align(p: RoiAlign, of: CallOperands) -> Results:
     """The mean of a bin's samples, or their largest weighted pixel; NaN of an infinite box."""
     channels, height, width = p.image
     rows, columns = p.bins
@@ -67,7 +67,7 @@ def _pixels(image: np.ndarray, v: float, u: float) -> np.ndarray:
     ])  # fmt: skip
 
 
-def deform_columns(p: DeformColumns, of: Operands) -> Results:
+def deform_columns(p: DeformColumns, of: CallOperands) -> Results:
     """What the moved taps read, interpolated, times the mask."""
     (height, width), window = p.image, p.window
     kernel, pixels = window.kernel[1:], prod(p.outer)
@@ -99,7 +99,7 @@ def deform_columns(p: DeformColumns, of: Operands) -> Results:
     return {"columns": columns}
 
 
-def nms_chosen(p: NmsChosen, of: Operands) -> Results:
+def nms_chosen(p: NmsChosen, of: CallOperands) -> Results:
     """The boxes that greedy suppression keeps, best first, and how many."""
     boxes = of.raw("boxes").reshape(-1, p.count, 4).astype(np.float32)
     scores = of.raw("scores").reshape(p.lines, p.count)
@@ -136,13 +136,13 @@ def _overlaps(low: np.ndarray, high: np.ndarray, best: int, limit: float) -> np.
     return (sides > 0).all(-1) & (areas > 0) & (areas[best] > 0) & (union > 0) & over
 
 
-def determinant(p: Determinant, of: Operands) -> Results:
+def determinant(p: Determinant, of: CallOperands) -> Results:
     """The determinants of matrices."""
     x = of.shaped("x", p.count, p.n, p.n)
     return {"y": np.linalg.det(x)}
 
 
-def fourier(p: Fourier, of: Operands) -> Results:
+def fourier(p: Fourier, of: CallOperands) -> Results:
     """Fourier transforms of the frames along an axis."""
     x = of.shaped("x", p.outer, p.length, p.inner, p.parts)
     x = np.stack([x[:, f * p.step :][:, : p.taken] for f in range(p.frames)], 1)

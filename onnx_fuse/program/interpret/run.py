@@ -28,16 +28,16 @@ from onnx_fuse.program.interpret import (
     sums,
 )
 from onnx_fuse.program.interpret import contractions as product_answers
-from onnx_fuse.program.interpret.memory import Memory, Operands
+from onnx_fuse.program.interpret.memory import CallOperands, HostMemory
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.problem import AnyProblem, Collective, GemmProblem
 
-Answer = Callable[[Any, Operands], data_movement.Results]
+Answer = Callable[[Any, CallOperands], data_movement.Results]
 Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
 
-def _batched(p: move_problems.BatchedCalls, of: Operands) -> data_movement.Results:
+def _batched(p: move_problems.BatchedCalls, of: CallOperands) -> data_movement.Results:
     """The answers of calls that share a launch."""
     answer, results = ANSWERS[type(p.problem)], data_movement.Results()
     for i in range(p.count):
@@ -130,7 +130,7 @@ def interpret(
     Collectives are what `exchange` makes of this rank's tensors. `seed` is the seed of random
     numbers and how often they were drawn. Raises LookupError for a problem that has no answer.
     """
-    memory = Memory(program, offsets or {})
+    memory = HostMemory(program, offsets or {})
     _fill(memory, program, feeds, weights, seed)
     for call in (*program.setup, *program.calls):
         results = _answer(call, memory, exchange)
@@ -145,7 +145,7 @@ def interpret(
 
 
 def _fill(
-    memory: Memory,
+    memory: HostMemory,
     program: Program,
     feeds: Mapping[str, np.ndarray],
     weights: Mapping[str, np.ndarray],
@@ -163,8 +163,8 @@ def _fill(
         memory.parts[buffer][...] = array.reshape(-1).view(np.uint8)
 
 
-def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[str, np.ndarray]:
-    of, problem = Operands(memory, call.reads, call.writes), call.problem
+def _answer(call: Call, memory: HostMemory, exchange: Exchange | None) -> Mapping[str, np.ndarray]:
+    of, problem = CallOperands(memory, call.reads, call.writes), call.problem
     names = [name for name, _ in call.writes]
     if call.expression is not None:
         reads = [of.memory.view(t).copy() for _, t in call.reads]
@@ -186,7 +186,7 @@ def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[st
     return answer(problem, of)
 
 
-def _later(program: Program, memory: Memory, lowered: Lowered | None) -> dict[str, np.ndarray]:
+def _later(program: Program, memory: HostMemory, lowered: Lowered | None) -> dict[str, np.ndarray]:
     computed: dict[str, np.ndarray] = {}
     for stage in program.stages:
         inputs = {n: computed[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}

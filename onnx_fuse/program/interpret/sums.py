@@ -12,7 +12,7 @@ import numpy as np
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.data_movement import Range
 from onnx_fuse.program.interpret.data_movement import Results
-from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.memory import CallOperands
 from onnx_fuse.program.problems import Float8, PartSums, Reduce, Softmax, SumSquares
 
 States = Sequence[np.ndarray]
@@ -92,7 +92,7 @@ _FIRST: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 
 
-def reduce(p: Reduce, of: Operands) -> Results:
+def reduce(p: Reduce, of: CallOperands) -> Results:
     """One pass, of elements or of the states of an earlier pass, to results or to states."""
     kinds = _kinds(p, of)
     shape = (p.outer, p.length, p.inner)
@@ -124,7 +124,7 @@ def reduce(p: Reduce, of: Operands) -> Results:
     return result
 
 
-def _kinds(p: Reduce, of: Operands) -> np.dtype[Any]:
+def _kinds(p: Reduce, of: CallOperands) -> np.dtype[Any]:
     """The type of a state, as the kernels lay it out."""
     floating = "float" in p.dtype
     if p.reducer.startswith("Arg"):
@@ -185,7 +185,7 @@ def _value(reducer: str, states: States, count: int) -> np.ndarray:
     return states[0]
 
 
-def softmax(p: Softmax, of: Operands) -> Results:
+def softmax(p: Softmax, of: CallOperands) -> Results:
     """exp(x - max) / sum, or its logarithm."""
     x = of.shaped("x", p.outer, p.length, p.inner)
     with np.errstate(all="ignore"):
@@ -194,17 +194,17 @@ def softmax(p: Softmax, of: Operands) -> Results:
         return {"y": z - np.log(total) if p.log else np.exp(z) / total}
 
 
-def sum_squares(p: SumSquares, of: Operands) -> Results:
+def sum_squares(p: SumSquares, of: CallOperands) -> Results:
     """The sum over all tensors."""
     return {"y": np.sum([np.square(of[name]).sum() for name in of.reads])}
 
 
-def part_sums(p: PartSums, of: Operands) -> Results:
+def part_sums(p: PartSums, of: CallOperands) -> Results:
     """The sum over the parts."""
     return {"out0": of.dense("part", p.parts, p.n).sum(0)}
 
 
-def value_range(p: Range, of: Operands) -> Results:
+def value_range(p: Range, of: CallOperands) -> Results:
     """Scale and zero point of DynamicQuantizeLinear."""
     x = of.raw("x")
     with np.errstate(all="ignore"):
@@ -215,7 +215,7 @@ def value_range(p: Range, of: Operands) -> Results:
     return {"scale": np.asarray(scale), "zero": np.asarray(zero)}
 
 
-def float8(p: Float8, of: Operands) -> Results:
+def float8(p: Float8, of: CallOperands) -> Results:
     """A tensor in float8 by its scale, its transpose, and its history with its largest number."""
     kind = dtype_of(p.kind)
     limits: Any = ml_dtypes.finfo

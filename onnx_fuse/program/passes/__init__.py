@@ -78,7 +78,7 @@ def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple
 
     Raises AssertionError where they are checked and a pass breaks the spec of programs.
     """
-    check = _Check(ctx) if CHECKED or config.DEBUG.value else None
+    check = _SpecCheck(ctx) if CHECKED or config.DEBUG.value else None
     if check is not None:
         check("lowering", calls)
     for name, each in PIPELINE:
@@ -88,7 +88,7 @@ def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple
     return tuple(calls)
 
 
-class _Check:
+class _SpecCheck:
     """Holds the calls after each pass to the spec; those that a pass has left alone once only."""
 
     def __init__(self, ctx: PassContext) -> None:

@@ -54,7 +54,7 @@ class Recomputation:
     """What the second runs cost."""
 
 
-class Memory:
+class Lifetimes:
     """When the temporaries of a program live, and what may run again. Its sizes are ints."""
 
     def __init__(self, program: Program) -> None:
