@@ -10,6 +10,7 @@ that meet the guards: its numbers are the polynomials' values. Turning a size in
 from __future__ import annotations
 
 import contextlib
+import operator as op
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -282,6 +283,11 @@ class OpenSize:
         return format(self.value if self.trace.text_depth else self.plain(), spec)
 
 
+def _of_float(how: Callable[[Any, Any], Any]) -> Callable[[Ratio, Any], Any]:
+    """An operator of a Ratio that is that of its float."""
+    return lambda ratio, other: how(float(ratio), other)
+
+
 class Ratio:
     """a / b of which at least one is a `OpenSize`: open while it is only rounded to an integer."""
 
@@ -299,39 +305,11 @@ class Ratio:
     def __float__(self) -> float:
         return plain(self.above) / plain(self.below)
 
-    def __mul__(self, other: float) -> Any:
-        return float(self) * other
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: float) -> Any:
-        return float(self) + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: float) -> Any:
-        return float(self) - other
-
-    def __rsub__(self, other: float) -> Any:
-        return other - float(self)
-
-    def __truediv__(self, other: float) -> Any:
-        return float(self) / other
-
-    def __rtruediv__(self, other: float) -> Any:
-        return other / float(self)
-
-    def __lt__(self, other: float) -> bool:
-        return bool(float(self) < other)
-
-    def __le__(self, other: float) -> bool:
-        return bool(float(self) <= other)
-
-    def __gt__(self, other: float) -> bool:
-        return bool(float(self) > other)
-
-    def __ge__(self, other: float) -> bool:
-        return bool(float(self) >= other)
+    __lt__, __le__, __gt__, __ge__ = map(_of_float, (op.lt, op.le, op.gt, op.ge))
+    __add__, __sub__, __mul__, __truediv__ = map(_of_float, (op.add, op.sub, op.mul, op.truediv))
+    __radd__, __rmul__ = __add__, __mul__
+    __rsub__ = _of_float(lambda number, other: other - number)
+    __rtruediv__ = _of_float(lambda number, other: other / number)
 
 
 def plain(size: int) -> int:
