@@ -98,8 +98,8 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     perm = attribute(turn, "perm", [])
     below, _ = through_row_views(rows)
     norm = canonical_norm(below.producer() if below is not None else None)
-    last = (rank(conv.x) or 0) - 1  # channels become the second axis
-    if list(perm) != [0, last, *range(1, last)] or norm is None:
+    channels = (rank(conv.x) or 0) - 1  # become the second axis
+    if list(perm) != [0, channels, *range(1, channels)] or norm is None:
         return False
     if sole_consumer(conv.x) is not node or sole_consumer(rows) is not turn:
         return rw.refuse(NAME, [norm.node, node], "other nodes read the norm or its Transpose")
