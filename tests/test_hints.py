@@ -153,8 +153,11 @@ def test_a_user_without_a_home_has_a_cache() -> None:
     assert "onnx-fuse" in done.stdout
 
 
-def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another() -> None:
-    model = text_model(DENSE.replace("=> (float[N,2]", "=> (float[1,2]"))
+@pytest.mark.parametrize("declared", ["1", "0"])
+def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another(
+    declared: str,
+) -> None:
+    model = text_model(DENSE.replace("=> (float[N,2]", f"=> (float[{declared},2]"))
     trainer = onnx_fuse.Trainer(to_proto(model), loss="mse")
     batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
     assert np.isfinite(trainer.step(batch))

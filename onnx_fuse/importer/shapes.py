@@ -190,15 +190,16 @@ def _without_sizes_of_results(graph: onnx.GraphProto) -> Sizes:
     """Take the numbers off the shapes that the file declares for its outputs, and return them.
 
     A batch that was set free at the inputs alone is still a number there, which inference believes.
+    Some exporters write 0 for a size that they do not know.
     """
     computed = {name for node in graph.node for name in node.output}
     declared: dict[str, Sequence[int]] = {}
     for info in graph.output:
         dims = info.type.tensor_type.shape.dim
-        if info.name in computed and any(d.dim_value for d in dims):
+        if info.name in computed and any(d.HasField("dim_value") for d in dims):
             declared[info.name] = [d.dim_value for d in dims]
             for d in dims:
-                if d.dim_value:
+                if d.HasField("dim_value"):
                     d.Clear()
     return declared
 
