@@ -20,6 +20,11 @@ TWO = """g (float[N,3] x, float[N,3] u) => (float[N,3] y, float[N,3] v)
   <float[3] w = {1, 2, 3}, float[3] s = {2, 1, 4}> { y = Mul (x, w) t = Mul (u, s) v = Sin (t) }"""
 MASKED = """g (float[N,3] x, float[N,3] mask) => (float[N,3] y) <float[3] w = {1, 2, 3}>
   { z = Mul (x, w) m = Add (z, mask) y = Softmax (m) }"""
+GUARDED = MASKED.replace(
+    "y = Softmax (m)",
+    """p = Softmax (m) dead = IsNaN (p)
+  zero = Constant <value_float = 0.0> () y = Where (dead, zero, p)""",
+)
 NAN, INF = np.nan, np.inf
 PLAIN = [[1, 2, 0.5], [0.3, -1, 2]]
 
@@ -32,6 +37,7 @@ ROWS = {
     "one branch": (TWO, {"x": [[NAN] * 3] * 2, "u": PLAIN}, {"s"}, "3 of 6"),
     "a mask": (MASKED, {"x": PLAIN, "mask": [[0, -INF, 0], [0, 0, -INF]]}, {"w"}, ""),
     "a mask of all": (MASKED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, set(), "3 of 3"),
+    "a guarded mask of all": (GUARDED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, {"w"}, ""),
     "plain": (LAYER, {"x": PLAIN}, {"w", "b"}, ""),
 }
 
