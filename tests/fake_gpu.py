@@ -20,14 +20,14 @@ import pytest
 
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
-from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
-from onnx_fuse.program.interpret.memory import CallOperands
-from onnx_fuse.program.interpret.run import ANSWERS
-from onnx_fuse.program.interpret.steps import evaluate
+from onnx_fuse.program.call import Call, Program, dtype_of
+from onnx_fuse.program.interpret.memory import Memory
+from onnx_fuse.program.interpret.run import _answer
 from onnx_fuse.program.launch import Launch, Ptr, Table
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, instance, specialize
+from onnx_fuse.runtime.plan import aligned
 
 
 class _Kinds:
@@ -90,6 +90,28 @@ class IdleDriver:
         yield arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
 
 
+class _Operands(Memory):
+    """The memory that the operands of a call's launches reach.
+
+    What no launch has, such as the gradient of what is frozen, is written where nobody reads.
+    """
+
+    def __init__(self, call: Call, addresses: Mapping[str, int]) -> None:
+        self.parts = {}
+        rows = () if call.expression is None else call.expression.rows
+        further = {call.reads[row.load][0]: (row.size - 1) * row.step for row in rows}
+        ends = [(name, t, dtype_of(t.dtype).itemsize) for name, t in (*call.reads, *call.writes)]
+        at = {t.buffer: addresses[n] - t.offset * size for n, t, size in ends if n in addresses}
+        for name, t, size in ends:
+            last = sum((d - 1) * s for d, s in zip(t.shape, t.strides, strict=True))
+            count = (t.offset + last + further.get(name, 0) + 1) * size if t.size else 0
+            if count >= len(self.parts.get(t.buffer, ())):
+                some = ctypes.c_uint8 * aligned(count)
+                known = t.buffer in at or (name, t) in call.reads
+                place = some.from_address(at[t.buffer]) if known and count else some()
+                self.parts[t.buffer] = np.frombuffer(place, np.uint8)
+
+
 class FakeGpu(IdleDriver):
     """One that does the work, as far as it is used; `counts` says how often what was."""
 
@@ -105,6 +127,8 @@ class FakeGpu(IdleDriver):
         """Launches, copies, records and waits, each with its stream, in the order they came; "done"
         and "passed" are the host's own waits for a stream and an event."""
         self._memory: dict[int, Any] = {}
+        self._begun: dict[tuple[str, ...], tuple[Call, dict[str, int]]] = {}
+        """Of the nodes of a call its operands so far."""
         self._capture: list[list[Any]] | None = None
         self._capturing: int | None = None  # the stream
 
@@ -274,45 +298,19 @@ class FakeGpu(IdleDriver):
         return (0,)
 
     def _run(self, kernel: int, operands: Mapping[str, int]) -> None:
-        call = self._calls[kernel]
-        ends = {name: t for name, t in (*call.reads, *call.writes) if name in operands}
-        size = {name: dtype_of(t.dtype).itemsize for name, t in ends.items()}
-        buffers = {t.buffer: operands[n] - t.offset * size[n] for n, t in ends.items()}
-
-        def at(address: int, t: Tensor) -> np.ndarray:
-            dtype = dtype_of(t.dtype)
-            reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.strides, strict=True))
-            raw = (ctypes.c_uint8 * (reach * dtype.itemsize)).from_address(address)
-            strides = [s * dtype.itemsize for s in t.strides]
-            flat = np.frombuffer(raw, dtype)
-            return np.lib.stride_tricks.as_strided(flat, t.shape, strides, writeable=True)
-
-        def view(name: str, t: Tensor) -> np.ndarray:
-            """The operand where the launch has it; its Ptr may stand for the tensor's start."""
-            return at(operands[name], t) if name in operands else stored(t)
-
-        def stored(t: Tensor) -> np.ndarray:
-            return at(buffers[t.buffer] + t.offset * dtype_of(t.dtype).itemsize, t)
-
-        reads = {name: view(name, t).copy() for name, t in call.reads}
-        writes = [t for _, t in call.writes]
-        if call.kernel.startswith("Copy x"):
-            results = [reads[f"0{name[1:]}"] for name, _ in call.writes]
-        elif call.expression is not None:
-            arrays = list(reads.values())
-            for row in call.expression.rows:  # of any of which an element may be
-                name, t = call.reads[row.load]
-                last = replace(t, shape=(row.size, *t.shape), strides=(row.step, *t.strides))
-                every = at(operands[name], last)
-                places = np.broadcast_to(arrays[row.index], t.shape)
-                arrays[row.load] = every[(places, *np.indices(t.shape))]
-            results = evaluate(call.expression, arrays, writes)
-        else:
-            of = CallOperands(SimpleNamespace(view=stored), call.reads, call.writes)
-            answers = ANSWERS[type(call.problem)](call.problem, of)
-            results = [np.reshape(answers[name], t.shape) for name, t in call.writes]
-        for (name, t), result in zip(call.writes, results, strict=True):
-            view(name, t)[...] = result
+        """Do a call at its last launch, as the first one knows it: later ones may be shared."""
+        call, launch = self._calls[kernel], self._launches[kernel]
+        place = [x is launch for x in call.launches].index(True)
+        if place == 0:
+            self._begun[call.nodes] = call, {}
+        begun, addresses = self._begun[call.nodes]
+        addresses.update(operands)
+        if place < len(call.launches) - 1:
+            return
+        memory = _Operands(begun, addresses)
+        results = _answer(begun, memory, None)
+        for name, t in begun.writes:
+            memory.store(t, results[name])
 
     def cuStreamBeginCapture(self, stream: int, mode: Any) -> tuple[int]:
         self._capture, self._capturing = [], stream

@@ -153,15 +153,13 @@ def test_a_user_without_a_home_has_a_cache() -> None:
     assert "onnx-fuse" in done.stdout
 
 
-@pytest.mark.parametrize("declared", ["1", "0"])
-def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another(
-    declared: str,
-) -> None:
-    model = text_model(DENSE.replace("=> (float[N,2]", f"=> (float[{declared},2]"))
-    trainer = onnx_fuse.Trainer(to_proto(model), loss="mse")
-    batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
-    assert np.isfinite(trainer.step(batch))
-    assert check_gradients(model).ok
+def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another() -> None:
+    for size in "10":
+        model = text_model(DENSE.replace("=> (float[N,2]", f"=> (float[{size},2]"))
+        trainer = onnx_fuse.Trainer(to_proto(model), loss="mse")
+        batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
+        assert np.isfinite(trainer.step(batch))
+        assert check_gradients(model).ok
 
 
 def test_inputs_may_contradict_the_names_of_their_sizes() -> None:

@@ -199,8 +199,7 @@ def _without_sizes_of_results(graph: onnx.GraphProto) -> Sizes:
         if info.name in computed and any(d.HasField("dim_value") for d in dims):
             declared[info.name] = [d.dim_value for d in dims]
             for d in dims:
-                if d.HasField("dim_value"):
-                    d.Clear()
+                d.ClearField("dim_value")
     return declared
 
 

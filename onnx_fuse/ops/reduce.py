@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
 from onnx_fuse.ops.opdef import OpDef, Unary, no_grad, register, table
+from onnx_fuse.ops.rules import nan_guard
 from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
@@ -16,7 +17,6 @@ from onnx_fuse.ops.shape_ops import (
     ints_attribute,
     known_rank,
     norm_axis,
-    static,
     static_ints,
 )
 
@@ -90,25 +90,11 @@ def _log_sum(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> 
 
 def _softmax(rule: str) -> Unary:
     def grad(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-        y = _without_nan(y)
+        guard = nan_guard(y)  # y would make NaN of its gradient, which is 0 where y is NaN
+        y = y if guard is None else guard.outputs[0]
         return op.formula(rule, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
 
     return grad
-
-
-def _without_nan(y: ir.Value) -> ir.Value:
-    """What a Where makes of y with 0 for NaN, as exporters guard attention; y where none does.
-
-    Its dy is 0 where y is NaN, which y itself would make NaN of again.
-    """
-    for node, place in y.uses():
-        if (node.domain, node.op_type, place) == ("", "Where", 2):
-            test, zero = node.inputs[0], static(node.inputs[1])
-            made = test.producer() if test is not None else None
-            guards = made is not None and made.op_type == "IsNaN" and made.inputs[0] is y
-            if guards and zero is not None and zero.size == 1 and zero.ndim < 2 and not zero.any():
-                return node.outputs[0]
-    return y
 
 
 def _cumsum(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:

@@ -335,6 +335,16 @@ def scalar(value: ir.Value | None) -> float | None:
     return float(array.reshape(()).astype(np.float64))
 
 
+def nan_guard(value: ir.Value) -> ir.Node | None:
+    """The Where that takes `value` but 0 where it is NaN, as exporters guard attention."""
+    for node, place in value.uses():
+        test = producer(node.inputs[0], "IsNaN") if node.op_type == "Where" and place == 2 else None
+        same = test is not None and test.inputs[0] is value and scalar(node.inputs[1]) == 0
+        if same and rank(node.outputs[0]) == rank(value):
+            return node
+    return None
+
+
 def number(node: ir.Node, index: int) -> float | None:
     """The number that operand `index` of an elementwise node of two inputs holds.
 

@@ -98,13 +98,10 @@ def _layout(program: Program, order: CallOrder) -> Plan:
             if tensor.buffer in size:
                 block = blocks.setdefault(tensor.buffer, _MemoryBlock(size[tensor.buffer], i, 0))
                 block.users |= 1 << i
-    unwritten: set[int] = set()  # of no element
     for stage in program.stages:
         for _, source in stage.inputs:
             if source is not None and source.buffer in blocks:
                 blocks[source.buffer].users |= 1 << len(program.calls)
-            elif source is not None and source.buffer in size:
-                unwritten.add(source.buffer)
     home = {b: b for b in blocks}
     inplace = 0
     for i, call in enumerate(program.calls):
@@ -137,7 +134,7 @@ def _layout(program: Program, order: CallOrder) -> Plan:
         offsets[key] = at
         insort(placed, (at, at + nbytes, users, later))
     return Plan(
-        dict.fromkeys(unwritten, 0) | {b: offsets[home[b]] for b in home},
+        {b: 0 for b, n in size.items() if not n} | {b: offsets[home[b]] for b in home},
         {-1 - key: at for key, at in offsets.items() if key < 0},
         max((high for _, high, *_ in placed), default=0),
         naive,

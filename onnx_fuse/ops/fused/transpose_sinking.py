@@ -46,11 +46,6 @@ def _perm(turn: ir.Node) -> list[int]:
     return [*attribute(turn, "perm", range(rank(turn.inputs[0]) or 0)[::-1])]
 
 
-def _sole_bias_add(value: ir.Value) -> ir.Node | None:
-    reader = combined_with(value, "Add")
-    return reader[0] if reader is not None and rank(reader[1]) == 1 else None
-
-
 def _sink(rw: Rewriter, node: ir.Node) -> bool:
     """Transpose, MatMul, Reshape: move the Transpose after the product."""
     x, w = node.inputs
@@ -60,7 +55,8 @@ def _sink(rw: Rewriter, node: ir.Node) -> bool:
     perm, source = _perm(turn), turn.inputs[0]
     if source is None or len(perm) < 3 or perm[-1] != len(perm) - 1 or source.shape is None:
         return False
-    add = _sole_bias_add(node.outputs[0])
+    reader = combined_with(node.outputs[0], "Add")
+    add = reader[0] if reader is not None and rank(reader[1]) == 1 else None
     last = node if add is None else add
     readers = consumers(last.outputs[0])
     width = w.shape[1] if w is not None and w.shape is not None else None

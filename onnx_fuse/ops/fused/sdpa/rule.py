@@ -29,6 +29,7 @@ from onnx_fuse.ops.rules import (
     constant_ints,
     consumers,
     is_float,
+    nan_guard,
     producer,
     scalar,
     sole_consumer,
@@ -208,15 +209,12 @@ def _ending(p: ir.Value) -> ProductTail | str:
         return ""
     while True:
         readers = consumers(p)
-        tests = [n for n in readers if n.op_type == "IsNaN" and not n.domain]
-        wheres = [n for n in readers if n.op_type == "Where" and not n.domain]
-        if len(tests) == 1 and len(wheres) == 1 and len(readers) == 2 and not p.is_graph_output():
-            where = wheres[0]
-            ours = where.inputs[0] is tests[0].outputs[0] and where.inputs[2] is p
-            zero = ours and scalar(where.inputs[1]) == 0 and rank(where.outputs[0]) == rank(p)
-            if not zero or sole_consumer(tests[0].outputs[0]) is None or turned:
+        tested = len(readers) == 2 and {n.op_type for n in readers} == {"IsNaN", "Where"}
+        if tested and not p.is_graph_output():
+            guard = nan_guard(p)
+            if guard is None or turned or sole_consumer(guard.inputs[0]) is None:
                 return "a Where on the weights that is no NaN guard"
-            p, guarded = where.outputs[0], True
+            p, guarded = guard.outputs[0], True
             continue
         node = sole_consumer(p)
         if node is None:
