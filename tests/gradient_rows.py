@@ -169,6 +169,8 @@ Gemm transA=0 transB=0 c=None: a=(3, 4), b=(4, 5)
   y = Gemm <transA = 0, transB = 0, alpha = 0.7, beta = 1.3> (a, b)
 A product that broadcasts a batch: a=(3, 2, 2), b=(3, 2, 2), static=("b",)
   c = Exp (a) z = Tanh (c) y = Einsum <equation = "bij,bij->b"> (z, b)
+Scores, heads ahead of the batch: a=(3, 2, 2, 4), b=(5, 2, 2, 4), static=("b",), dynamic=(0,)
+  y = Einsum <equation = "ibnd,jbnd->inbj"> (a, b)
 """)
     ]
     + [

@@ -95,6 +95,13 @@ def einsum_terms(node: ir.Node, ranks: Sequence[int | None]) -> tuple[list[str],
     return [t.replace("...", letters) for t in terms], right.replace("...", letters)
 
 
+def _turned(op: Writer, x: ir.Value, letters: str, order: Sequence[str]) -> tuple[ir.Value, str]:
+    """A term of an Einsum with its letters in this order."""
+    perm = sorted(range(len(letters)), key=lambda at: order.index(letters[at]))
+    moved = op.Transpose(x, perm=perm) if perm != sorted(perm) else x
+    return moved, "".join(letters[at] for at in perm)
+
+
 def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
     """dX_i: the same sum with dY in the place of X_i; letters X_i alone has are broadcast back."""
     terms, right = einsum_terms(node, [rank(x) for x in node.inputs])
@@ -118,17 +125,21 @@ def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
         outside = set(right).union(*(t for _, t in others))
         shared = "".join(c for c in term if c in outside)
         factors = [(dy, right), *others]
-        last, letters = factors[-1]
-        if letters[-1:] not in shared and not all(all(dims(v) or [0]) for v, _ in factors):
-            # onnxruntime's Einsum (1.32) divides by 0 if this letter is last, and a size is 0
-            rest = "".join(t for _, t in factors[:-1])
+        result = shared if others else right
+        if others and not all(all(dims(v) or [0]) for v, _ in factors):
+            # onnxruntime's Einsum (1.32) divides by 0 where it has to move axes of an empty term
+            *firsts, (last, letters) = factors
+            ranks = {c: 2 * (c not in shared) + (c not in letters) for c in right}
+            if len(others) == 1:
+                firsts = [_turned(op, dy, right, sorted(right, key=ranks.__getitem__))]
+            rest = "".join(t for _, t in firsts)
             ranks = {c: (2 * (c not in rest) + (c not in shared), rest.find(c)) for c in letters}
-            order = sorted(range(len(letters)), key=lambda at: ranks[letters[at]])
-            if order != sorted(order):
-                factors[-1] = op.Transpose(last, perm=order), "".join(letters[i] for i in order)
-        equation = f"{','.join(t for _, t in factors)}->{shared}"
-        same = right == shared and not others
-        g = dy if same else op.Einsum(*(v for v, _ in factors), equation=equation)
+            factors = [*firsts, _turned(op, last, letters, sorted(letters, key=ranks.__getitem__))]
+            if len(others) == 1:
+                result = "".join(dict.fromkeys(c for c in rest + factors[1][1] if c in shared))
+        equation = f"{','.join(t for _, t in factors)}->{result}"
+        g = op.Einsum(*(v for v, _ in factors), equation=equation) if others else dy
+        g, _ = _turned(op, g, result, shared)
         if shared != term:
             g = op.Unsqueeze(g, [k for k, c in enumerate(term) if c not in outside])
         # a letter of several sizes is 1 in some operand, and broadcast: the walker sums it back
