@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ import pytest
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.program.call import Call, Program, dtype_of
-from onnx_fuse.program.interpret.memory import Memory
+from onnx_fuse.program.interpret.memory import HostMemory
 from onnx_fuse.program.interpret.run import _answer
 from onnx_fuse.program.launch import Launch, Ptr, Table
 from onnx_fuse.program.open import SymbolicProgram
@@ -90,7 +90,7 @@ class IdleDriver:
         yield arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")
 
 
-class _Operands(Memory):
+class _Operands(HostMemory):
     """The memory that the operands of a call's launches reach.
 
     What no launch has, such as the gradient of what is frozen, is written where nobody reads.
@@ -187,23 +187,16 @@ class FakeGpu(IdleDriver):
 
     # ---- memory ----
 
-    def _new(self, nbytes: int) -> tuple[int, int]:
+    def _new(self, name: str, nbytes: int, *_: int) -> tuple[int, int]:
+        self.counts[name] += 1
         raw = np.full(nbytes + 256, 0xA5, np.uint8)
         address = -(-raw.ctypes.data // 256) * 256
         self._memory[address] = raw
         return 0, address
 
-    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
-        self.counts["cuMemAlloc"] += 1
-        return self._new(nbytes)
-
-    def cuMemAllocHost(self, nbytes: int) -> tuple[int, int]:
-        self.counts["cuMemAllocHost"] += 1
-        return self._new(nbytes)
-
-    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[int, int]:
-        self.counts["cuMemAllocFromPoolAsync"] += 1
-        return self._new(nbytes)
+    cuMemAlloc = partialmethod(_new, "cuMemAlloc")
+    cuMemAllocHost = partialmethod(_new, "cuMemAllocHost")
+    cuMemAllocFromPoolAsync = partialmethod(_new, "cuMemAllocFromPoolAsync")
 
     def _freed(self, address: int) -> tuple[int]:
         # stays readable, as something else: what uses it after its end is wrong, not a crash
@@ -218,19 +211,12 @@ class FakeGpu(IdleDriver):
         return self._freed(address)
 
     def _copy(self, name: str, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
-        self.counts[name] += 1
-        self.order.append((name, stream))
         ctypes.memmove(target, source, nbytes)
-        return (0,)
+        return self._noted(name, name, stream)
 
-    def cuMemcpyHtoDAsync(self, *given: int) -> tuple[int]:
-        return self._copy("cuMemcpyHtoDAsync", *given)
-
-    def cuMemcpyDtoHAsync(self, *given: int) -> tuple[int]:
-        return self._copy("cuMemcpyDtoHAsync", *given)
-
-    def cuMemcpyDtoDAsync(self, *given: int) -> tuple[int]:
-        return self._copy("cuMemcpyDtoDAsync", *given)
+    cuMemcpyHtoDAsync = partialmethod(_copy, "cuMemcpyHtoDAsync")
+    cuMemcpyDtoHAsync = partialmethod(_copy, "cuMemcpyDtoHAsync")
+    cuMemcpyDtoDAsync = partialmethod(_copy, "cuMemcpyDtoDAsync")
 
     def cuMemcpy2DAsync(self, copy: Any, stream: int) -> tuple[int]:
         for row in range(copy.Height):
@@ -249,28 +235,22 @@ class FakeGpu(IdleDriver):
 
     # ---- streams and events ----
 
-    def cuStreamSynchronize(self, stream: int) -> tuple[int]:
-        self.counts["cuStreamSynchronize"] += 1
-        self.order.append(("done", stream))
+    def _noted(self, name: str, *what: Any) -> tuple[int]:
+        self.counts[name] += 1
+        self.order.append(what)
         return (0,)
 
-    def cuEventSynchronize(self, event: int) -> tuple[int]:
-        self.counts["cuEventSynchronize"] += 1
-        self.order.append(("passed", 0, event))
-        return (0,)
+    cuStreamSynchronize = partialmethod(_noted, "cuStreamSynchronize", "done")
+    cuEventSynchronize = partialmethod(_noted, "cuEventSynchronize", "passed", 0)
 
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0,)
 
     def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
-        self.counts["cuEventRecord"] += 1
-        self.order.append(("record", stream, event))
-        return (0,)
+        return self._noted("cuEventRecord", "record", stream, event)
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
-        self.counts["cuStreamWaitEvent"] += 1
-        self.order.append(("wait", stream, event))
-        return (0,)
+        return self._noted("cuStreamWaitEvent", "wait", stream, event)
 
     # ---- launches and graphs ----
 

@@ -20,9 +20,8 @@ TWO = """g (float[N,3] x, float[N,3] u) => (float[N,3] y, float[N,3] v)
   <float[3] w = {1, 2, 3}, float[3] s = {2, 1, 4}> { y = Mul (x, w) t = Mul (u, s) v = Sin (t) }"""
 MASKED = """g (float[N,3] x, float[N,3] mask) => (float[N,3] y) <float[3] w = {1, 2, 3}>
   { z = Mul (x, w) m = Add (z, mask) y = Softmax (m) }"""
-GUARDED = """g (float[N,3] x, float[N,3] mask) => (float[N,3] y) 
-  <float[3] w = {1, 2, 3}, float o = {0}> { z = Mul (x, w) m = Add (z, mask) p = Softmax (m) n = IsNaN (p)
-  y = Where (n, o, p) }"""
+GUARDED = f"""{MASKED[:-1].replace("y =", "p =")} n = IsNaN (p)
+  zero = Constant <value_float = 0.0> () y = Where (n, zero, p) }}"""
 NAN, INF = np.nan, np.inf
 PLAIN = [[1, 2, 0.5], [0.3, -1, 2]]
 

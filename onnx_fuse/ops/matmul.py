@@ -46,8 +46,7 @@ def _vector_matmul(op: Writer, a: ir.Value, b: ir.Value, dy: ir.Value, ra: int, 
         return [op.Mul(dy, b), op.Mul(dy, a)]
     if rb == 1:
         column = op.Unsqueeze(dy, last)  # [..., M, 1]
-        da = op.Mul(column, b)
-        return [da, op.Mul(column, a)]
+        return [op.Mul(column, b), op.Mul(column, a)]
     row = op.Unsqueeze(dy, [-2])  # [..., 1, N]
     da = op.ReduceSum(op.Mul(row, b), last, keepdims=0)
     return [da, op.Mul(op.Unsqueeze(a, last), row)]
@@ -95,11 +94,25 @@ def einsum_terms(node: ir.Node, ranks: Sequence[int | None]) -> tuple[list[str],
     return [t.replace("...", letters) for t in terms], right.replace("...", letters)
 
 
-def _turned(op: Writer, x: ir.Value, letters: str, order: Sequence[str]) -> tuple[ir.Value, str]:
+def _turned(op: Writer, x: Any, letters: str, order: Sequence[str]) -> tuple[Any, str]:
     """A term of an Einsum with its letters in this order."""
     perm = sorted(range(len(letters)), key=lambda at: order.index(letters[at]))
     moved = op.Transpose(x, perm=perm) if perm != sorted(perm) else x
     return moved, "".join(letters[at] for at in perm)
+
+
+def _as_product(
+    op: Writer, x: Any, own: str, y: Any, letters: str, kept: str
+) -> tuple[list[tuple[Any, str]], str]:
+    """Two terms of an Einsum and the letters of its result, in the order of a batched product.
+
+    onnxruntime's Einsum (1.32) divides by 0 where it has to move axes of an empty term.
+    """
+    first = _turned(op, x, own, sorted(own, key=lambda c: (c not in kept, c not in letters)))
+    own = first[1]
+    order = sorted(letters, key=lambda c: (c not in own, c not in kept, own.find(c)))
+    terms = [first, _turned(op, y, letters, order)]
+    return terms, "".join(dict.fromkeys(c for _, t in terms for c in t if c in kept))
 
 
 def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
@@ -126,17 +139,8 @@ def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
         shared = "".join(c for c in term if c in outside)
         factors = [(dy, right), *others]
         result = shared if others else right
-        if others and not all(all(dims(v) or [0]) for v, _ in factors):
-            # onnxruntime's Einsum (1.32) divides by 0 where it has to move axes of an empty term
-            *firsts, (last, letters) = factors
-            ranks = {c: 2 * (c not in shared) + (c not in letters) for c in right}
-            if len(others) == 1:
-                firsts = [_turned(op, dy, right, sorted(right, key=ranks.__getitem__))]
-            rest = "".join(t for _, t in firsts)
-            ranks = {c: (2 * (c not in rest) + (c not in shared), rest.find(c)) for c in letters}
-            factors = [*firsts, _turned(op, last, letters, sorted(letters, key=ranks.__getitem__))]
-            if len(others) == 1:
-                result = "".join(dict.fromkeys(c for c in rest + factors[1][1] if c in shared))
+        if len(others) == 1 and not all(all(dims(v) or [0]) for v, _ in factors):
+            factors, result = _as_product(op, dy, right, *others[0], shared)
         equation = f"{','.join(t for _, t in factors)}->{result}"
         g = op.Einsum(*(v for v, _ in factors), equation=equation) if others else dy
         g, _ = _turned(op, g, result, shared)

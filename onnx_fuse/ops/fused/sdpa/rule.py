@@ -212,7 +212,7 @@ def _ending(p: ir.Value) -> ProductTail | str:
         tested = len(readers) == 2 and {n.op_type for n in readers} == {"IsNaN", "Where"}
         if tested and not p.is_graph_output():
             guard = nan_guard(p)
-            if guard is None or turned or sole_consumer(guard.inputs[0]) is None:
+            if guard is None or turned or sole_consumer(required(guard.inputs[0])) is None:
                 return "a Where on the weights that is no NaN guard"
             p, guarded = guard.outputs[0], True
             continue
