@@ -1,6 +1,5 @@
 """Adapters that a session holds by name: each row as the file with its adapter merged."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import safetensors.numpy
 from decoders import growing, slotted, whole
 from fake_gpu import FakeGpu
 from support import run, write_adapter
-from test_adapters import BLOCK, FORMS, KEY, MERGED, NUMBERS, Array, adapted, arrays, batch
+from test_adapters import BLOCK, FORMS, MERGED, NUMBERS, Array, adapted, arrays, batch, write_peft
 
 from onnx_fuse import InferenceSession, Lora, Trainer, deploy, generate, rewrite
 from onnx_fuse.adapters.held import HeldAdapters
@@ -112,15 +111,6 @@ def test_adapters_of_other_weights_and_of_one_name(tmp_path: Path) -> None:
         found = session.run(None, feeds, adapter=weights)[0]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert session.get_adapters() == ["q", "v"]
-
-
-def write_peft(folder: Path, a: Array, b: Array, **more: Any) -> Path:
-    pair = {f"{KEY}A.weight": a, f"{KEY}B.weight": b}
-    folder.mkdir()
-    safetensors.numpy.save_file(pair, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 6} | more
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
 
 
 def write_onnxruntime(path: Path, **arrays: Array) -> Path:

@@ -15,13 +15,18 @@ from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
 STEP = """agraph (float[6,8] w0, float[6,8] w1, float[5] w2, float[1] w3, float[6,8] g, float[5] h,
-    float[1] k, float[6,8] m0, float[6,8] m1, float[5] m2, float[1] m3, float lr) =>
-    (float[6,8] a0, float[6,8] a1, float[5] a2, float[1] a3,
-     float[6,8] b0, float[6,8] b1, float[5] b2, float[1] b3, float[6,8] again)
-{ a0, b0 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w0, g, m0, lr)
+    float[1] k, float[6,8] m0, float[6,8] m1, float[5] m2, float[1] m3, float[6,8] w4,
+    float[6,8] m4, float[6,8] w5, float[6,8] m5, float[2] rates) =>
+    (float[6,8] a0, float[6,8] a1, float[5] a2, float[1] a3, float[6,8] a4, float[6,8] a5,
+     float[6,8] b0, float[6,8] b1, float[5] b2, float[1] b3, float[6,8] b4, float[6,8] b5,
+     float[6,8] again) <int64 zero = {0}, int64 one = {1}>
+{ lr = Gather (rates, zero) other = Gather (rates, one)
+  a0, b0 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w0, g, m0, lr)
   a1, b1 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w1, g, m1, lr)
   a2, b2 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w2, h, m2, lr)
   a3, b3 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w3, k, m3, lr)
+  a4, b4 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w4, g, m4, other)
+  a5, b5 = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w5, g, m5, lr)
   again, unused = onnx_fuse.LionUpdate <weight_decay: float = 0.1> (w1, w1, m1, lr) }"""
 
 
@@ -38,12 +43,14 @@ def test_each_update_is_of_its_own_operands(monkeypatch) -> None:
         Updates, "again", lambda *given: repeated.append(again(*given)) or repeated[-1]
     )
     model = text_model(STEP)
-    feeds = drawn(model) | {"lr": np.array(0.01, np.float32)}
+    feeds = drawn(model) | {"rates": np.array([0.01, 0.02], np.float32)}
     program = program_of(model, feeds)
-    assert [found is not None for found in repeated] == [False, True, False, False, False]
+    # also where numbers that lie elsewhere were read meanwhile, as those of several adapters are
+    repeats = [False, True, False, False, False, True, False]
+    assert [found is not None for found in repeated] == repeats
     found = interpret(program, feeds, {})
-    for i, g in enumerate("gghk"):
-        want = lion(feeds[f"w{i}"], feeds[g], feeds[f"m{i}"], 0.01)
+    for i, g in enumerate("gghkgg"):
+        want = lion(feeds[f"w{i}"], feeds[g], feeds[f"m{i}"], 0.02 if i == 4 else 0.01)
         for name, value in zip("ab", want, strict=True):
             np.testing.assert_allclose(found[f"{name}{i}"], value, rtol=1e-5, atol=1e-6)
     # one tensor that is two operands lies otherwise

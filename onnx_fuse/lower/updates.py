@@ -52,7 +52,8 @@ class Updates:
         written = {t.buffer for t in results}
         fused = [*fuse(numbers, read | written), *fuse(others, written)]
         if len({t.buffer for t in operands}) == len(operands):
-            self._known[key] = _RowUpdate(tuple(fused), tuple(operands), tuple(results))
+            known = _RowUpdate(tuple(fused), tuple(operands), tuple(results))
+            self._known[key, _views(operands)] = known
         return fused
 
     def again(
@@ -60,12 +61,10 @@ class Updates:
     ) -> list[Tensor] | None:
         """Append the calls of an earlier, equal update for these operands, and return the results.
 
-        None where there was no such update, or where its operands had other strides.
+        None where there was no such update, of operands with the same strides and offsets.
         """
-        update = self._known.get(key)
+        update = self._known.get((key, _views(operands)))
         if update is None or len({t.buffer for t in operands}) < len(operands):
-            return None
-        if [_view(t) for t in operands] != [_view(t) for t in update.operands]:
             return None
         pairs = zip(update.operands, operands, strict=True)
         same = {old.buffer: new.buffer for old, new in pairs}
@@ -76,6 +75,6 @@ class Updates:
         return [replace(t, buffer=same[t.buffer]) for t in update.results]
 
 
-def _view(tensor: Tensor) -> Tensor:
-    """The tensor without its buffer: its dtype, shape, strides and offset."""
-    return replace(tensor, buffer=0)
+def _views(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors without their buffers: dtypes, shapes, strides and offsets."""
+    return tuple(replace(tensor, buffer=0) for tensor in tensors)

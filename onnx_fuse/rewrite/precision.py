@@ -161,6 +161,7 @@ def cast_frozen(graph: ir.Graph) -> None:
 
     `lower_precision` with `masters` leaves them where weights might have been trained.
     """
+    names = Names.of(graph)
     for weight in list(graph.initializers.values()):
         if weight.dtype != F32 or weight.const_value is None:
             continue
@@ -170,7 +171,7 @@ def cast_frozen(graph: ir.Graph) -> None:
                 continue
             if y.is_graph_output() or node.graph is not graph:
                 continue
-            name = Names.of(graph).fresh(f"{weight.name}.{y.dtype.name.lower()}")
+            name = names.fresh(f"{weight.name}.{y.dtype.name.lower()}")
             array = weight.const_value.numpy().astype(y.dtype.numpy())
             narrow = add_initializer(graph, name, array)
             ir.convenience.replace_all_uses_with(y, narrow)
