@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import textwrap
@@ -19,8 +20,10 @@ A_co = TypeVar("A_co", covariant=True)
 R = TypeVar("R")
 S = TypeVar("S")
 _FLAG = r"--?[\w-]+"
-_RANGE = r", ([\d.]+) (?:or more|to ([\d.]+))"
-_PARSER = rf" \(({_FLAG}(?:(?:, |/){_FLAG})*)?(?: ?([^ ,)][^)]*?))?(?:{_RANGE})?\)"
+_RANGE = r"(?P<above>above )?(\d[\d.]*)(?: or more| to (\d[\d.]*)|(?(above)|(?!)))"
+_METAVAR = r"(?!\d+ or more)[^ ,)][^)]*?"
+_ENDS = rf"(?:(?:, |(?<=\()){_RANGE})?"
+_PARSER = rf" \(({_FLAG}(?:(?:, |/){_FLAG})*)?(?: ?({_METAVAR}))?{_ENDS}\)"
 _ENTRY = re.compile(rf"(\w+)(?:{_PARSER})?: (.*?)(?: \| (.*))?")
 
 
@@ -31,8 +34,10 @@ class Option:
     flag: str | None
     """The names on the command line; None for an argument there, or what is no part of it."""
     metavar: str | None
-    least: str | None
-    most: str | None
+    above: str | None
+    """Whether `least` itself is too little."""
+    least: float | None
+    most: float | None
     help: str
     """What --help says."""
     more: str | None
@@ -43,7 +48,11 @@ def options_in(text: str) -> dict[str, Option]:
     """The options that a text declares, by their names; further lines of one are indented."""
     entries = (" ".join(entry.split()) for entry in re.split(r"\n(?=\w)", inspect.cleandoc(text)))
     matches = [_ENTRY.fullmatch(entry) for entry in entries if entry]
-    return {match[1]: Option(*match.groups()[1:]) for match in matches if match}
+    options = {}
+    for name, flag, metavar, above, least, most, *texts in (m.groups() for m in matches if m):
+        ends = [n if n is None else float(n) if "." in n else int(n) for n in (least, most)]
+        options[name] = Option(flag, metavar, above, *ends, *texts)
+    return options
 
 
 def options_of(cls: type) -> dict[str, Option]:
@@ -108,9 +117,11 @@ def check_types(options: Any) -> None:
             raise UsageError(f"{field.name} is {shown:.80}: it takes {words}")
         if option is None or value is None or isinstance(value, str) or option.least is None:
             continue
-        if value < float(option.least) or (option.most and value > float(option.most)):
-            most = f", and at most {option.most}" if option.most else ""
-            raise UsageError(f"{field.name} is {value}: it must be at least {option.least}{most}")
+        least, most = option.least, math.inf if option.most is None else option.most
+        if not (least < value if option.above else least <= value) or value > most:
+            words = f"{option.above or 'at least '}{least}"
+            words += "" if option.most is None else f", and at most {most}"
+            raise UsageError(f"{field.name} is {value}: it must be {words}")
 
 
 def _is_number(value: object, kind: type) -> bool:

@@ -164,7 +164,7 @@ def test_what_has_no_room_is_refused(batcher: of.Batcher) -> None:
         batcher.submit([[1], [2]])  # type: ignore[list-item]
     with pytest.raises(of.UsageError, match="prompt 0 has the id 256"):
         batcher.submit([256])
-    with pytest.raises(of.UsageError, match="max_sequences is 0: it must be 1 or above"):
+    with pytest.raises(of.UsageError, match="max_sequences is 0: it must be at least 1"):
         of.Batcher(SESSION, max_sequences=0)
     with pytest.raises(of.ModelError, match="needs a decoder with GroupQueryAttention"):
         of.Batcher(growing())

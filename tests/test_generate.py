@@ -281,18 +281,18 @@ REFUSED = {
     ),
     "top_p": (lambda: of.generate(growing(), [1], top_p=0.5), "top_p needs a temperature above 0"),
     "temperature": (lambda: of.generate(growing(), [1], temperature=-1), "temperature is -1: it"),
-    "a chunk": (lambda: of.generate(growing(), [1], chunk=0), "chunk is 0: it must be 1 or above"),
+    "a chunk": (lambda: of.generate(growing(), [1], chunk=0), "chunk is 0: it must be at least 1"),
     "tokens of a half": (
         lambda: of.generate(growing(), [1], max_new_tokens=2.5),  # type: ignore[arg-type]
-        "max_new_tokens is 2.5: it must be an integer",
+        "max_new_tokens is 2.5: it takes a whole number",
     ),
     "a chunk of a half": (
         lambda: of.generate(growing(), [1], chunk=1.5),  # type: ignore[arg-type]
-        "chunk is 1.5: it must be an integer",
+        "chunk is 1.5: it takes a whole number",
     ),
     "a text as a number": (
         lambda: of.generate(growing(), [1], temperature="1"),  # type: ignore[arg-type]
-        "temperature is '1': it must be a number",
+        "temperature is '1': it takes a number",
     ),
     "no end": (
         lambda: of.generate(growing(), [1], eos=None),  # type: ignore[arg-type]

@@ -108,11 +108,9 @@ def _parsed(kind: object, option: Option) -> Any:
     """The type of a parameter with what the parser is to know of it."""
     if option.flag is None:
         return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]
-    least, most = (
-        n if n is None else float(n) if "." in n else int(n) for n in (option.least, option.most)
-    )
     flags, metavar, text = option.flag.split(", "), option.metavar, option.help
-    return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
+    ends = {"min": None if option.above else option.least, "max": option.most}
+    return Annotated[kind, typer.Option(*flags, metavar=metavar, help=text, **ends)]
 
 
 def _device_of(name: str) -> str:

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from math import isfinite
-from numbers import Integral, Real
 from operator import index
 from typing import Any, ClassVar
 
 from onnx_fuse.errors import UsageError
 
-_LEAST = {"top_k": 0, "seed": 0, "max_new_tokens": 0} | dict.fromkeys(
-    ("chunk", "guesses", "max_length", "max_tokens", "max_sequences"), 1
-)
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda n: n >= 0, "0 (the most probable token) or above"),
-    "top_p": (lambda n: 0 < n <= 1, "above 0 and at most 1"),
-    "min_p": (lambda n: 0 <= n <= 1, "0 to 1"),
-    "repetition_penalty": (lambda n: n > 0, "above 0"),
-}
-
-
-class _Checked:
-    """Options whose numbers are in the ranges above, or UsageError is raised."""
-
-    def __post_init__(self) -> None:
-        for name, default in ((f.name, f.default) for f in fields(self)):  # type: ignore[arg-type]
-            value: Any = getattr(self, name)
-            if name not in _LEAST.keys() | _RANGES.keys() or value is default is None:
-                continue
-            whole = name in _LEAST
-            fits, text = _RANGES.get(name, (lambda n: n < 1 << 64, "in 64 bits"))
-            if not isinstance(value, Integral if whole else Real):
-                text = "an integer" if whole else "a number"
-            elif whole and value < _LEAST[name]:
-                text = f"{_LEAST[name]} or above"
-            elif fits(value) and isfinite(value):
-                continue
-            raise UsageError(f"{name} is {value!r}: it must be {text}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderOptions(_Checked):
+class DecoderOptions:
     """A decoder, where it runs, and how its next token is chosen."""
 
     TEXTS: ClassVar = """
@@ -51,13 +21,15 @@ class DecoderOptions(_Checked):
             the same program, or an InferenceSession, which runs as it is.
         device: "cpu", "cuda" or "cuda:1", of a model that is no session.
         precision: What "cuda" computes in, as InferenceSession has it.
-        temperature (--temperature): Divide the logits by this number and draw; 0 takes the most
-            probable token.
-        top_k (--top-k): Draw from this many of the most probable tokens. | 0 draws from all.
-        top_p (--top-p): Draw from the most probable tokens that reach this sum together.
-        min_p (--min-p): Draw from tokens of at least this share of the highest probability.
-        repetition_penalty (--repetition-penalty): Make tokens that came before less probable by
-            this factor. | Logits above 0 are divided by it, and others multiplied.
+        temperature (--temperature, 0 or more): Divide the logits by this number and draw; 0 takes
+            the most probable token.
+        top_k (--top-k, 0 or more): Draw from this many of the most probable tokens. | 0 draws from
+            all.
+        top_p (--top-p, above 0 to 1): Draw from the most probable tokens that reach this sum
+            together.
+        min_p (--min-p, 0 to 1): Draw from tokens of at least this share of the highest probability.
+        repetition_penalty (--repetition-penalty, above 0): Make tokens that came before less
+            probable by this factor. | Logits above 0 are divided by it, and others multiplied.
         """
     model: Any = field(kw_only=False)
     device: str | None = None
@@ -69,22 +41,23 @@ class DecoderOptions(_Checked):
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         cut = [f.name for f in fields(DecoderOptions)[-4:-1] if getattr(self, f.name) != f.default]
+        if math.inf in (self.temperature, self.repetition_penalty):
+            raise UsageError("a temperature, and a factor on what came before, are finite")
         if cut and not self.temperature:
             raise UsageError(f"{cut[0]} needs a temperature above 0: at 0 nothing is drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continuation(_Checked):
+class Continuation:
     """A prompt, how far it is continued, and by which random numbers."""
 
     TEXTS: ClassVar = """
         ids: The ids of a prompt; for a Generator, also a sequence of prompts of any lengths.
         max_new_tokens (--max-new-tokens, 0 or more): End after this many tokens.
         eos (--eos ID): End at this id; there may be several. | It is the last token then.
-        seed (--seed): Draw the same tokens whenever this number is the same. | On the same device;
-            None draws others each time.
+        seed (--seed, 0 to 18446744073709551615): Draw the same tokens whenever this number is the
+            same. | On the same device; None draws others each time.
         """
     ids: Sequence[Any] = field(kw_only=False)
     max_new_tokens: int = 128
@@ -129,9 +102,11 @@ class BatcherOptions(DecoderOptions):
     """All options of a Batcher."""
 
     TEXTS: ClassVar = """
-        max_tokens: Tokens of one sequence, prompt and continuation, for which its slot has room.
-        max_sequences: Slots: sequences that are under way at once. Others wait.
-        chunk: Tokens of a prompt that go into one run, between two tokens of the others.
+        max_tokens (1 or more): Tokens of one sequence, prompt and continuation, for which its slot
+            has room.
+        max_sequences (1 or more): Slots: sequences that are under way at once. Others wait.
+        chunk (1 or more): Tokens of a prompt that go into one run, between two tokens of the
+            others.
         """
     max_tokens: int = 2048
     max_sequences: int = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -51,7 +51,25 @@ class LinearActivation(nn.Linear):
 class _NormLinear(nn.Module):
     """A norm and a linear layer as one, with both as submodules `norm` and `linear`."""
 
-    def __init__(self, norm: nn.Module, linear: nn.Linear, activation: str | None) -> None:
+    norm_type: ClassVar[Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        eps: float | None = None,
+        activation: str | None = None,
+        device: object = None,
+        dtype: object = None,
+    ) -> None:
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear = nn.Linear(in_features, out_features, bias, **where)
+        where |= {} if eps is None else {"eps": eps}
+        self._join(self.norm_type(in_features, **where), linear, activation)
+
+    def _join(self, norm: nn.Module, linear: nn.Linear, activation: str | None) -> None:
         super().__init__()
         if tuple(norm.normalized_shape) != (linear.in_features,):
             raise UsageError(
@@ -65,7 +83,7 @@ class _NormLinear(nn.Module):
     def of(cls: type[M], norm: nn.Module, linear: nn.Linear, activation: str | None = None) -> M:
         """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
         module = cls.__new__(cls)
-        _NormLinear.__init__(module, norm, linear, activation)
+        module._join(norm, linear, activation)
         return module
 
     def _load_from_state_dict(
@@ -92,20 +110,7 @@ class FusedLayerNormLinear(_NormLinear):
         activation: A name of `functional.ACTIVATIONS`, or None.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        eps: float = 1e-5,
-        activation: str | None = None,
-        device: object = None,
-        dtype: object = None,
-    ) -> None:
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = nn.LayerNorm(in_features, eps, **where)
-        super().__init__(norm, nn.Linear(in_features, out_features, bias, **where), activation)
+    norm_type = nn.LayerNorm
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(layer_norm(x))) of x [..., in_features]."""
@@ -125,20 +130,7 @@ class RMSNormLinear(_NormLinear):
         activation: A name of `functional.ACTIVATIONS`, or None.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        eps: float | None = None,
-        activation: str | None = None,
-        device: object = None,
-        dtype: object = None,
-    ) -> None:
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = nn.RMSNorm(in_features, eps, **where)
-        super().__init__(norm, nn.Linear(in_features, out_features, bias, **where), activation)
+    norm_type = nn.RMSNorm
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(rms_norm(x))) of x [..., in_features]."""
