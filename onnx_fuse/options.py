@@ -49,9 +49,9 @@ def options_in(text: str) -> dict[str, Option]:
     entries = (" ".join(entry.split()) for entry in re.split(r"\n(?=\w)", inspect.cleandoc(text)))
     matches = [_ENTRY.fullmatch(entry) for entry in entries if entry]
     options = {}
-    for name, flag, metavar, above, least, most, *texts in (m.groups() for m in matches if m):
-        ends = [n if n is None else float(n) if "." in n else int(n) for n in (least, most)]
-        options[name] = Option(flag, metavar, above, *ends, *texts)
+    for name, flag, metavar, above, *ends, text, more in (m.groups() for m in matches if m):
+        least, most = (n if n is None else float(n) if "." in n else int(n) for n in ends)
+        options[name] = Option(flag, metavar, above, least, most, text, more)
     return options
 
 

@@ -14,8 +14,10 @@ from onnx_fuse.guard import in_child
 from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
 
 KINDS = {
     "LSTM": (4, ""),
@@ -154,3 +156,17 @@ def test_a_scan_of_no_steps_does_not_end_the_process(axis: int, end: int) -> Non
     assert (float(t), float(t2), b.tolist(), b2.tolist()) == (3, 81, [0, 1, 2], [2, 3, 4])
     assert empty.shape == ((0, 3) if end == 0 else (3, 0))
     np.testing.assert_array_equal(full if end == 0 else full.T, rows)
+
+
+def test_an_empty_sequence_of_a_written_out_node_ends_in_zeros() -> None:
+    """Peepholes have no step operator: the steps are written out."""
+    model = text_model(
+        "agraph (float[3,2,6] x, float[2,16,6] w, float[2,16,4] r, int32[2] l, float[2,2,4] h0, "
+        "float[2,2,4] c0, float[2,12] p) => (float[3,2,2,4] y, float[2,2,4] h, float[2,2,4] c) {"
+        ' y, h, c = LSTM <hidden_size = 4, direction = "bidirectional"> (x, w, r, , l, h0, c0, p) }'
+    )
+    rng, lengths = np.random.default_rng(0), {"l": np.array([0, 2], np.int32)}
+    feeds = {v.name: rng.standard_normal(v.shape.numpy(), np.float32) for v in model.graph.inputs}
+    expected = ort.run(ort.session(model.clone()), feeds | lengths)
+    answers = interpret(lowered(load(model)), feeds | lengths, {})
+    assert_same([answers[name] for name in "yhc"], expected, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import detach, required, subgraphs
+from onnx_fuse.ir.build import Builder, detach, required, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier, replace_node
 from onnx_fuse.ir.names import Names
@@ -218,7 +218,7 @@ def _as_scans(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     if acts is None:
         return None
     op.stem = node.name or node.op_type
-    written = Written(node, acts)
+    written = Written(Builder(), node, acts)
     for inner in written.op.nodes:
         inner.metadata_props.update(node.metadata_props)
         if inner.op_type != "Scan":

@@ -109,8 +109,8 @@ def _parsed(kind: object, option: Option) -> Any:
     if option.flag is None:
         return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]
     flags, metavar, text = option.flag.split(", "), option.metavar, option.help
-    ends = {"min": None if option.above else option.least, "max": option.most}
-    return Annotated[kind, typer.Option(*flags, metavar=metavar, help=text, **ends)]
+    least, most = None if option.above else option.least, option.most
+    return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
 
 
 def _device_of(name: str) -> str:

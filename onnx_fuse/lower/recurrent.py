@@ -17,7 +17,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering, floats
 from onnx_fuse.lower.selection import Known, Results, Shapes
 from onnx_fuse.ops.recurrent import steps_kind, ways
-from onnx_fuse.ops.rnn_unrolled import DEFAULT, Cell, activations
+from onnx_fuse.ops.rnn_unrolled import Written, activations
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Recurrence
 
@@ -27,115 +27,59 @@ MAX_STEPS = 1024
 
 def recurrent(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
-    kind, x, attributes = node.op_type, required(node.inputs[0]), node.attributes
-    shape, sizes = shapes[0], shapes[2]
-    layout, way = (
-        attributes.get_int("layout", 0) == 1,
-        attributes.get_string("direction", "forward"),
-    )
-    steps, batch = (shape[1], shape[0]) if layout else shape[:2]
-    directions, _, hidden = sizes
+    layout = node.attributes.get_int("layout", 0) == 1
+    steps, batch = shapes[0][1::-1] if layout else shapes[0][:2]
+    directions, _, hidden = shapes[2]
+    sizes = steps, batch, hidden
     kinds, reason = steps_kind(node)
     if steps > 0 and batch > 0 and not reason:
-        return _in_steps(op, node, kinds, steps, batch, hidden)
-    acts, each = activations(node, directions), len(DEFAULT[kind])
+        return _InSteps(op, node, kinds, sizes).results
+    acts = activations(node, directions)
     if not 0 < steps <= MAX_STEPS or acts is None:
         return None
-    lengths = node.inputs[4] if len(node.inputs) > 4 else None
-    if lengths is not None:
-        lengths = op.Unsqueeze(lengths, [1])
-    rows = op.Transpose(x, perm=[1, 0, 2]) if layout else x
-    zeros = op.constant(np.zeros((batch, hidden), (x.dtype or ir.DataType.FLOAT).numpy()))
-    ys, hs, cs = [], [], []
-    for d in range(directions):
-        cell = Cell(op, node, d, acts[d * each : (d + 1) * each])
-        pair = []
-        for state in (cell.h0, cell.c0):
-            if state is not None and layout:
-                state = op.Transpose(state, perm=[1, 0, 2])
-            pair.append(zeros if state is None else cell.mine(state))
-        cell.h, cell.c = pair
-        products = cell.products(rows)
-        states: dict[int, Any] = {}
-        for t in range(steps)[:: -1 if way == "reverse" or d else 1]:
-            h, c = cell.step(op.Gather(products, op.constant(np.int64(t)), axis=0))
-            states[t] = h
-            if lengths is not None:
-                alive = op.Less(op.constant(np.int32(t)), lengths)
-                states[t] = op.Where(alive, h, zeros)
-                h = op.Where(alive, h, cell.h)
-                c = None if c is None else op.Where(alive, c, cell.c)
-            cell.h, cell.c = h, c
-        first = op.constant([0])
-        stack = op.Concat(*(op.Unsqueeze(states[t], first) for t in range(steps)), axis=0)
-        ys.append(op.Unsqueeze(stack, [1]))
-        hs.append(op.Unsqueeze(cell.h, first))
-        cs.append(None if cell.c is None else op.Unsqueeze(cell.c, first))
-    results = [op.Concat(*ys, axis=1), op.Concat(*hs, axis=0)]
-    if kind == "LSTM":
-        results.append(op.Concat(*cs, axis=0))
-    if layout:
-        results = [op.Transpose(results[0], perm=[2, 0, 1, 3])] + [
-            op.Transpose(v, perm=[1, 0, 2]) for v in results[1:]
-        ]
-    return results
+    return Written(op, node, acts, sizes).results
 
 
-def _in_steps(
-    op: Builder, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
-) -> Results:
-    """The outputs by one step operator a direction."""
-    x, w, r, b, lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]
-    assert x is not None
-    dtype = (x.dtype or ir.DataType.FLOAT).numpy()
-    layout = node.attributes.get_int("layout", 0) == 1
-    lstm = node.op_type == "LSTM"
-    lengths = op.constant(np.full(batch, steps, np.int32)) if lens is None else lens
-    zeros = op.constant(np.zeros((batch, hidden), dtype))
+class _InSteps(Written):
+    """A node by one step operator a direction."""
 
-    def swap(value: object) -> Any:
-        return op.Transpose(value, perm=[1, 0, 2]) if layout and value is not None else value
+    def __init__(
+        self, op: Builder, node: ir.Node, kinds: Sequence[str], sizes: tuple[int, int, int]
+    ) -> None:
+        self.kinds = kinds
+        super().__init__(op, node, sizes=sizes)
 
-    rows, h0, c0 = swap(x), swap(h0), swap(c0)
-    directions = []
-    for d, kind in enumerate(kinds):
-        at = op.constant(np.int64(d))
+    def walked(self, i: int, reverse: bool) -> Sequence[ir.Value]:
+        """The last states [B, H] of direction `i`, and its rows [T, B, H]."""
+        op, kind, (steps, batch, hidden) = self.op, self.kinds[i], required(self.sizes)
+        dtype, at = self.dtype.numpy(), op.constant(np.int64(i))
+        zeros = op.constant(np.zeros((batch, hidden), dtype))
 
-        def mine(value: object, at: object = at) -> Any:
+        def mine(value: ir.Value | None) -> Any:
             return zeros if value is None else op.Gather(value, at, axis=0)
 
-        z = op.MatMul(rows, op.Transpose(mine(w), perm=[1, 0]))
+        z = op.MatMul(self.rows, op.Transpose(mine(self.w), perm=[1, 0]))
         new = op.constant(np.zeros(hidden, dtype))  # GRU: the bias of h Rᵀ under the reset gate
-        if b is not None:
-            of_x, of_h = op.Split(mine(b), num_outputs=2, axis=0, outputs=2)
+        if self.b is not None:
+            of_x, of_h = op.Split(mine(self.b), num_outputs=2, axis=0, outputs=2)
             if kind == "GRULinearSteps":
                 both, new = op.Split(of_h, [2 * hidden, hidden], axis=0, outputs=2)
                 of_h = op.Concat(both, op.constant(np.zeros(hidden, dtype)), axis=0)
             z = op.Add(z, op.Add(of_x, of_h))
-        rt = op.Transpose(mine(r), perm=[1, 0])
-        weights = [rt]
+        weights = [op.Transpose(mine(self.r), perm=[1, 0])]
         if kind == "GRULinearSteps":
-            weights = [rt, new]
+            weights.append(new)
         elif kind == "GRUSteps":
-            weights = list(op.Split(rt, [2 * hidden, hidden], axis=1, outputs=2))
-        states = [mine(h0), *([mine(c0)] if lstm else [])]
-        reverse = node.attributes.get_string("direction", "forward") == "reverse" or d == 1
-        inputs = [z, *weights, *states, lengths]
-        outputs = op.node(kind, inputs, domain=FUSE, outputs=2 + lstm, attributes=ways(reverse))
-        for value in outputs:
-            value.dtype = x.dtype
-        y, *ends = outputs
-        if lens is not None:  # an empty sequence ends in 0, as onnxruntime has it
-            some = op.Unsqueeze(op.Greater(lens, op.constant(np.int32(0))), [1])
-            ends = [op.Where(some, end, zeros) for end in ends]
-        directions.append([op.Unsqueeze(y, [1]), *(op.Unsqueeze(end, [0]) for end in ends)])
-    results = [
-        part[0] if len(part) == 1 else op.Concat(*part, axis=1 if i == 0 else 0)
-        for i, part in enumerate(zip(*directions, strict=True))
-    ]
-    if layout:
-        results = [op.Transpose(results[0], perm=[2, 0, 1, 3]), *map(swap, results[1:])]
-    return results
+            weights = list(op.Split(*weights, [2 * hidden, hidden], axis=1, outputs=2))
+        lengths = self.lengths
+        if lengths is None:
+            lengths = op.constant(np.full(batch, steps, np.int32))
+        inputs = [z, *weights, *map(mine, self.states), lengths]
+        count = 1 + len(self.states)
+        y, *ends = op.node(kind, inputs, domain=FUSE, outputs=count, attributes=ways(reverse))
+        for value in (y, *ends):
+            value.dtype = self.dtype
+        return [*ends, y]
 
 
 # ---- kernels ---------------------------------------------------------------------------------

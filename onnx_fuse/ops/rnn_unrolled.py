@@ -1,7 +1,7 @@
 """One step of RNN, GRU and LSTM in standard ONNX, for nodes that no step operator of ours serves.
 
 Those with peepholes, clipped or coupled gates or other activations are written out over their
-steps on a GPU (`kernels/recurrent.py`), and as Scans where they are differentiated.
+steps on a GPU (`lower/recurrent.py`), and as Scans where they are differentiated.
 """
 
 from __future__ import annotations
@@ -119,32 +119,39 @@ def activations(node: ir.Node, directions: int) -> list[Activation] | None:
 
 
 class Written:
-    """A node as Scans, one a direction: the nodes of `op`, and `results` for its outputs."""
+    """A node in other operators, whose `results` are made by the nodes of `op`.
 
-    def __init__(self, node: ir.Node, acts: Sequence[Activation]) -> None:
-        self.op, self.node = Builder(), node
-        attributes = node.attributes
-        way = attributes.get_string("direction", "forward")
-        self.layout = attributes.get_int("layout", 0) == 1
-        count, each = 2 if way == "bidirectional" else 1, len(DEFAULT[node.op_type])
-        op = self.op
-        x, _, _, _, self.lengths = arguments(node, 5)
+    A direction is a Scan. With `sizes`, the numbers of steps, sequences and hidden units, its steps
+    are written out.
+    """
+
+    def __init__(
+        self, op: Builder, node: ir.Node, acts: Sequence[Activation] = (),
+        sizes: tuple[int, int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.op, self.node, self.acts, self.sizes = op, node, acts, sizes
+        way = node.attributes.get_string("direction", "forward")
+        layout, lstm = node.attributes.get_int("layout", 0) == 1, node.op_type == "LSTM"
+        x, self.w, self.r, self.b, self.lengths, *states = arguments(node, 6 + lstm)
+        self.dtype: ir.DataType = x.dtype or ir.DataType.FLOAT
+        self.zero = op.constant(np.zeros((), self.dtype.numpy()))
         self.steps: ir.Value | None = None
-        if not dim(x, int(self.layout)):
-            self.steps = op.Shape(x, start=int(self.layout), end=int(self.layout) + 1)
-        self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
+        if sizes is None and not dim(x, int(layout)):
+            self.steps = op.Shape(x, start=int(layout), end=int(layout) + 1)
+        self.rows, *self.states = (
+            op.Transpose(v, perm=[1, 0, 2]) if layout and v is not None else v for v in (x, *states)
+        )
         if self.steps is not None:
             self._at_least_one()
-        if self.lengths is not None:
-            self.lengths = op.Unsqueeze(self.lengths, [1])
-        by_direction = [
-            self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
-            for i in range(count)
+        self.counts = None if self.lengths is None else op.Unsqueeze(self.lengths, [1])
+        directions = [
+            self._direction(i, bool(i) or way == "reverse")
+            for i in range(2 if way == "bidirectional" else 1)
         ]
         self.results = []
-        for i, parts in enumerate(zip(*by_direction, strict=True)):
-            value = op.Concat(*parts, axis=1 if i == 0 else 0)
-            if self.layout:
+        for i, parts in enumerate(zip(*directions, strict=True)):
+            value = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=1 if i == 0 else 0)
+            if layout:
                 value = op.Transpose(value, perm=[2, 0, 1, 3] if i == 0 else [1, 0, 2])
             self.results.append(value)
 
@@ -158,55 +165,74 @@ class Written:
         pads = op.Concat([0, 0, 0], more, [0, 0], axis=0)
         self.rows = op.Pad(self.rows, pads)
 
-    def _direction(self, i: int, acts: Sequence[Activation], reverse: bool) -> list[ir.Value]:
+    def _direction(self, i: int, reverse: bool) -> list[ir.Value]:
         """Y [T, 1, B, H], Y_h and Y_c [1, B, H]."""
-        op, first = self.op, self.op.constant([0])
-        cell = Cell(op, self.node, i, acts)
+        op = self.op
+        *last, y = self.walked(i, reverse)
+        if self.steps is not None:
+            y = op.Slice(y, [0], self.steps, [0])
+        if self.counts is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
+            some = op.Greater(self.counts, op.constant(np.int32(0)))
+            last = [op.Where(some, v, self.zero) for v in last]
+        return [op.Unsqueeze(y, [1]), *(op.Unsqueeze(v, [0]) for v in last)]
+
+    def walked(self, i: int, reverse: bool) -> Sequence[ir.Value]:
+        """The last states [B, H] of direction `i`, and its rows [T, B, H]."""
+        op, each = self.op, len(DEFAULT[self.node.op_type])
+        cell = Cell(op, self.node, i, self.acts[i * each : (i + 1) * each])
         products = cell.products(self.rows)
-        lstm = self.node.op_type == "LSTM"
-        start = [self._start(cell, cell.h0, products)]
-        start += [self._start(cell, cell.c0, products)] if lstm else []
-        scanned = [products]
-        if self.lengths is not None:
+        start = [self._start(cell, v, products) for v in self.states]
+        if self.sizes is None:
+            return self._scanned(cell, products, start, reverse)
+        rows: dict[int, ir.Value] = {}
+        for t in range(self.sizes[0])[:: -1 if reverse else 1]:
+            row = op.Gather(products, op.constant(np.int64(t)), axis=0)
+            *start, rows[t] = self._step(op, cell, row, op.constant(np.int32(t)), start)
+        y = op.Concat(*(op.Unsqueeze(row, [0]) for _, row in sorted(rows.items())), axis=0)
+        return [*start, y]
+
+    def _step(
+        self, op: Builder, cell: Cell, row: ir.Value, t: ir.Value, states: Sequence[ir.Value]
+    ) -> list[ir.Value]:
+        """The states after step `t`, and its row of the result."""
+        cell.op, cell.h, cell.c = op, states[0], states[1] if len(states) > 1 else None
+        new = [v for v in cell.step(row) if v is not None]
+        if self.counts is None:
+            return [*new, new[0]]
+        alive = op.Less(t, self.counts)
+        y = op.Where(alive, new[0], op.constant(np.zeros((), self.dtype.numpy())))
+        return [*(op.Where(alive, v, old) for v, old in zip(new, states, strict=True)), y]
+
+    def _scanned(
+        self, cell: Cell, products: ir.Value, start: Sequence[ir.Value], reverse: bool
+    ) -> Sequence[ir.Value]:
+        op, inner, scanned = self.op, Builder(), [products]
+        if self.counts is not None:
             length = op.Squeeze(op.Shape(products, start=0, end=1), [0])
             every = op.Range(op.constant(0), length, op.constant(1))
             scanned.append(op.Cast(every, to=ir.DataType.INT32))
-        inner = Builder()
         inputs = [ir.Value(name="") for _ in (*start, *scanned)]
-        cell.op, cell.h, cell.c = inner, inputs[0], inputs[1] if lstm else None
-        new = [v for v in cell.step(inputs[len(start)]) if v is not None]
-        row = new[0]
-        if self.lengths is not None:
-            alive = inner.Less(inputs[-1], self.lengths)
-            zero = inner.constant(np.zeros((), cell.dtype.numpy()))
-            row = inner.Where(alive, row, zero)
-            new = [inner.Where(alive, v, old) for v, old in zip(new, inputs, strict=False)]
-        ends = [*new, row]
+        states = inputs[: len(start)]
+        ends = self._step(inner, cell, inputs[len(start)], inputs[-1], states)
         ends = [v if ends.index(v) == k else inner.Identity(v) for k, v in enumerate(ends)]
-        body = ir.Graph(inputs, ends, nodes=inner.nodes, name=f"step {i}")
-        way = {"scan_input_directions": [1] * len(scanned), "scan_output_directions": [1]}
-        results = op.node(
-            "Scan",
-            [*start, *scanned],
-            outputs=len(start) + 1,
-            attributes={"body": body, "num_scan_inputs": len(scanned), **(way if reverse else {})},
+        body = ir.Graph(inputs, ends, nodes=inner.nodes, name="step")
+        how: dict[str, Any] = {"body": body, "num_scan_inputs": len(scanned)}
+        if reverse:
+            how |= {"scan_input_directions": [1] * len(scanned), "scan_output_directions": [1]}
+        results: Sequence[ir.Value] = op.node(
+            "Scan", [*start, *scanned], outputs=len(ends), attributes=how
         )
-        *last, y = results
-        if self.steps is not None:
-            y = op.Slice(y, [0], self.steps, [0])
-        if self.lengths is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
-            some = op.Greater(self.lengths, op.constant(np.int32(0)))
-            zero = op.constant(np.zeros((), cell.dtype.numpy()))
-            last = [op.Where(some, v, zero) for v in last]
-        return [op.Unsqueeze(y, [1]), *(op.Unsqueeze(v, first) for v in last)]
+        return results
 
     def _start(self, cell: Cell, initial: ir.Value | None, products: ir.Value) -> ir.Value:
         """The state [B, H] before the first step."""
         op = self.op
         if initial is not None:
-            initial = op.Transpose(initial, perm=[1, 0, 2]) if self.layout else initial
             return cell.mine(initial)
+        if self.sizes is not None:
+            zeros: ir.Value = op.constant(np.zeros(self.sizes[1:], self.dtype.numpy()))
+            return zeros
         batch = op.Shape(products, start=1, end=2)
         hidden = op.Shape(cell.r, start=0, end=1)
-        zero = op.constant(np.zeros((), cell.dtype.numpy()))
-        return op.Expand(zero, op.Concat(batch, hidden, axis=0))
+        wide: ir.Value = op.Expand(self.zero, op.Concat(batch, hidden, axis=0))
+        return wide
