@@ -16,7 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.build import Builder, detach, given, rank
+from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.ops.shape_ops import Writer
 
 MICROSOFT = "com.microsoft"
@@ -89,23 +91,6 @@ def lookup(node: ir.Node) -> Contrib | None:
 
 
 # Operators whose results are of another type than their first operand.
-_TYPED = {
-    **dict.fromkeys(("Shape", "Size", "ArgMax", "ArgMin", "NonZero"), ir.DataType.INT64),
-    **dict.fromkeys(
-        (
-            *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
-            *("And", "Or", "Not", "IsNaN"),
-        ),
-        ir.DataType.BOOL,
-    ),
-}
-# Operators whose results' types a body states where it needs them.
-_UNTYPED = {
-    *("Constant", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"),
-    *("MatMulInteger", "ConvInteger"),
-}
-
-
 class Body(Writer):
     """A builder of the body of the node `call`, which knows its results' element types."""
 
@@ -115,18 +100,12 @@ class Body(Writer):
 
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Emit a node whose results have their element types."""
-        results = super().node(op_type, inputs, **keywords)
-        node = self.nodes[-1]
-        dtype: ir.DataType | None = None
-        if "to" in node.attributes:
-            dtype = ir.DataType(node.attributes["to"].as_int())
-        elif op_type == "ConstantOfShape":
-            dtype = keywords["value"].dtype
-        elif op_type not in _UNTYPED:
-            source = node.inputs[1 if op_type in ("Where", "CastLike") else 0]
-            dtype = _TYPED.get(op_type, None if source is None else source.dtype)
-        if dtype is not None:
-            for value in node.outputs:
+        results, node = super().node(op_type, inputs, **keywords), self.nodes[-1]
+        known = keywords.get("value") if op_type == "ConstantOfShape" else None
+        for i, value in enumerate(node.outputs):
+            if "to" in node.attributes:
+                value.dtype = ir.DataType(node.attributes["to"].as_int())
+            elif dtype := element_type(node, i, CANONICAL_OPSET) if known is None else known.dtype:
                 value.dtype = dtype
         return results
 

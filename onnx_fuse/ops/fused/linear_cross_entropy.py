@@ -20,6 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import dim, given, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.fused.gemm import product_parts
 from onnx_fuse.ops.fused.gradients import cotangents, saved
 from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
 from onnx_fuse.ops.loss import SMOOTHED, counted_rows, mean_of
@@ -119,7 +120,6 @@ class _Product(NamedTuple):
 def _product(node: ir.Node | None) -> _Product | None:
     if node is None:
         return None
-    name, bias = FusedName.of(node.op_type), None
     if node.domain == "" and node.op_type == "Add":
         for x in node.inputs:
             product = _product(producer(x, "MatMul"))
@@ -127,22 +127,14 @@ def _product(node: ir.Node | None) -> _Product | None:
                 bias = other_operand(node, x)
                 return product._replace(bias=bias) if _bias_fits(bias, product) else None
         return None
-    fused = node.domain == FUSE and name.family == "Gemm" and not name.activation
-    fused = fused and not (name.place or name.exposed or name.grad)
-    if not fused and (node.domain or node.op_type not in ("MatMul", "Gemm")):
+    parts = product_parts(node)
+    if parts is None or parts.activation or rank(parts.w) != 2 or (rank(parts.head[0]) or 0) < 2:
         return None
-    norms = {"": 0, "LayerNorm": 2, "RMSNorm": 1}[name.norm] if fused else 0
-    (x, *affine), (w, *rest) = node.inputs[: 1 + norms], node.inputs[1 + norms :]
-    plain = all(attribute(node, key, 1.0) == 1.0 for key in ("alpha", "beta"))
-    if x is None or w is None or rank(w) != 2 or not (rank(x) or 0) >= 2 or not plain:
-        return None
-    if attribute(node, "transA", 0):
-        return None
-    turned = not attribute(node, "transB", 0)
+    (x, *affine), w, turned = parts.head, parts.w, not parts.turned
     view = producer(w, "Transpose")
     if view is not None and view.inputs[0] is not None:  # a table that is tied to the head
         w, turned = view.inputs[0], not turned
-    site = _Product(node, x, w, turned, rest[0] if rest else None, affine)
+    site = _Product(node, x, w, turned, parts.c, affine)
     return site if _bias_fits(site.bias, site) else None
 
 
