@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known_rank
+from onnx_fuse.importer.contrib.table import (
+    Body,
+    Input,
+    Results,
+    Unwritable,
+    contrib,
+    known,
+    known_rank,
+)
 from onnx_fuse.ir.build import dim, given, rank
 from onnx_fuse.ops.shape_ops import same_size
 
@@ -193,9 +201,7 @@ def projected(
     columns = dim(weights, 1) or dim(bias, 0)
     sizes = list(op.attr("qkv_hidden_sizes", ()) or ())
     if not sizes:
-        if columns is None:
-            raise Unwritable("the size of its weights is not known")
-        sizes = [columns // 3] * 3
+        sizes = [known(columns, "the size of its weights") // 3] * 3
     if len(sizes) != 3 or (columns is not None and sum(sizes) != columns):
         raise Unwritable("its qkv_hidden_sizes are not those of its weights")
     return op.plus(op.MatMul(x, weights), bias), sizes
@@ -235,8 +241,8 @@ def multi_head_attention(
         q_size = sizes[0] if sizes[0] is not None else sizes[1]
         if q_size is None and total is not None and sizes[2] is not None:
             q_size = (total - sizes[2]) // 2
-        if q_size is None or total is None:
-            raise Unwritable("the split of its bias among query, key and value is not known")
+        split_of = "the split of its bias among query, key and value"
+        q_size, total = known(q_size, split_of), known(total, split_of)
         cut = [q_size, q_size, total - 2 * q_size]
         sizes = [s if s is not None else c for s, c in zip(sizes, cut, strict=True)]
         parts = list(op.Split(bias, [*cut], outputs=3, axis=0))
@@ -353,9 +359,7 @@ def rotary_embedding(
 ) -> Results:
     if op.attr("is_packed_batching", 0) or op.attr("scale", 1.0) != 1.0:
         raise Unwritable("its ragged batches or its scale are not supported")
-    half, size = dim(cos, 1), known_rank(x, "the input")
-    if half is None:
-        raise Unwritable("the size of its angles is not known")
+    half, size = known(dim(cos, 1), "the size of its angles"), known_rank(x, "the input")
     heads = op.attr("num_heads", 0)
     if size == 4 and dim(x, 3) is not None:
         head = dim(x, 3)
@@ -364,8 +368,7 @@ def rotary_embedding(
         head = None if width is None or not heads else width // heads
     else:
         head = 2 * half
-    if head is None:
-        raise Unwritable("the size of its heads is not known")
+    head = known(head, "the size of its heads")
     if known_rank(positions, "position_ids") == 1:
         rows = op.Shape(x, start=2, end=3) if size == 4 else op.Shape(x, start=1, end=2)
         positions = op.Unsqueeze(op.Add(steps(op, rows), positions), [0])

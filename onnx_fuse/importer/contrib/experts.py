@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.importer.contrib.table import Body, Results, Unwritable, contrib
+from onnx_fuse.importer.contrib.table import Body, Results, Unwritable, contrib, known
+from onnx_fuse.ir.build import dim, rank
 
 
 def _gates(op: Body, routed: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -77,13 +78,10 @@ def _first_activation(op: Body, x: ir.Value) -> ir.Value:
 @contrib("MoE", recognized=False, whole=lambda node: True)
 def moe(op: Body, x: ir.Value, routed: ir.Value) -> Results:
     """Every expert answers every token; those that a token did not choose count for nothing."""
-    if x.dtype is None:
-        raise Unwritable("the type of its input is not known")
+    known(x.dtype, "the type of its input")
     weights, chosen = _gates(op, routed)
-    hidden = op.needed(2).shape
-    size = hidden[2] if hidden is not None and len(hidden) == 3 else None
-    if not isinstance(size, int):
-        raise Unwritable("the size of its weights is not known")
+    hidden = op.needed(2)
+    size = known(dim(hidden, 2) if rank(hidden) == 3 else None, "the size of its weights")
     tokens = op.Reshape(x, [1, -1, size])
     y = _projected(op, _first_activation(op, tokens), op.needed(4), op.given(5))
     total = op.formula(

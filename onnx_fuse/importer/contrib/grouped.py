@@ -18,7 +18,7 @@ from onnx_fuse.importer.contrib.attention import (
     split_heads,
     steps,
 )
-from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib
+from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known
 from onnx_fuse.ir.build import dim, rank
 
 _REFUSED = {14: "q_norm_weight", 15: "k_norm_weight", 16: "query_seqlens"}
@@ -100,9 +100,7 @@ def group_query_attention(
     heads, kv_heads = op.count("num_heads"), op.count("kv_num_heads")
     parts = heads if key is not None and value is not None else heads + 2 * kv_heads
     width = dim(query, 2)
-    head = dim(past_key, 3) if width is None else width // parts
-    if head is None:
-        raise Unwritable("the size of its heads is not known")
+    head = known(dim(past_key, 3) if width is None else width // parts, "the size of its heads")
     if key is None or value is None:
         cut = op.constant([heads * head, kv_heads * head, kv_heads * head])
         query, key, value = op.Split(query, cut, outputs=3, axis=-1)
@@ -199,9 +197,7 @@ def _angles(
 ) -> tuple[ir.Value, ir.Value, int]:
     """cos and sin [B, 1, S, half] of the new tokens' positions, and half."""
     cos, sin, positions = op.needed(7), op.needed(8), op.given(9)
-    half = dim(cos, 1)
-    if half is None or rank(sin) != 2:
-        raise Unwritable("the size of its angles is not known")
+    half = known(dim(cos, 1) if rank(sin) == 2 else None, "the size of its angles")
     if positions is not None:
         # a first prompt counts on from its first position
         first = op.Reshape(op.Slice(op.Reshape(positions, [-1]), [0], [1], [0]), [1, 1])

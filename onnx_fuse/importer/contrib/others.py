@@ -15,6 +15,7 @@ from onnx_fuse.importer.contrib.table import (
     Results,
     Unwritable,
     contrib,
+    known,
     known_rank,
 )
 from onnx_fuse.ir.build import dim, given, rank
@@ -69,9 +70,7 @@ def causal_conv(op: Body, x: ir.Value, w: ir.Value, bias: Input, past: Input) ->
     for name, value in usual.items():
         if op.attr(name, value) != value:
             raise Unwritable(f"its {name} is not supported")
-    channels, taps = dim(w, 0), dim(w, 2)
-    if channels is None or taps is None:
-        raise Unwritable("the size of its weights is not known")
+    channels, taps = (known(dim(w, axis), "the size of its weights") for axis in (0, 2))
     every = op.attr("dilation", 1)
     length = (taps - 1) * every
     if past is None:
@@ -125,9 +124,7 @@ def gemm_fast_gelu(op: Body, x: ir.Value, w: ir.Value, bias: Input) -> Results:
 @contrib("RelativePositionBias", recognized=False)
 def relative_position_bias(op: Body, table: ir.Value, queries: ir.Value, keys: ir.Value) -> Results:
     """T5's: a number a head and a bucket of distances, near ones each, far ones by logarithm."""
-    buckets, far = dim(table, 0), op.attr("max_distance")
-    if buckets is None:
-        raise Unwritable("the number of its buckets is not known")
+    buckets, far = known(dim(table, 0), "the number of its buckets"), op.attr("max_distance")
     columns, rows = (
         op.Unsqueeze(op.counted(op.Cast(op.Reshape(v, []), to=ir.DataType.INT64)), [axis])
         for axis, v in enumerate((keys, queries))
@@ -169,9 +166,7 @@ def gated_relative_position_bias(
     """WavLM's: a bias by position, scaled by gates that the queries decide."""
     if op.given(6) is not None or known_rank(queries, "its queries") != 3:
         raise Unwritable("its tokens are packed")
-    heads, width = op.count("num_heads"), dim(weights, 1)
-    if width is None:
-        raise Unwritable("the size of its weights is not known")
+    heads, width = op.count("num_heads"), known(dim(weights, 1), "the size of its weights")
     rows = op.Transpose(op.Reshape(op.Add(queries, shift), [0, 0, heads, -1]), perm=[0, 2, 1, 3])
     parts = op.Reshape(op.Add(op.MatMul(rows, weights), bias), [0, 0, 0, 2, width // 2])
     gates = op.Sigmoid(op.ReduceSum(parts, [-1], keepdims=0))

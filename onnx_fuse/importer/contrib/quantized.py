@@ -18,6 +18,7 @@ from onnx_fuse.importer.contrib.table import (
     Results,
     Unwritable,
     contrib,
+    known,
     known_rank,
 )
 from onnx_fuse.importer.upgrade import counted_part
@@ -41,8 +42,7 @@ def quantized(
 ) -> ir.Value:
     """`y` quantized to integers; without a zero point they are of type `kind` and around 0."""
     if zero is None:
-        if kind is None:
-            raise Unwritable("the type of its result is not known")
+        kind = known(kind, "the type of its result")
         zero = op.constant(np.zeros((), kind.numpy()))
     q: ir.Value = op.QuantizeLinear(y, scale, zero)
     if zero.dtype is not None:
@@ -239,9 +239,7 @@ def qattention(
     w_zero: Input,
     past: Input,
 ) -> Results:
-    columns = dim(weights, 1) or dim(bias, 0)
-    if columns is None:
-        raise Unwritable("the size of its weights is not known")
+    columns = known(dim(weights, 1) or dim(bias, 0), "the size of its weights")
     scale = op.Mul(x_scale, w_scale)
     qkv = _integer_product(op, x, weights, (x_zero, w_zero), scale, bias)
     return attention_of(op, op.to_like(qkv, bias), [columns // 3] * 3, mask=mask, past=past)

@@ -27,6 +27,7 @@ Input: TypeAlias = "ir.Value | None"
 """An input that may be absent."""
 Results: TypeAlias = "ir.Value | Sequence[ir.Value | None] | None"
 """One value an output, None for one that nobody asked for; a value by itself is the only output."""
+T = TypeVar("T")
 Build = TypeVar("Build", bound="Callable[..., Results]")
 """`build(op, x, ...)` emits the body of the node `op.call` with `op`. The parameters after `op` are
 the node's first inputs, of type `Input` where they may be absent. It may read attributes, types,
@@ -189,12 +190,16 @@ def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
     return tuple(int(i) for i in tensor.numpy().flat)
 
 
+def known(fact: T | None, subject: str) -> T:
+    """What a body depends on, such as a size. Raises Unwritable where it is not known."""
+    if fact is None:
+        raise Unwritable(f"{subject} is not known")
+    return fact
+
+
 def known_rank(value: ir.Value, subject: str) -> int:
     """The rank of a value. Raises Unwritable where it is not known."""
-    size = rank(value)
-    if size is None:
-        raise Unwritable(f"the rank of {subject} is not known")
-    return size
+    return known(rank(value), f"the rank of {subject}")
 
 
 # ---- a body in its two forms -----------------------------------------------------------------
