@@ -55,6 +55,20 @@ class View:
 
 
 Part: TypeAlias = "Lines | Table | View"
+Axis: TypeAlias = Mapping[str, Any]
+"""An axis of a chart: its `label` and `unit`, and whether it is `log` or readers `choose`."""
+
+
+def bars(title: str, rows: Sequence[Sequence[Any]], *, share: bool = False) -> View:
+    """A bar of seconds for each row (name, seconds, ...); `share` says its part of the whole."""
+    return View("bars", title, {"title": title, "unit": "s", "share": share, "rows": rows})
+
+
+def chart(
+    label: str, title: str, x: Axis, y: Axis, *series: Mapping[str, Any], **more: Any
+) -> View:
+    """Lines, points or columns over two axes; `more` is what else the script draws."""
+    return View("chart", label, {"title": title, "x": x, "y": y, "series": series, **more})
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onnx_fuse.report import graph
-from onnx_fuse.report.page import Lines, Part, Section, Table, View
+from onnx_fuse.report.page import Lines, Part, Section, Table, View, chart
 from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, models_rows
 
 if TYPE_CHECKING:
@@ -173,24 +173,19 @@ def _shape(shape: Sequence[int] | None) -> str:
 def quantized(layers: Sequence[Layer]) -> list[Section]:
     """The error of each layer along the graph."""
     measured = [layer for layer in layers if layer.error is not None]
-    chart = View(
-        "chart",
+    errors = chart(
         f"Errors of {len(measured)} quantized layers along the graph",
+        "error of a layer's result against float",
+        {"label": "layer"},
+        {"label": "part of its norm", "log": True, "choose": True, "zero": True},
         {
-            "title": "error of a layer's result against float",
-            "x": {"label": "layer"},
-            "y": {"label": "part of its norm", "log": True, "choose": True, "zero": True},
-            "series": [
-                {
-                    "name": "",
-                    "kind": "columns",
-                    "y": [layer.error for layer in measured],
-                    "labels": [f"{each.name}\n{each.to}: {each.error:.3g}" for each in measured],
-                }
-            ],
+            "name": "",
+            "kind": "columns",
+            "y": [layer.error for layer in measured],
+            "labels": [f"{each.name}\n{each.to}: {each.error:.3g}" for each in measured],
         },
     )
-    return [Section("Errors along the graph", [chart])] if measured else []
+    return [Section("Errors along the graph", [errors])] if measured else []
 
 
 def _errors_chart(along: Along) -> View:
@@ -200,16 +195,13 @@ def _errors_chart(along: Along) -> View:
         for node, d in zip(along.nodes, along.values, strict=True)
     ]
     bad = [not d.ok for d in along.values]
-    return View(
-        "chart",
+    return chart(
         f"Differences at {len(shares)} values along the graph",
-        {
-            "title": "largest difference as a share of its limit",
-            "x": {"label": "value"},
-            "y": {"label": "share of the limit", "log": True, "choose": True, "zero": True},
-            "lines": [{"name": "limit", "y": 1}],
-            "series": [{"name": "", "kind": "columns", "y": shares, "labels": labels, "bad": bad}],
-        },
+        "largest difference as a share of its limit",
+        {"label": "value"},
+        {"label": "share of the limit", "log": True, "choose": True, "zero": True},
+        {"name": "", "kind": "columns", "y": shares, "labels": labels, "bad": bad},
+        lines=[{"name": "limit", "y": 1}],
     )
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.report import graph, memory
-from onnx_fuse.report.page import Lines, Part, Section, Table, View
+from onnx_fuse.report.page import Lines, Section, Table, View, bars, chart
 
 if TYPE_CHECKING:
     from onnx_fuse.bench import Comparison, RunResult
@@ -50,23 +50,20 @@ def compared(result: Comparison, run: RunResult | None, model: ir.Model) -> list
         for name, t in (("original", result.original), ("fused", result.fused))
     ]
     title = "median time of a run; the line is from 10 % to 90 % of the rounds"
-    bars = View("bars", title, {"title": title, "unit": "s", "rows": rows})
     low, high = result.noise
     text = f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
-    chart = View(
-        "chart",
+    rounds = chart(
         "Time of each round",
-        {
-            "title": "time of each round",
-            "x": {"label": "round"},
-            "y": {"label": "time", "unit": "s", "choose": True, "zero": True},
-            "series": [
-                {"name": name, "kind": "line", "y": [pair[i] * 1e-3 for pair in result.rounds]}
-                for i, name in enumerate(("original", "fused"))
-            ],
-        },
+        "time of each round",
+        {"label": "round"},
+        {"label": "time", "unit": "s", "choose": True, "zero": True},
+        *(
+            {"name": name, "kind": "line", "y": [pair[i] * 1e-3 for pair in result.rounds]}
+            for i, name in enumerate(("original", "fused"))
+        ),
     )
-    return [Section("Comparison", [Lines([text]), bars, chart]), *(ran(run, model) if run else [])]
+    compared = Section("Comparison", [Lines([text]), bars(title, rows), rounds])
+    return [compared, *(ran(run, model) if run else [])]
 
 
 def predicted(program: Program, hw: Hardware, name: str = "") -> list[Section]:
@@ -90,10 +87,8 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
     spans = sorted(profile.spans, key=lambda span: -span.seconds)
     nodes = [[f"{s.op}: {' '.join(s.nodes[:3])}", s.seconds] for s in spans]
     whole = f"{sum(span.seconds for span in spans) * 1e6:,.0f} µs in all"
-    title = f"time by operator or kernel, {whole}"
-    bars = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": ops})
-    title = f"time by node or call, {whole}"
-    each = View("bars", title, {"title": title, "unit": "s", "share": True, "rows": nodes})
+    by_operator = bars(f"time by operator or kernel, {whole}", ops, share=True)
+    by_node = bars(f"time by node or call, {whole}", nodes, share=True)
     end = max((s.start + s.seconds for s in profile.spans), default=0.0)
     names = list(profile.operators)
     line = View(
@@ -112,7 +107,7 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
             ],
         },
     )  # fmt: skip
-    sections = [Section(f"Time {of}".strip(), [bars, each])]
+    sections = [Section(f"Time {of}".strip(), [by_operator, by_node])]
     if end > 0:
         sections.append(Section(f"Timeline {of}".strip(), [line]))
     if profile.memory:
@@ -126,10 +121,7 @@ def times(by_title: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Secti
     A row is (name, seconds), and may go on as those of the view `bars`: a note, whether the bar is
     marked as bad, and the ends of its error bar.
     """
-    return [
-        Section(title, [View("bars", title, {"title": title, "unit": "s", "rows": rows})])
-        for title, rows in by_title.items()
-    ]
+    return [Section(title, [bars(title, rows)]) for title, rows in by_title.items()]
 
 
 _LANES = 10
@@ -137,19 +129,14 @@ _LANES = 10
 
 def _in_use(profile: Profile) -> View:
     high = max(size for _, size in profile.memory)
-    return View(
-        "chart",
+    times, sizes = zip(*profile.memory, strict=True)
+    return chart(
         f"Memory of onnxruntime over the run, {high:,} bytes at most",
-        {
-            "title": f"onnxruntime's memory over the run, {high:,} bytes at most",
-            "x": {"label": "time", "unit": "s"},
-            "y": {"label": "bytes in use", "unit": "B", "zero": True},
-            "series": [
-                {"name": "", "kind": "line", "x": [t for t, _ in profile.memory],
-                 "y": [size for _, size in profile.memory]}
-            ],
-        },
-    )  # fmt: skip
+        f"onnxruntime's memory over the run, {high:,} bytes at most",
+        {"label": "time", "unit": "s"},
+        {"label": "bytes in use", "unit": "B", "zero": True},
+        {"name": "", "kind": "line", "x": times, "y": sizes},
+    )
 
 
 def _timed(model: ir.Model, profile: Profile, hw: Hardware | None) -> graph.Drawn:
@@ -202,12 +189,11 @@ def _against_hardware(
         for s, _, seconds in sorted(sites, key=lambda item: -item[2])
     ]
     title = f"time by call, {how}, and the share of it that no kernel could save"
-    parts: list[Part] = [View("bars", title, {"title": title, "unit": "s", "rows": rows})]
     total, floor = sum(t for *_, t in sites), sum(s.floor for s, *_ in sites)
     text = f"{len(sites)} calls, {total * 1e6:.1f} µs {how}; the chip itself takes at least "
-    parts.insert(0, Lines([f"{text}{floor * 1e6:.3g} µs on {hw.name}"]))
+    said = Lines([f"{text}{floor * 1e6:.3g} µs on {hw.name}"])
     points = [(s, call, seconds) for s, call, seconds in sites if call.flops and call.bytes]
-    sections = [Section("Kernels", parts)]
+    sections = [Section("Kernels", [said, bars(title, rows)])]
     if points:
         note = (
             f"{how.capitalize()} rates of the calls that multiply, below what {hw.name}'s memory "
@@ -248,15 +234,12 @@ def _roofline(points: Sequence[tuple[ExplainRow, Call, float]], hw: Hardware) ->
             "labels": [f"{_named(s)}\n{seconds * 1e6:.1f} µs" for s, _, seconds in points],
         }
     )  # fmt: skip
-    return View(
-        "chart",
+    return chart(
         f"Roofline of {len(points)} calls on {hw.name}",
-        {
-            "title": "operations a second by operations a byte",
-            "x": {"label": "FLOP a byte", "log": True, "choose": True},
-            "y": {"label": "rate", "unit": "FLOP/s", "log": True, "choose": True},
-            "series": series,
-        },
+        "operations a second by operations a byte",
+        {"label": "FLOP a byte", "log": True, "choose": True},
+        {"label": "rate", "unit": "FLOP/s", "log": True, "choose": True},
+        *series,
     )
 
 

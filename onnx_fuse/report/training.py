@@ -11,7 +11,7 @@ import numpy as np
 
 from onnx_fuse.files import is_stream
 from onnx_fuse.report import page, trace
-from onnx_fuse.report.page import Page, Section, Table, View
+from onnx_fuse.report.page import Page, Section, Table, View, chart
 from onnx_fuse.training.callbacks import Callback, Fit
 
 Run = Mapping[str, Any]
@@ -105,16 +105,8 @@ def _of(name: str, runs: Mapping[str, Run]) -> str:
 
 
 def _chart(title: str, lines: Sequence[Mapping[str, Any]]) -> View:
-    return View(
-        "chart",
-        f"{title} by step",
-        {
-            "title": title,
-            "x": {"label": "step", "choose": True},
-            "y": {"label": "", "choose": True},
-            "series": lines,
-        },
-    )
+    x, y = {"label": "step", "choose": True}, {"label": "", "choose": True}
+    return chart(f"{title} by step", title, x, y, *lines)
 
 
 def _line(name: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
