@@ -14,7 +14,7 @@ from onnx_fuse.autodiff.subgraphs import ancestors, draws
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, all_nodes, const_array, reads
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, extents, reads
 from onnx_fuse.ir.traits import SIZES, VIEWS
 from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.canonicalize import clean
@@ -128,8 +128,7 @@ def _measure_inputs(model: ir.Model) -> None:
         if measured is None or measured.producer() is None or measured.shape is None:
             continue
         end = node.attributes.get_int("end", len(measured.shape))
-        sizes = list(measured.shape)[slice(node.attributes.get_int("start", 0), end)]
-        names = [d.value if isinstance(d, ir.SymbolicDim) else d for d in sizes]
+        names = extents(measured.shape)[slice(node.attributes.get_int("start", 0), end)]
         if not names or any(n is None or (isinstance(n, str) and n not in axes) for n in names):
             continue
         op.stem = node.name or "shape"

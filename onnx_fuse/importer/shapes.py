@@ -19,7 +19,7 @@ from onnx_fuse.importer.inference import inferred
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
 from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, infer_actual
-from onnx_fuse.ir.build import all_nodes, required, subgraphs
+from onnx_fuse.ir.build import all_nodes, extents, required, subgraphs
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.bodies import carries_body
 
@@ -45,14 +45,14 @@ def _is_known(model: ir.Model, again: bool) -> bool:
     fused = any(carries_body(node) for node in all_nodes(model.graph))
     values = set(_values(model)).difference(model.graph.inputs)
     known = all(v.dtype and v.shape is not None for v in values)
-    symbols = {dim for v in model.graph.inputs for dim in _dims(v) if dim is not None}
-    open_sizes = {dim for v in values for dim in _dims(v) if not isinstance(dim, int)}
+    symbols = {dim for v in model.graph.inputs for dim in extents(v.shape) if dim is not None}
+    open_sizes = {dim for v in values for dim in extents(v.shape) if not isinstance(dim, int)}
     known &= None not in open_sizes if again else open_sizes <= symbols
     return known and fused == (FUSE in model.graph.opset_imports)
 
 
 def _vector_length(value: ir.Value) -> int:
-    dims = _dims(value)
+    dims = extents(value.shape)
     return dims[0] if len(dims) == 1 and isinstance(dims[0], int) else 0
 
 
@@ -332,7 +332,7 @@ def symbols_apart(model: ir.Model) -> Iterator[None]:
     """
     names: dict[_Dim, _Dim] = {}  # of the new symbols, in the file
     for value in model.graph.inputs:
-        dims = _dims(value)
+        dims = extents(value.shape)
         for axis, dim in enumerate(dims):
             if isinstance(dim, str):
                 fresh = f"{dim} of {value.name}.{axis}" if dim in names else dim
@@ -342,14 +342,14 @@ def symbols_apart(model: ir.Model) -> Iterator[None]:
             value.shape = ir.Shape(dims)
     names = {fresh: name for fresh, name in names.items() if fresh != name}
     shared = dict.fromkeys(names.values())
-    declared = [_dims(v) for v in model.graph.outputs]
+    declared = [extents(v.shape) for v in model.graph.outputs]
     _replace_symbols(_results(model), shared)
     try:
         yield
     finally:
         _replace_symbols((*model.graph.inputs, *_results(model)), names)
         for value, dims in zip(model.graph.outputs, declared, strict=True):
-            pairs = list(zip(_dims(value), dims, strict=False))
+            pairs = list(zip(extents(value.shape), dims, strict=False))
             if len(pairs) == len(dims) and any(d in shared for d in dims):
                 new = [old if old in shared and not isinstance(d, int) else d for d, old in pairs]
                 value.shape = ir.Shape(new)
@@ -358,17 +358,13 @@ def symbols_apart(model: ir.Model) -> Iterator[None]:
 _Dim: TypeAlias = int | str | None
 
 
-def _dims(value: ir.Value) -> list[_Dim]:
-    return [d if isinstance(d, int) else d.value for d in value.shape or ()]
-
-
 def _results(model: ir.Model) -> Iterator[ir.Value]:
     return (value for node in all_nodes(model.graph) for value in node.outputs)
 
 
 def _replace_symbols(values: Iterable[ir.Value], names: Mapping[Any, _Dim]) -> None:
     for value in values if names else ():
-        dims = _dims(value)
+        dims = extents(value.shape)
         if not names.keys().isdisjoint(dims):
             value.shape = ir.Shape([names.get(d, d) for d in dims])
 
@@ -381,7 +377,7 @@ def fix_shapes(
     A symbolic axis that gets a size gets it wherever its name stands. Raises UsageError.
     """
     inputs = {v.name: v for v in model.graph.inputs}
-    symbols = {d for v in inputs.values() for d in _dims(v) if isinstance(d, str)}
+    symbols = {d for v in inputs.values() for d in extents(v.shape) if isinstance(d, str)}
     sizes: dict[str, int] = {}
     for named, size in (dims or {}).items():
         if named not in symbols:
@@ -397,7 +393,7 @@ def fix_shapes(
             raise UsageError(f"the shape of '{name}' is {shape!r}: it takes whole numbers")
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
-        dimensions = _dims(inputs[name]) or [None] * len(shape)
+        dimensions = extents(inputs[name].shape) or [None] * len(shape)
         if len(dimensions) != len(shape):
             raise UsageError(f"input '{name}' has {len(dimensions)} dimensions, not {len(shape)}")
         for axis, (dim, size) in enumerate(zip(dimensions, shape, strict=True)):

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.ir.actual_sizes import infer_actual
-from onnx_fuse.ir.build import all_nodes, outer_values
+from onnx_fuse.ir.build import all_nodes, extents, outer_values
 from onnx_fuse.ir.constants import FUSE
 
 _ELEMENT = {
@@ -148,8 +148,8 @@ def _begin_loop(node: ir.Node, opset: int) -> bool:
 def _fits_form(form: ir.Shape, shape: ir.Shape | None) -> bool:
     if shape is None or len(shape) != len(form):
         return False
-    dims = ([d if isinstance(d, int) else d.value for d in s] for s in (form, shape))
-    return all(a is None or a == b for a, b in zip(*dims, strict=True))
+    sizes = zip(extents(form), extents(shape), strict=True)
+    return all(a is None or a == b for a, b in sizes)
 
 
 def _complete_loop(node: ir.Node) -> bool:

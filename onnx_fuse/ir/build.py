@@ -114,6 +114,11 @@ def dim(value: ir.Value | None, axis: int) -> int | None:
     return extent if isinstance(extent, int) else None
 
 
+def extents(shape: Iterable[int | ir.SymbolicDim] | None) -> list[int | str | None]:
+    """Each size, or its name where only that is known; of no shape, none."""
+    return [d if isinstance(d, int) else d.value for d in shape or ()]
+
+
 def given(node: ir.Node, index: int) -> ir.Value | None:
     """Input `index`, None where it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None

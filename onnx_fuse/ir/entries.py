@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.build import const_array, extents
 from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ir.sizes import SymbolicSize, product, sign, size
 from onnx_fuse.ir.traits import VIEWS
@@ -42,7 +42,7 @@ class Entries:
         if value is None or value.shape is None:
             return None
         meaning = self.meaning
-        dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+        dims = extents(value.shape)
         return [None if d is None else meaning[d] if d in meaning else size(d) for d in dims]
 
     def of(self, value: ir.Value | None) -> Array | None:

@@ -43,7 +43,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import required
+from onnx_fuse.ir.build import extents, required
 from onnx_fuse.ir.constants import FUSE, one_line
 from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
@@ -276,7 +276,7 @@ class Context(PassContext, ABC):
         if carries_body(node) or contrib.lookup(node) is not None:
             infer_shapes(single)
             return [
-                None if d is None or s is None else self._static(d, [_dim(n) for n in s])
+                None if d is None or s is None else self._static(d, extents(s))
                 for d, s in ((v.dtype, v.shape) for v in next(iter(single.graph)).outputs)
             ]
         if not onnx.defs.has(node.op_type, self.opset, node.domain):
@@ -647,7 +647,3 @@ def _as_float16(proto: onnx.TypeProto) -> onnx.TypeProto:
     if changed.tensor_type.elem_type == onnx.TensorProto.BFLOAT16:
         changed.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     return changed
-
-
-def _dim(size: Any) -> int | str | None:
-    return size if isinstance(size, int) else size.value

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, const_array, required
+from onnx_fuse.ir.build import Builder, const_array, extents, required
 from onnx_fuse.ir.names import Names
 
 
@@ -22,7 +22,7 @@ def free_batch(model: ir.Model) -> int:
     """
     graph = model.graph
     first = {v.name: v.shape[0] for v in graph.inputs if v.shape is not None and len(v.shape)}
-    sizes = {d if isinstance(d, int) else d.value for d in first.values()}
+    sizes = set(extents(first.values()))
     if len(sizes) != 1 or not isinstance(size := next(iter(sizes)), int):
         raise ModelError(f"the inputs have no fixed batch in common: {first}")
     infer_shapes(model)

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank, required, sources
+from onnx_fuse.ir.build import Builder, const_array, dim, extents, rank, required, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, ROTATED
 from onnx_fuse.ops.fused.norm import canonical_norm
@@ -105,7 +105,7 @@ class _Update:
         if self.places is None or not self.places.starts:
             return (self.places,)
         sizes = [x.shape[2] for x in (self.past, self.new) if x.shape is not None]
-        return self.places, *map(_named, sizes)
+        return self.places, *extents(sizes)
 
 
 def _updates(attention: ir.Node) -> tuple[_Update, _Update] | None:
@@ -237,31 +237,27 @@ def _at_coordinates(node: ir.Node) -> _Update | None:
         return None
     if indices.shape is None or rank(past) != 4 or rank(indices) != 4 or dim(indices, -1) != 3:
         return None
-    sizes, each = [_named(n) for n in (*indices.shape[:3], past.shape[3])], []
+    sizes, each = extents((*indices.shape[:3], past.shape[3])), []
     for part in parts:
         unit = producer(part, "Unsqueeze")
         if unit is None or constant_ints(unit.inputs[1]) not in ([-1], [3]):
             return None
         expand = producer(unit.inputs[0], "Expand")
         each.append(unit.inputs[0] if expand is None else expand.inputs[0])
-    if None in sizes or [_named(n) for n in past.shape[:2]] != sizes[:2] or rank(each[2]) != 1:
+    if None in sizes or extents(past.shape[:2]) != sizes[:2] or rank(each[2]) != 1:
         return None
     if not all(_counts(each[axis], axis, sizes[axis]) for axis in (0, 1)):
         return None
     if (view := producer(new, "Reshape")) is not None and (source := view.inputs[0]) is not None:
         turned = rotation_of(source.producer())  # has the shape of what it turns
-        shape = (source if turned is None else turned.x).shape or ()
-        new = source if [_named(n) for n in shape] == sizes else new
+        shape = (source if turned is None else turned.x).shape
+        new = source if extents(shape) == sizes else new
     return _Update(node.outputs[0], past, new, _Places(each[2], (0, 1, 3)))
-
-
-def _named(size: int | ir.SymbolicDim) -> int | str | None:
-    return size if isinstance(size, int) else size.value
 
 
 def _counts(value: ir.Value | None, axis: int, size: int | str | None) -> bool:
     """Whether it is 0, 1, ... along an axis of three, of which it has the last ones."""
-    shape = [] if value is None or value.shape is None else [_named(n) for n in value.shape]
+    shape = extents(None if value is None else value.shape)
     before = len(shape) - 3 + axis
     if before < 0 or shape.pop(before) != size or any(n != 1 for n in shape):
         return False

@@ -16,7 +16,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, all_nodes, dim, rank, required
+from onnx_fuse.ir.build import Builder, all_nodes, dim, extents, rank, required
 from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.rules import Rewriter, attribute, combined_with, is_constant, is_float, typed
 
@@ -150,10 +150,8 @@ def _fits(
 
 
 def _size_or_name(value: ir.Value | None, axis: int) -> int | str | None:
-    if value is None or value.shape is None or axis >= len(value.shape):
-        return None
-    size = value.shape[axis]
-    return size.value if isinstance(size, ir.SymbolicDim) else size
+    sizes = extents(None if value is None else value.shape)
+    return sizes[axis] if axis < len(sizes) else None
 
 
 def _transposed_to(op: Builder, x: ir.Value, letters: str, order: _Letters) -> ir.Value:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import Builder, captured, const_array, dim, rank, required, sources
+from onnx_fuse.ir.build import Builder, captured, const_array, dim, extents, rank, required, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.names import FusedName, Names
@@ -149,8 +149,8 @@ class _Packer:
         ours = required(self.mask.shape)
         if value.shape is None or len(value.shape) < 2:
             return False
-        sizes = _sizes(value.shape)[:2]
-        return None not in sizes and sizes == _sizes(ours)
+        sizes = extents(value.shape)[:2]
+        return None not in sizes and sizes == extents(ours)
 
     def _input(self, stem: str, dtype: ir.DataType, sizes: Sequence[object]) -> ir.Value:
         kind, shape = ir.TensorType(dtype), ir.Shape(sizes)  # type: ignore[arg-type]
@@ -453,15 +453,15 @@ class _Packer:
         return None if any(v not in results for v in values) else [results[v] for v in values]
 
     def _fed_sizes(self, value: ir.Value, sample: tuple[int, int]) -> tuple[int, ...] | None:
-        by_name = dict(zip(_sizes(required(self.mask.shape)), sample, strict=True))
+        by_name = dict(zip(extents(required(self.mask.shape)), sample, strict=True))
         if value.shape is None:
             return None
-        sizes = [by_name.get(d, d) for d in _sizes(value.shape)]
+        sizes = [by_name.get(d, d) for d in extents(value.shape)]
         return tuple(sizes) if all(isinstance(d, int) for d in sizes) else None  # type: ignore[arg-type]
 
     def _sizes_at(self, value: ir.Value, sample: tuple[int, int]) -> tuple[int, ...] | None:
         """The shape that packed rows had at (B, S)."""
-        place, sizes = self.rows[value], _sizes(self.shapes[value])
+        place, sizes = self.rows[value], extents(self.shapes[value])
         if place.batch is None:
             sizes[place.row] = prod(sample)
         else:
@@ -475,7 +475,7 @@ class _Packer:
         place, old = self.rows[x], self.shapes[x]
         op, sizes = self.op, list[ir.Value]()
         shape = op.Shape(self.mask)
-        for axis, size in enumerate(_sizes(old)):
+        for axis, size in enumerate(extents(old)):
             if axis == place.row and place.batch is None:
                 sizes.append(op.ReduceProd(shape, keepdims=1))
             elif axis in (place.batch, place.row):
@@ -589,10 +589,6 @@ class _Packer:
         self._place(node)
         old.replace_all_uses_with(y, replace_graph_outputs=True)
         self._result(y, _RowAxes(0, 2))
-
-
-def _sizes(shape: Sequence[int | ir.SymbolicDim] | ir.Shape) -> list[int | str | None]:
-    return [d if isinstance(d, int) else d.value for d in shape]
 
 
 def _kind(node: ir.Node) -> Kind | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, rank, required
+from onnx_fuse.ir.build import Builder, const_array, extents, rank, required
 from onnx_fuse.ir.entries import Array, Entries, Sizes, divided, multiplied
 from onnx_fuse.ir.sizes import SymbolicSize, product, size
 from onnx_fuse.ir.traits import BROADCASTS
@@ -70,7 +70,7 @@ def _name_plainly(graph: ir.Graph, facts: Entries) -> None:
     for node in graph if plain else ():
         for value in node.outputs:
             if value.shape is not None and value not in ends:
-                dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+                dims = extents(value.shape)
                 if not plain.keys().isdisjoint(dims):
                     value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d
                                             for d in dims])  # fmt: skip
@@ -292,7 +292,7 @@ def _enter(y: ir.Value, sizes: Sizes, facts: Entries) -> bool:
         y.shape = ir.Shape([None] * len(sizes))
     if len(y.shape) != len(sizes):  # the file declares another rank
         return False
-    symbols = [d.value if isinstance(d, ir.SymbolicDim) else d for d in y.shape]
+    symbols = extents(y.shape)
     dims: list[int | str | None] = []
     for symbol, new in zip(symbols, sizes, strict=True):
         if new is not None and isinstance(symbol, str) and new != size(symbol):

@@ -18,7 +18,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import add_initializer, required
+from onnx_fuse.ir.build import add_initializer, extents, required
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed
@@ -241,7 +241,7 @@ def _typed(name: str, like: ir.Value | None) -> onnx.ValueInfoProto:
     dtype = ir.DataType.FLOAT if like is None or like.dtype is None else like.dtype
     shape = None
     if like is not None and like.shape is not None:
-        shape = [d if isinstance(d, int) else d.value for d in like.shape]
+        shape = extents(like.shape)
     return onnx.helper.make_tensor_value_info(name, dtype.value, shape)
 
 
