@@ -267,6 +267,19 @@ def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
     return op.Slice(x, [0], [columns], [1])
 
 
+def _zero_points(
+    op: Body, zeros: ir.Value | None, scales: ir.Value, bits: int, rows: int, blocks: int
+) -> ir.Value:
+    """The zero point of each block [rows, blocks, 1] in the type of the scales, or that of all."""
+    if zeros is None:
+        return op.number(float(1 << (bits - 1)), scales)
+    if known(zeros.dtype, "the type of its zero points") == ir.DataType.UINT8:
+        width = -(-blocks * bits // 8) * 8 // bits
+        zeros = _unpacked(op, zeros, bits, [rows, width])
+        zeros = zeros if width == blocks else _first(op, zeros, blocks)
+    return op.to_like(op.Reshape(zeros, [rows, blocks, 1]), scales)
+
+
 def unpacked_weights(op: Body) -> ir.Value:
     """The weights [N, K] of a MatMulNBits in the type of its scales."""
     b, scales, zeros, groups = op.needed(1), op.needed(2), op.given(3), op.given(4)
@@ -279,24 +292,13 @@ def unpacked_weights(op: Body) -> ir.Value:
         raise Unwritable("it has g_idx beside zero points, on which kernels do not agree")
     blocks = -(-k // size)
     q = _unpacked(op, b, bits, [n, blocks, size])
-    if zeros is None:
-        zero = op.number(float(1 << (bits - 1)), scales)
-    else:
-        if zeros.dtype == ir.DataType.UINT8:
-            width = -(-blocks * bits // 8) * 8 // bits
-            zeros = _unpacked(op, zeros, bits, [n, width])
-            zeros = zeros if width == blocks else _first(op, zeros, blocks)
-        elif zeros.dtype is None:
-            raise Unwritable("the type of its zero points is not known")
-        zero = op.to_like(op.Reshape(zeros, [n, blocks]), scales)
-    scale = op.Reshape(scales, [n, blocks])
+    zero = _zero_points(op, zeros, scales, bits, n, blocks)
     if groups is not None:  # the block of each row of the weights, instead of its place
         flat = _first(op, op.Reshape(q, [n, blocks * size]), k)
-        scale = op.Gather(scale, groups, axis=1)
+        scale = op.Gather(op.Reshape(scales, [n, blocks]), groups, axis=1)
         return op.Mul(op.Sub(op.to_like(flat, scales), zero), scale)
-    last = op.constant([2])
-    zero = zero if zeros is None else op.Unsqueeze(zero, last)
-    w = op.Mul(op.Sub(op.to_like(q, scales), zero), op.Unsqueeze(scale, last))
+    scale = op.Reshape(scales, [n, blocks, 1])
+    w = op.Mul(op.Sub(op.to_like(q, scales), zero), scale)
     rows: ir.Value = op.Reshape(w, [n, blocks * size])
     return rows if blocks * size == k else _first(op, rows, k)
 
@@ -326,11 +328,7 @@ def gather_block_quantized(
     blocks = width // size
     q = _unpacked(op, op.Gather(data, ids), bits, [-1, blocks, size])
     scale = op.Reshape(op.Gather(scales, ids), [-1, blocks, 1])
-    zero = op.number(float(1 << (bits - 1)), scales)
-    if zeros is not None:
-        each = -(-blocks * bits // 8) * 8 // bits
-        rows = _unpacked(op, op.Gather(zeros, ids), bits, [-1, each])
-        rows = rows if each == blocks else _first(op, rows, blocks)
-        zero = op.to_like(op.Reshape(rows, [-1, blocks, 1]), scales)
+    read = None if zeros is None else op.Gather(zeros, ids)
+    zero = _zero_points(op, read, scales, bits, -1, blocks)
     y = op.Mul(op.Sub(op.to_like(q, scales), zero), scale)
     return op.Reshape(y, op.vector([op.Shape(ids), width]), allowzero=1)
