@@ -26,7 +26,7 @@ from onnx_fuse.adapters.products import (
     products_of,
     write_out,
 )
-from onnx_fuse.ir.build import Builder, rank, required, required_inputs
+from onnx_fuse.ir.build import Builder, add_input, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
 from onnx_fuse.ops.rules import cast_to, typed
@@ -98,15 +98,10 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     names = Names.of(graph)
     products = {weight: products_of(weight) for weight in weights}
     rows_of = BatchRows.of(model, products)
-    kind = ir.TensorType(ir.DataType.from_numpy(layout.dtype))
-    stack = ir.Shape([RANKS, layout.columns])
-    chosen = ir.Shape([rows_of.size, RANKS])
-    matrices = ir.Value(name=names.fresh("adapters"), shape=stack, type=kind)
-    mask = ir.Value(
-        name=names.fresh("adapter_mask"), shape=chosen, type=ir.TensorType(ir.DataType.BOOL)
-    )
-    refusal = rows_of.refusal
-    graph.inputs.extend([matrices] if refusal else [matrices, mask])
+    refusal, kind = rows_of.refusal, ir.DataType.from_numpy(layout.dtype)
+    matrices = add_input(graph, names.fresh("adapters"), kind, [RANKS, layout.columns])
+    mask, chosen = names.fresh("adapter_mask"), [rows_of.size, RANKS]
+    choice = None if refusal else add_input(graph, mask, ir.DataType.BOOL, chosen)
     rows = typed(op.Transpose(matrices, perm=[1, 0]), matrices, [layout.columns, None])
     sizes = [count for place in layout.places.values() for count in (place.k, place.n)]
     pieces = iter(op.Split(rows, sizes, axis=0, outputs=len(sizes)))
@@ -123,7 +118,7 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
             scaled = a if factor == 1 else typed(op.Mul(a, factor), a, a.shape)
             shape = None if x.shape is None else [*list(x.shape)[:-1], None]
             low = typed(op.MatMul(x, scaled), a, shape)
-            low = low if refusal else masked(op, low, mask, rows_of.in_one[x])
+            low = low if choice is None else masked(op, low, choice, rows_of.in_one[x])
             product: ir.Value = op.MatMul(low, b)
             return product
 
@@ -134,7 +129,7 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
     first = next(iter(graph), None)
     if first is not None:
         graph.insert_before(first, op.nodes)
-    return Ends(str(matrices.name), str(mask.name), rows_of.input, refusal)
+    return Ends(str(matrices.name), mask, rows_of.input, refusal)
 
 
 @dataclass(frozen=True)

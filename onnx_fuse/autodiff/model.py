@@ -18,6 +18,7 @@ from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import (
     Builder,
     add_initializer,
+    add_input,
     rank,
     reads,
     rename_shadowing_values,
@@ -111,9 +112,7 @@ def _lengths(graph: ir.Graph, op: Emitter, name: str, label: ir.Value) -> ir.Val
     """The input of this name as int64 [N]; a new one where there is none."""
     value = next((v for v in graph.inputs if v.name == name), None)
     if value is None:
-        shape = label.shape and ir.Shape(label.shape[:1])
-        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
-        graph.inputs.append(value)
+        value = add_input(graph, name, ir.DataType.INT64, label.shape and label.shape[:1])
     return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=7)
 
 
@@ -231,10 +230,8 @@ def append_gradients(
                 )
             if _differentiable(y) and y not in dys:
                 name = ends.get(y, f"{_typeable(y.name)}.grad")
-                dy = ir.Value(name=op.fresh(name), type=y.type, shape=y.shape)
+                dy = dys[y] = add_input(graph, op.fresh(name), y.type, y.shape)
                 dy.metadata_props[GRADIENT_OF] = y.name or ""
-                dys[y] = dy
-                graph.inputs.append(dy)
     if not any(map(may_be_float, dys)):
         return model, [], dict.fromkeys(targets, "no output is of a floating-point type")
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))

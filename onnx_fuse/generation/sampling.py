@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.generation.options import DecoderOptions
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, add_input
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 
 TOKEN = "next_token"
@@ -39,10 +39,6 @@ def sampler_inputs(
     return {name: (kind, shape) for name, (need, kind, shape) in wanted.items() if need}
 
 
-def _value(name: str, kind: ir.DataType, shape: Sequence[Any]) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
-
-
 def append_sampler(
     graph: ir.Graph,
     logits: ir.Value,
@@ -58,8 +54,7 @@ def append_sampler(
     and HISTORY the tokens of each sequence, of which any may come again; with these, R is 1. For
     each of the int64 inputs `counted` there is an output AFTER of its name: its values and one.
     """
-    ends = {n: _value(n, *end) for n, end in sampler_inputs(sampling, ragged).items()}
-    graph.inputs.extend(ends.values())
+    ends = {n: add_input(graph, n, *end) for n, end in sampler_inputs(sampling, ragged).items()}
     op = Builder()
     # what takes the last rows moves up, so that no other row is computed
     if ragged:
@@ -131,8 +126,9 @@ def sampler(logits: object, sampling: DecoderOptions, ragged: bool, rows: int = 
     spec = InputSpec(logits)
     kind = ir.DataType.from_numpy(spec.dtype)
     shape = ["batch", "sequence", spec.shape[-1]]
-    value = _value("logits", kind, shape if len(spec.shape) == 3 else shape[::2])
     opset = {"": CANONICAL_OPSET}
-    graph = ir.Graph([value], [value], nodes=[], opset_imports=opset, name="sampler")
+    graph = ir.Graph([], [], nodes=[], opset_imports=opset, name="sampler")
+    value = add_input(graph, "logits", kind, shape if len(spec.shape) == 3 else shape[::2])
+    graph.outputs.append(value)
     append_sampler(graph, value, sampling, ragged, rows)
     return ir.Model(graph, ir_version=10)

@@ -139,6 +139,15 @@ def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value
     return value
 
 
+def add_input(graph: ir.Graph, name: str, kind: Any, shape: Iterable[Any] | None) -> ir.Value:
+    """A new input of `graph`, of an element type or a type; no other value may have its name."""
+    kind = ir.TensorType(kind) if isinstance(kind, ir.DataType) else kind
+    sizes = None if shape is None else ir.Shape(shape)
+    value = ir.Value(name=name, type=kind, shape=sizes)
+    graph.inputs.append(value)
+    return value
+
+
 def rename_shadowing_values(graph: ir.Graph) -> None:
     """Rename values in bodies of If, Loop and Scan that are called as a value outside.
 

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import add_input
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.nn.runner import Array, Run, runner
 
@@ -141,9 +142,7 @@ class Operation:
             if end is None:
                 values.append(None)
                 continue
-            kind = ir.TensorType(ir.DataType.from_numpy(end[0]))
-            values.append(ir.Value(name=f"x{i}", type=kind, shape=ir.Shape(end[1])))
-        graph.inputs.extend(v for v in values if v is not None)
+            values.append(add_input(graph, f"x{i}", ir.DataType.from_numpy(end[0]), end[1]))
         op = autodiff.Emitter(model)
         try:
             results = self.build(op, *values)

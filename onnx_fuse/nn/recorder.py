@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import detach, reads
+from onnx_fuse.ir.build import add_input, detach, reads
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.nn.operation import Operation
@@ -200,10 +200,8 @@ class Recorder:
         return self._input(tensor, name, sizes)
 
     def _input(self, tensor: Any, name: str, shape: Sequence[Any]) -> ir.Value:
-        data = tensor._data
-        kind = ir.TensorType(ir.DataType.from_numpy(data.dtype))
-        value = ir.Value(name=name, type=kind, shape=ir.Shape(shape))
-        self.model.graph.inputs.append(value)
+        kind = ir.DataType.from_numpy(tensor._data.dtype)
+        value = add_input(self.model.graph, name, kind, shape)
         self._bind(tensor, value)
         self._alive.append(tensor)
         return value

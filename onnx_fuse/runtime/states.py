@@ -18,7 +18,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.container import digest_of
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
-from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.build import Builder, add_input, required
 from onnx_fuse.runtime.budget import Budget, Recompute
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable
@@ -55,8 +55,9 @@ class StepGraphs:
         states, written = dict[ir.Value, ir.Value](), dict[str, str]()
         for name, (state, dtype) in (self.copies or {}).items():
             if state not in states:
-                states[state] = _input(model.graph, str(state.name), state, ir.DataType.FLOAT)
-            _write(states[state], _input(model.graph, name, state, dtype), written)
+                kept = add_input(model.graph, str(state.name), ir.DataType.FLOAT, state.shape)
+                states[state] = kept
+            _write(states[state], add_input(model.graph, name, dtype, state.shape), written)
         return model, written
 
 
@@ -76,8 +77,7 @@ def guarded(
         return model, {}
     graph, op = model.graph, Builder()
     named = {v.name: v for v in (*graph.inputs, *graph.outputs)}
-    fine = ir.Value(name=SOUND, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    graph.inputs.append(fine)
+    fine = add_input(graph, SOUND, ir.DataType.BOOL, [])
     for name in scalars:
         value = named[name]
         fine = op.And(fine, op.Less(op.Abs(value), op.constant(np.inf, value.dtype)))
@@ -124,19 +124,13 @@ def _use_copies(model: ir.Model, successors: dict[str, str], copies: Copies) -> 
         casts = [node for node, to in _casts(state) if to == dtype] if state is not None else []
         if not casts and after is None:
             continue
-        copy = _input(graph, name, like, dtype)
+        copy = add_input(graph, name, dtype, like.shape)
         for cast in casts:
             ir.convenience.replace_all_uses_with(cast.outputs[0], copy)
             graph.remove(cast, safe=True)
         if after is not None:
             _write(after, copy, successors)
     return successors
-
-
-def _input(graph: ir.Graph, name: str, like: ir.Value, dtype: ir.DataType) -> ir.Value:
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=like.shape)
-    graph.inputs.append(value)
-    return value
 
 
 def _write(value: ir.Value, copy: ir.Value, successors: dict[str, str]) -> None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as tree
 
 from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.ir.build import all_nodes, bind_defaults
+from onnx_fuse.ir.build import add_input, all_nodes, bind_defaults
 from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.rewrite.slices import slices_as_splits
@@ -373,9 +373,7 @@ def _prepared(
 
         def number(graph: ir.Graph = graph, rng: list[ir.Value] = rng) -> ir.Value:
             if not rng:
-                kind = ir.TensorType(ir.DataType.INT64)
-                rng.append(ir.Value(name=_RNG, type=kind, shape=ir.Shape([])))
-                graph.inputs.append(rng[0])
+                rng.append(add_input(graph, _RNG, ir.DataType.INT64, []))
             return rng[0]
 
         draw_masks(graph, autodiff.Emitter(model), number)

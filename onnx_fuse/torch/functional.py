@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnx_fuse import rewrite, session
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError, unknown
+from onnx_fuse.ir.build import add_input
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
@@ -44,9 +45,7 @@ class _Sketch:
         self.dtype = ir.DataType[dtype]
 
     def input(self, name: str, *shape: int | str, dtype: ir.DataType | None = None) -> ir.Value:
-        kind = ir.TensorType(dtype or self.dtype)
-        self._graph.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(shape)))
-        return self._graph.inputs[-1]
+        return add_input(self._graph, name, dtype or self.dtype, shape)
 
     def weight(self, transposed: str = "0") -> ir.Value:
         """torch's weight [N, K], or one `transposed` already, as the product's operand [K, N]."""

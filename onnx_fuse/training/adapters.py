@@ -40,7 +40,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError, did_you_mean
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
-from onnx_fuse.ir.build import Builder, add_initializer, required
+from onnx_fuse.ir.build import Builder, add_initializer, add_input, required
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
@@ -121,13 +121,8 @@ def attach(
     rows = BatchRows.of(model, {each.weight: each.products for each in chosen})
     if rows.refusal:
         raise UsageError(f"rows cannot have different adapters: {rows.refusal}")
-    number = ir.Value(
-        name=Names.of(graph).fresh("adapter"),
-        type=ir.TensorType(ir.DataType.INT64),
-        shape=ir.Shape([rows.size]),
-    )
+    number = add_input(graph, Names.of(graph).fresh("adapter"), ir.DataType.INT64, [rows.size])
     number.meta[NAMES] = tuple(names)
-    graph.inputs.append(number)
     of_row = op.Unsqueeze(number, [1])
     masks: dict[tuple[int, ...], ir.Value] = {}
     found: dict[str, list[Adapter]] = {name: [] for name in names}

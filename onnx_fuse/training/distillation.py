@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import add_input
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.loss import class_axis
 from onnx_fuse.ops.rules import is_float
@@ -70,8 +71,7 @@ def distilled(
                 "the model: they must be equal"
             )
         b.name = op.fresh(f"teacher/{name}")
-        a = ir.Value(name=name, type=like.type, shape=like.shape)
-        graph.inputs.append(a)
+        a = add_input(graph, name, like.type, like.shape)
         b = op.CastLike(b, a)
         axis = class_axis(len(like.shape), {})
         text = _SQUARES if temperature is None else _DIVERGENCE.format(axis=axis)

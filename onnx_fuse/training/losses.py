@@ -18,7 +18,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import add_initializer, extents, required
+from onnx_fuse.ir.build import add_initializer, add_input, extents, required
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rules import cast_to, is_float, typed
@@ -285,9 +285,7 @@ def _attach_model(
     )
     for value in fed:
         name = op.fresh(term.labels if term.labels and len(fed) == 1 else str(value.name))
-        fed_input = ir.Value(name=name, type=value.type, shape=value.shape)
-        graph.inputs.append(fed_input)
-        copier.values[value] = fed_input
+        copier.values[value] = add_input(graph, name, value.type, value.shape)
     for old in part.graph.initializers.values():
         name = op.fresh(f"loss/{old.name}")
         copier.values[old] = add_initializer(graph, name, required(old.const_value).numpy())

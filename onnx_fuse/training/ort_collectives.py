@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.arrays import Array
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, reads, remove_unused_nodes, required
+from onnx_fuse.ir.build import add_input, all_nodes, reads, remove_unused_nodes, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
@@ -108,9 +108,8 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
     crossing = {v for node in part_nodes for v in reads(node) if v and v in values.values()} - inner
     graph.outputs.clear()
     for value in sorted(crossing, key=lambda v: str(v.name)):
-        graph_input = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        graph_input = add_input(graph, str(value.name), value.type, value.shape)
         ir.convenience.replace_all_uses_with(value, graph_input)
-        graph.inputs.append(graph_input)
     graph.remove([node for node in list(graph) if node not in set(part_nodes)])
     graph.outputs.extend(values[name] for name in outputs)
     remove_unused_nodes(part)

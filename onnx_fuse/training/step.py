@@ -15,7 +15,7 @@ from onnx_fuse.arrays import Array
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
-from onnx_fuse.ir.build import bind_defaults, required, sources
+from onnx_fuse.ir.build import add_input, bind_defaults, required, sources
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.fused import linear_cross_entropy
@@ -223,9 +223,7 @@ class _Step:
         self.histories: dict[ir.Value, ir.Value | None] = {}  # float8's, and what follows
 
     def input(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
-        value = ir.Value(name=self.op.fresh(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
-        self.graph.inputs.append(value)
-        return value
+        return add_input(self.graph, self.op.fresh(name), dtype, shape)
 
     def scalar(self, name: str, dtype: ir.DataType) -> ir.Value:
         """The scalar input `name`, made at its first use."""

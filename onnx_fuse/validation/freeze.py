@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import reads
+from onnx_fuse.ir.build import add_input, reads
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.validation.values import by_name
 
@@ -70,8 +70,7 @@ def hold(model: ir.Model, names: Sequence[str]) -> ir.Model:
         return model
     held = model.clone()
     for name, value in by_name(held, names).items():
-        new_input = ir.Value(name=name, type=value.type, shape=value.shape)
+        new_input = add_input(held.graph, name, value.type, value.shape)
         ir.convenience.replace_all_uses_with(value, new_input, replace_graph_outputs=True)
         value.name = f"{name}.computed"
-        held.graph.inputs.append(new_input)
     return held
