@@ -184,6 +184,14 @@ MODELS = {
     "gpt": (lambda: gpt.build(gpt.Config()), tokens, "cross_entropy"),
     "encoder": (lambda: encoder.build(encoder.SIZES["tiny"]), sentences, "mse"),
     "convnet": (lambda: convnet.build(convnet.SIZES["tiny"]), images, "cross_entropy"),
+    "a learned temperature": (
+        lambda: text_model("""g (float[N,3,4] q) => (float[N,3,4] y)
+            <float[1] temperature = {2}, float[1] val_73 = {0.5}> { t = Transpose<perm=[0,2,1]>(q)
+            a = Mul (q, val_73) b = Mul (t, val_73) s = MatMul (a, b) u = Div (s, temperature)
+            p = Softmax (u) y = MatMul (p, q) }"""),
+        lambda seed: normal(dict.fromkeys(("q", "labels"), (2, 3, 4)), seed),
+        "mse",
+    ),
 }
 
 
@@ -199,6 +207,7 @@ def test_fused_and_plain_graphs_train_alike(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
     plain, fused = (t.weights() for t in trainers)
     assert plain.keys() == fused.keys()
+    assert "val_73" not in plain  # as torch.onnx calls the scale of attention
     assert_near(plain, fused, rtol=1e-4, atol=2e-6)
     assert_saves(trainers[1], to_proto(model), feeds(9), tmp_path / "tuned.onnx")
 

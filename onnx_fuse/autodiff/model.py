@@ -50,6 +50,9 @@ def gradient_names(values: Sequence[ir.Value]) -> dict[str, str]:
     return {name.removesuffix(".grad"): name for name in names if name.endswith(".grad")}
 
 
+_COMPUTED_NAME = re.compile(r"(val|(c_)?lifted_tensor)_\d+|onnx::\w+|.*Constant(_\d+)?_output_\d+")
+
+
 def attach_loss(
     model: ir.Model,
     loss: str,
@@ -354,12 +357,14 @@ def open_parameters(model: ir.Model, values: Sequence[ir.Value]) -> list[str]:
 def is_weight(value: ir.Value) -> bool:
     """Whether a float initializer is a weight: no scalar, mask or first state of a recurrence.
 
-    Exporters keep those among the weights.
+    Exporters keep those among the weights, and constants of one element such as torch's val_73.
     """
     tensor = value.meta.get(DEFAULT, value.const_value if value.is_initializer() else None)
     array = None if tensor is None else tensor.numpy()
     if array is None or array.ndim == 0 or starts_recurrence(value):
         return False
+    if array.shape == (1,) and _COMPUTED_NAME.fullmatch(value.name or ""):
+        return any(n.op_type not in ("Add", "Div", "Mul", "Pow", "Sub") for n, _ in value.uses())
     limit = 65504 if array.dtype == np.float16 else 1e9
     return bool(array.max(initial=0) < limit and array.min(initial=0) > -limit)
 

@@ -38,6 +38,8 @@ PACKED = "onnx_fuse.packed"
 CONSTANT = "onnx_fuse.constant"
 """metadata key of an initializer that is no parameter of the model: a pass made it, or it was the
 value of a Constant node, or a fold took it as constant at some of its readers."""
+TRAINS = "onnx_fuse.trains"
+"""meta key, while a model is prepared for training, of what trains: no rule takes its number."""
 REST = ".rest"
 """What follows the name of a part of a packed parameter whose other readers took it as constant."""
 REGION = "onnx_fuse.contrib"
@@ -324,8 +326,10 @@ def combined_with(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | N
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """The number a value holds, when it is a constant with one element."""
+    """The number a value holds, when it is a constant with one element and does not train."""
     if value is None or (value.const_value is None and producer(value, "Constant") is None):
+        return None
+    if TRAINS in value.meta:
         return None
     if value.shape is not None and any(d != 1 for d in value.shape):
         return None

@@ -19,7 +19,7 @@ from onnx_fuse.ir.build import add_input, bind_defaults, required, sources
 from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.fused import linear_cross_entropy
-from onnx_fuse.ops.rules import Rewriter, cast_to, nodes_in_order, typed
+from onnx_fuse.ops.rules import TRAINS, Rewriter, cast_to, nodes_in_order, typed
 from onnx_fuse.options import takes
 from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
@@ -165,6 +165,9 @@ def _prepare(
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
+        for value in autodiff.trainable(graph):
+            if choice(str(value.name)) and (choice.trainable or autodiff.is_weight(value)):
+                value.meta[TRAINS] = True
         rewrite.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
             {
