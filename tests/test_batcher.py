@@ -10,8 +10,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from decoders import growing, slotted
+from fake_gpu import FakeGpu
+from test_generate import OnDevice
 
 import onnx_fuse as of
+from onnx_fuse.generation import engine
 from onnx_fuse.generation.decoder import Decoder
 
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6], [7] * 20, [3, 1], [250, 13]]
@@ -26,10 +29,20 @@ def alone(row: int, **options: Any) -> list[int]:
 WANTED = [alone(row) for row in range(len(PROMPTS))]
 
 
-@pytest.fixture
-def batcher() -> Iterator[of.Batcher]:
-    with of.Batcher(SESSION, max_tokens=40, max_sequences=3, chunk=4) as made:
+@pytest.fixture(params=["cpu", "cuda"])
+def batcher(
+    gpu: FakeGpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[of.Batcher]:
+    """On "cuda" a run begins before the tokens of the last one are read."""
+    on_gpu = request.param == "cuda"
+    with monkeypatch.context() as patch:
+        if on_gpu:
+            patch.setattr(engine, "InferenceSession", OnDevice)
+        how: dict[str, Any] = {"device": request.param, "max_tokens": 40, "max_sequences": 3}
+        made = of.Batcher(slotted() if on_gpu else SESSION, chunk=4, **how)
+    with made:
         yield made
+    made._engine.__dict__.clear()  # what pytest keeps holds nothing of the driver behind `gpu`
 
 
 def test_each_request_gets_the_tokens_that_it_gets_alone(batcher: of.Batcher) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.generation.engine import Engine
+from onnx_fuse.generation.engine import Answer, Engine
 from onnx_fuse.generation.generator import checked_ids, prompts_of
 from onnx_fuse.generation.options import BatcherOptions, Continuation
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
@@ -38,7 +38,7 @@ class Request:
         """The new tokens so far."""
         self._count, self._eos = options.max_new_tokens, options.ends
         [self._numbers] = streams(options.seed, 1)
-        self._cached = 0
+        self._cached, self._coming = 0, 0  # tokens in the cache; new ones, with those under way
         self._cancelled = False
         self._future: Future[list[int]] = Future()
         self._changed = Lock()
@@ -162,6 +162,7 @@ class Batcher:
         self._chunk = options.chunk
         self.cache_bytes = self._engine.allocate(options.max_sequences, self._room)
         self._slots: list[Request | None] = [None] * options.max_sequences
+        self._begun: tuple[list[Request | None], Answer] | None = None  # a run under way
         self._waiting: deque[Request] = deque()
         self._closed: BaseException | None = None
         self._work = Condition()
@@ -218,6 +219,7 @@ class Batcher:
             while self._admit():
                 self._prefill()
                 self._decode()
+            self._read_begun()
         except Exception as error:  # noqa: BLE001 - each request raises it where it is waited for
             failure = error
             self._stop(error)
@@ -255,29 +257,64 @@ class Batcher:
                 draws = self._draws([request if end == size else None])
                 answer = self._engine.run(ids, np.array([end]), draws, (i, 1))
                 if end == size:
+                    request._coming = 1
                     self._taken([request], answer)
                 return
 
     def _decode(self) -> None:
-        """A token of each sequence whose prompt is in the cache."""
-        rows = [r if r and r.tokens and not r._is_done() else None for r in self._slots]
+        """A token of each sequence whose prompt is in the cache.
+
+        On a GPU a run begins before the tokens of the last one are read, where it needs no others.
+        """
+        rows, begun = self._continued(), self._begun
+        if begun is not None and not (
+            any(rows) and len(rows) == len(begun[0])
+            and all(r is None or r._coming > len(r.tokens) for r in rows)
+        ):  # fmt: skip
+            self._read_begun()
+            rows, begun = self._continued(), None
         if not any(rows):
             return
-        # of the first slots; a power of four, so that there are few shapes
-        highest = max(i for i, request in enumerate(rows) if request)
-        count = 1
-        while count <= highest:
-            count *= 4
-        count = min(count, len(rows))
-        ids, counts = np.zeros((count, 1), np.int64), np.ones(count, np.int64)
-        for i, request in enumerate(rows[:count]):
+        count, draws = len(rows), self._draws(rows)
+        ids: Any = np.zeros((count, 1), np.int64)
+        counts = np.ones(count, np.int64)
+        for i, request in enumerate(rows):
             if request is not None:
-                ids[i], counts[i] = request.tokens[-1], len(request.prompt) + len(request.tokens)
+                ids[i], counts[i] = request.tokens[-1], len(request.prompt) + request._coming
+                request._coming += 1
             elif (other := self._slots[i]) is not None:
                 # what is written there, the next piece of its prompt writes over
                 counts[i] = min(other._cached + 1, self._room)
-        answer = self._engine.run(ids, counts, self._draws(rows[:count]), (0, count))
-        self._taken(rows[:count], answer)
+        if not self._engine.runs_ahead or self._sampling.repetition_penalty != 1:
+            self._taken(rows, self._engine.run(ids, counts, draws, (0, count)))
+            return
+        last = ids if begun is None else begun[1].tokens
+        following = rows, self._engine.begin(last, counts, draws, (0, count))
+        if begun is not None:
+            self._read_begun()
+        self._begun = following
+        if all(request is None or request._is_done() for request in rows):
+            self._read_begun()
+
+    def _continued(self) -> list[Request | None]:
+        """The sequences of which a run makes another token, in the first slots; a power of four of
+        these, so that there are few shapes.
+        """
+        rows = [
+            r if r and r.tokens and not r._is_done() and r._coming < r._count else None
+            for r in self._slots
+        ]
+        highest = max((i for i, request in enumerate(rows) if request), default=0)
+        count = 1
+        while count <= highest:
+            count *= 4
+        return rows[:count]
+
+    def _read_begun(self) -> None:
+        """Wait for the tokens of the run that is under way."""
+        if self._begun is not None:
+            (rows, answer), self._begun = self._begun, None
+            self._taken(rows, self._engine.taken(answer))
 
     def _draws(self, rows: Sequence[Request | None]) -> dict[str, Array]:
         """The sampler's inputs; a row without a request gets any."""
@@ -297,9 +334,11 @@ class Batcher:
 
     def _taken(self, rows: Sequence[Request | None], answer: Array) -> None:
         for request, token in zip(rows, answer[:, -1].tolist(), strict=True):
-            if request is not None and token >= 0:
+            if request is None or request._future.done() or request._is_done():
+                continue  # it ended while this run was under way
+            if token >= 0:
                 request._take(token)
-            elif request is not None:
+            else:
                 place = len(request.prompt) + len(request.tokens)
                 error = ModelError(
                     f"{self._engine.name}: the logits of token {place} are not finite: check the "

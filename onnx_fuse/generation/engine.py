@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -92,7 +92,7 @@ class Engine:
         self._counted: dict[str, Any] = {}  # inputs that a run makes for the next one
         self._rows, self._cached, self._room = rows, 0, 0
         self._cutter: InferenceSession | None = None
-        self._read = deque[Answer]()  # answers that are read
+        self._read = defaultdict[int, deque[Answer]](deque)  # answers that are read, by batch
 
     def __del__(self) -> None:
         if getattr(self, "on_gpu", False) and not sys.is_finalizing():
@@ -196,14 +196,22 @@ class Engine:
         is_int64 = self.decoder.roles["ids"].dtype == np.int64
         return self.on_gpu and bool(self.decoder.caches) and is_int64
 
-    def begin(self, ids: object, counts: Array, draws: Mapping[str, Array]) -> Answer:
+    def begin(
+        self,
+        ids: object,
+        counts: Array,
+        draws: Mapping[str, Array],
+        rows: tuple[int, int] | None = None,
+    ) -> Answer:
         """Enqueue a run, and return at once: its tokens [B, 1] are on their way.
 
-        `ids` may be the tokens of the run before, on the GPU.
+        `ids` may be the tokens of the run before, on the GPU. `rows` are as for `run`; without them
+        each sequence has one token more than in the run before.
         """
-        answer = self._read.popleft() if self._read else Answer(len(counts), self._gpu)
+        read = self._read[len(counts)]
+        answer = read.popleft() if read else Answer(len(counts), self._gpu)
         with ort.faults(self.name):
-            tokens = self._run(ids, counts, draws, None, answer.tokens)
+            tokens = self._run(ids, counts, draws, rows, answer.tokens)
         answer.passed.record(tokens.ready)
         return answer
 
@@ -211,7 +219,7 @@ class Engine:
         """The tokens of a run that was begun, which must not be asked for again."""
         device.start(self._gpu)
         answer.passed.wait("the next token")
-        self._read.append(answer)
+        self._read[len(answer.values)].append(answer)
         return answer.values.copy()
 
     def _run(
@@ -232,22 +240,20 @@ class Engine:
             total = self._room
         feeds = decoder.feeds(ids, counts, total, self._counted)
         binding = self._bindings.get(rows) or self._bound(rows)
-        if place is not None and not self.sampler and not self._counted:
+        if place is not None and rows is None and not self.sampler and not self._counted:
             self._count(binding, feeds)
         for name, value in self._adapters.items():
             is_mask = value.dtype == np.bool_  # which has a row for each sequence
             feeds[name] = value if rows is None or not is_mask else value[rows[0] : sum(rows)]
-        for name, value in (feeds | ({} if self.sampler else dict(draws))).items():
+        if not self.sampler:
+            feeds |= draws
+        if not (self.on_gpu and binding.follows is not None):  # whose caches are where it left them
+            feeds |= self._grown
+        for name, value in feeds.items():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(name, value)
             else:
                 binding.bind_ortvalue_input(name, value)
-        chained = self.on_gpu and binding.follows is not None
-        for past, value in self._grown.items() if not chained else ():
-            if isinstance(value, np.ndarray):
-                binding.bind_cpu_input(past, value)
-            else:
-                binding.bind_ortvalue_input(past, value)
         if self.sampler:
             binding.bind_output(decoder.logits, where)
         else:

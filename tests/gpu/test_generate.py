@@ -1,6 +1,7 @@
 """Tokens of decoders on a GPU: those of onnxruntime, in every form, and the same from a seed."""
 
 import pytest
+import test_batcher
 from test_generate import FORMS, MODELS, PROMPTS, by_hand
 
 import onnx_fuse as of
@@ -18,3 +19,9 @@ def test_each_prompt_of_a_batch_goes_on_as_by_hand(form: str) -> None:
         first = of.generate(source, PROMPTS, **options)
         assert of.generate(source, PROMPTS, **options) == first
         assert of.generate(source, PROMPTS[0], **options) == first[0]
+
+
+def test_each_request_of_a_batcher_goes_on_as_alone() -> None:
+    how = {"device": "cuda", "max_tokens": 40, "max_sequences": 3}
+    with of.Batcher(MODELS["slotted"], **how, chunk=4) as batcher:
+        test_batcher.test_each_request_gets_the_tokens_that_it_gets_alone(batcher)
