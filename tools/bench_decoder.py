@@ -8,8 +8,9 @@
 The file is models/llama_cache.py's llama-1b, as onnxruntime-genai exports it, with float16 weights
 or 4 bits in blocks of 32. Past and present are bound to one place of 2,048 tokens, logits to
 another; each run has one token more, as a user's loop has ("same": all have so many). "floor" is
-the time that weights and cached tokens take at the memory's rate. --quick leaves torch out. A
-prompt fills an empty cache in one run, and gives the logits of its last token.
+the time that weights and cached tokens take at the memory's rate, "of torch" the part of torch's
+time; --quick leaves torch out. A prompt fills an empty cache in one run, and gives the logits of
+its last token.
 
 --users: tokens a second of models/gpt_cache.py's GPT-2 in float16 by of.Generator, with a fixed and
 with a growing cache; of llama-1b by of.Batcher, 64 requests of 100 to 1,000 tokens, 200 new ones
@@ -300,6 +301,7 @@ def main() -> None:
                 row["floor"] = floor(c, batch, tokens, hw)
             if not options.quick and bits == 16 and cache == "float16":
                 row["torch"] = theirs(c, batch, tokens, prompt)
+                row["of torch"] = row.get("us", row["same"]) / row["torch"]
             rows.append(row)
             cells = (f"{v:,.4g}" if isinstance(v, float | int) else v for v in row.values())
             print(", ".join(map(" ".join, zip(row, cells, strict=True))), flush=True)

@@ -19,7 +19,7 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering, Unserved
-from onnx_fuse.lower.folds import in_threads
+from onnx_fuse.lower.folds import cores
 from onnx_fuse.lower.linear import activation, bias_row, norm_problem, norm_product, product
 from onnx_fuse.ops.fused.gated import OPS
 from onnx_fuse.program.call import Tensor
@@ -45,8 +45,8 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
             columns = half.reshape(*to.shape[:-2], BLOCK // 2, 2)
             to[..., : BLOCK // 2, i], to[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
 
-    for _ in in_threads(part, range(0, len(rows), step)):
-        pass
+    with cores() as threads:
+        list(threads.map(part, range(0, len(rows), step)))
     return pairs.reshape(w.shape)
 
 

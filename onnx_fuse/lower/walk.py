@@ -37,7 +37,7 @@ from onnx_fuse.lower.context import (
 )
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED, is_flat_grid
-from onnx_fuse.lower.folds import fold_weights
+from onnx_fuse.lower.folds import Folds
 from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
@@ -85,7 +85,11 @@ def lower(
     written in place. The initializers among them are never taken for constants.
     """
     with same_choices():
-        return Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values).run()
+        while True:
+            lowerer = Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values)
+            program = lowerer.run()
+            if lowerer.weight_folds.keep():
+                return program
 
 
 class Lowerer(Control):
@@ -110,6 +114,8 @@ class Lowerer(Control):
         self.fallbacks: dict[str, str] = {}
         self.in_parts: dict[str, str] = {}
         self._packed: dict[str, Tensor] = {}
+        kept = model.graph.meta.setdefault("folded", {})  # for the next shapes, too
+        self.weight_folds = Folds(kept)
         self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
         self._updates = Updates()
         self.later: list[ir.Node] = []
@@ -225,25 +231,21 @@ class Lowerer(Control):
         if w.dtype not in ("float16", "bfloat16") or source.kind != "weight":
             return None
         values = [self.known(t) for t in parameters]
-        arrays = [v for v in values if v is not None]
-        if len(arrays) < len(values):
+        known = [v for v in values if v is not None]
+        if len(known) < len(values):
             return None
-        g, *b, weights, row = arrays
+        g, *b, weights, row = known
         small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
-        cache = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
         initializer = self.model.graph.initializers.get(source.name)
         # an initializer's number, or what was made of one for this program and the next
         value = initializer.const_value if initializer is not None else self.constants[w.buffer]
-        # a clone that was given other weights still has this one's
-        if name not in cache or cache[name][0] is not value:
-            parts = fold_weights(g, b[0] if b else None, weights, row, trans)
-            if parts is None:
-                return None  # a product beyond float16: it stays in the operand path
-            cache[name] = value, parts
+        arrays = self.weight_folds.of(name, value, g, b[0] if b else None, weights, row, trans)
+        if not arrays:
+            return None  # a product beyond float16: it stays in the operand path
         tensors = {}
-        for key, array in cache[name][1].items():
+        for key, array in arrays.items():
             tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
             self.constants[tensors[key].buffer] = array
         return tensors
@@ -275,6 +277,8 @@ class Lowerer(Control):
         buffer = self.buffers[tensor.buffer]
         if tensor.buffer in self.constants:
             array = self.constants[tensor.buffer]
+            if not self.weight_folds.is_made(array):
+                return None
         else:
             value = self.model.graph.initializers[buffer.name].const_value
             array = required(value).numpy()

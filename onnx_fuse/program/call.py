@@ -295,6 +295,7 @@ class PassContext(Protocol):
         """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, or None.
 
         wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
+        Without beta the norm is an RMSNorm, whose mean is 0, and cs is 0.
         """
 
 

@@ -62,7 +62,7 @@ def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
             return None
     names = {id(v.const_value): n for n, v in graph.initializers.items()}
     manifest: dict[str, Any] = {"places": places}
-    folded = {id(value) for value, _ in list(graph.meta.get("folded", {}).values())}
+    folded = {id(value) for value, made in list(graph.meta.get("folded", {}).values()) if made}
     for kind in _MADE:
         rows = manifest[kind] = []
         for name, (value, entry) in list(graph.meta.get(kind, {}).items()):

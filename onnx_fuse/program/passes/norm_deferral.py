@@ -138,13 +138,14 @@ def _readers(
     """The readers' new calls by their place, or None where the weights cannot be folded."""
     new_calls: dict[int, Call] = {}
     params, parts = dict(rows.call.reads), part["part"].shape[0] if part else 0
+    beta = params.get("bias") or ctx.constant(np.zeros_like(rows.gamma))
     statistics: dict[str, Tensor] = {}
     for j, call in products.items():
         reads, problem = dict(call.reads), _norm_gemm(call, rows, parts)
         b = reads["b"]
         weights = replace(b, shape=b.shape[-2:], strides=b.strides[-2:])
         row = reads.get("col1") or ctx.constant(np.zeros(problem.n, rows.gamma.dtype))
-        folded = ctx.folded(params["scale"], params.get("bias"), weights, row, problem.trans_b)
+        folded = ctx.folded(params["scale"], beta, weights, row, problem.trans_b)
         if folded is None:
             return None
         moments = {n: ctx.scratch("float32", (*rows.x.shape[:-1], 1)) for n in ("mean", "rstd")}
