@@ -246,16 +246,9 @@ def compile_training(
         # an evaluation takes fewer inputs than the update
         names = {v.name for v in graph.graph.inputs}
         sets = [{k: v for k, v in s.items() if k in names or mode == "update"} for s in shapes]
+        math, free = TRAINING_PRECISIONS[precision][1], {} if mode == COPIES else ranges or {}
         compiled[mode] = _compiled(
-            graph,
-            place / f"{mode}.fused",
-            {hw.name: hw},
-            sets,
-            {} if mode == COPIES else ranges or {},
-            precision,
-            TRAINING_PRECISIONS[precision][1],
-            state,
-            more,
+            graph, place / f"{mode}.fused", {hw.name: hw}, sets, free, precision, math, state, more
         )
     return compiled
 

@@ -215,24 +215,16 @@ def test_what_a_run_cannot_have_is_refused_in_a_sentence(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="a text that is not empty, not ''"):
         session.add_adapter("", tmp_path / "whole.safetensors")
     feeds = {"x": batch("MatMul", rows=2)["x"]}
+    numbers = "int64[1] zero = {0}, int64[1] two = {2}, int64[6] lengths = {2, 2, 2, 2, 2, 2}"
+    moved = FORMS["MatMul"].replace("MatMul (x", "MatMul (z").replace("<", f"<{numbers}, ", 1)
+    order = "the rows that 'w' multiplies are not in the order of the batch"
     for text, words in (
         (FORMS["MatMul"], "adapter has 1 names, and 'x' has 2 rows"),
         (FORMS["MatMul"].replace("batch", "2"), "the first input has no batch dimension"),
-        (
-            FORMS["MatMul"].replace("y = MatMul (x, w)", "z = Identity (x)").replace(
-                "z = Identity (x)",
-                "s = Slice (x, zero, two, zero) z = Concat <axis = 0> (s, s) y = MatMul (z, w)",
-            ).replace("float[4] c", "int64[1] zero = {0}, int64[1] two = {2}, float[4] c"),
-            "the rows that 'w' multiplies are not in the order of the batch",
-        ),
-        (
-            FORMS["MatMul"].replace(
-                "y =", "s = ReverseSequence <batch_axis = 1> (x, two) z = Abs (s) y ="
-            ).replace("MatMul (x", "MatMul (z").replace(
-                "float[4] c", "int64[6] two = {2, 2, 2, 2, 2, 2}, float[4] c"
-            ),
-            "the rows that 'w' multiplies are not in the order of the batch",
-        ),
+        (moved.replace("{ y", "{ s = Slice (x, zero, two, zero) z = Concat <axis = 0> (s, s) y"),
+         order),
+        (moved.replace("{ y", "{ s = ReverseSequence <batch_axis = 1> (x, lengths) z = Abs (s) y"),
+         order),
     ):  # fmt: skip
         session = InferenceSession(text_model(text))
         file = write_adapter(tmp_path / "a.safetensors", text_model(text), 2, 0)
@@ -266,14 +258,19 @@ def test_each_prompt_goes_on_with_its_adapter(form: Any, tmp_path: Path) -> None
         generate(model, prompts, adapter="a")
 
 
-def test_rows_of_one_adapter_where_sums_may_not_depend_on_others(tmp_path: Path) -> None:
+def test_a_row_sums_over_all_adapters_where_those_of_others_may_not_matter(tmp_path: Path) -> None:
     model = text_model(FORMS["MatMul"])
     adapted = AdaptedModel(lambda: load(model), InferenceSession, None)
     held = HeldAdapters(adapted, batch_invariant=True)
-    held.add("a", write_adapter(tmp_path / "a.safetensors", model, 2, 0))
-    assert held.feeds(["a", "a"], lambda _: 2)[0] is not None
-    with pytest.raises(UsageError, match="different adapters: with batch_invariant, sums over"):
-        held.feeds(["a", None], lambda _: 2)
+    assert held.feeds([None], lambda _: 1) == (None, {})
+    for seed, (name, rank) in enumerate({"b": 20, "a": 2}.items()):
+        held.add(name, write_adapter(tmp_path / f"{name}.safetensors", model, rank, seed))
+    stack, mask = held.feeds(["a", None, "b"], lambda _: 3)[1].values()
+    for row, name in enumerate(["a", None, "b"]):
+        again, alone = held.feeds([name], lambda _: 1)[1].values()
+        assert again is stack
+        np.testing.assert_array_equal(alone[0], mask[row])
+    assert mask.sum(axis=1).tolist() == [2, 0, 20]
 
 
 @pytest.mark.parametrize("form", ["twice", "rows in one axis", "one product"])

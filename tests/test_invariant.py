@@ -133,3 +133,7 @@ def test_the_check_finds_rows_that_depend_on_others(cli: Cli, tmp_path: Path) ->
         assert cli.report(*args, code=0 if ok else 3)["batch_invariant"]["ok"] == ok
         said = "each row has the same bits" if ok else "'y' of row 0 alone has other bits in 6 of 6"
         assert said in cli.last.out
+    args += ["--adapters", "a.safetensors"]
+    assert "a.safetensors: No such file or directory" in cli.fails(1, *args)
+    args.remove("--batch-invariant")
+    assert "--adapters is for --batch-invariant" in cli.fails(2, *args)

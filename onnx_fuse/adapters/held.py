@@ -210,9 +210,13 @@ class HeldAdapters:
                 if name is not None:
                     self._check(name)
             names = {name for name in rows if name is not None}
-            if not names:
+            if not names and not (self._invariant and self._pairs):
                 return None, {}
             session, ends, _ = self._ready()
+            # all that are held in their order: a row has its sums whatever other rows have
+            every = self._invariant and not ends.refusal
+            if not names and not every:
+                return None, {}
             batch = batch_of(ends.batch)
             if one:
                 rows *= batch or 0
@@ -221,10 +225,9 @@ class HeldAdapters:
                     f"adapter has {len(rows)} names, and '{ends.batch}' has {batch} rows: give one "
                     "name, or one for each row"
                 )
-            refusal = _SUMS_OF_ROWS if self._invariant else ends.refusal
-            if refusal and len(set(rows)) > 1:
-                raise UsageError(f"rows cannot have different adapters: {refusal}")
-            ordered = tuple(sorted(names))
+            if ends.refusal and len(set(rows)) > 1:
+                raise UsageError(f"rows cannot have different adapters: {ends.refusal}")
+            ordered = tuple(self._pairs if every else sorted(names))
             stack = self._stack(ordered)
             ranks = [len(self._matrices[name]) for name in ordered]
         more = {ends.matrices: stack}
@@ -281,9 +284,6 @@ class HeldAdapters:
         if rest := tensor.address + tensor.nbytes - at:
             stream.fill(at, 0, rest)
         return tensor
-
-
-_SUMS_OF_ROWS = "with batch_invariant, sums over ranks would depend on the other rows' adapters"
 
 
 def _room(most: int, ranks: int) -> str:

@@ -24,6 +24,8 @@ OPTIONS = """
     grad (--grad): Also compare every gradient with central differences.
     batch_invariant (--batch-invariant): Instead run rows of a batch alone, in batches of other
         sizes and permuted, and compare their bits; on cuda in a batch-invariant session.
+    adapters (--adapters FILE ...): With --batch-invariant: give rows the low-rank adapters of these
+        files, or none, in turn.
     """
 
 
@@ -35,6 +37,7 @@ def validate(
     op: bool = False,
     grad: bool = False,
     batch_invariant: bool = False,
+    adapters: list[str] | None = None,
     inputs: Path | None = None,
     options: CheckOptions,
     reports: show.Reports,
@@ -50,7 +53,9 @@ def validate(
                 "--batch-invariant compares a file with itself, row by row: leave --op, --against, "
                 "--grad and --providers out"
             )
-        _compare_rows(model, inputs, options, reports)
+        _compare_rows(model, adapters or [], inputs, options, reports)
+    elif adapters:
+        raise UsageError("--adapters is for --batch-invariant")
     elif op:
         if against is not None:
             raise UsageError("--op compares an operator with its body: leave --against out")
@@ -66,8 +71,9 @@ def validate(
 
 
 def _compare_rows(
-    model: Path, inputs: Path | None, options: CheckOptions, reports: show.Reports
-) -> None:
+    model: Path, adapters: list[str], inputs: Path | None, options: CheckOptions,
+    reports: show.Reports,
+) -> None:  # fmt: skip
     files.check_paths({"MODEL": model, "--inputs": inputs}, reports.paths)
     from onnx_fuse.validation.inputs import read_feeds
     from onnx_fuse.validation.invariant import Invariance, check_batch
@@ -79,13 +85,9 @@ def _compare_rows(
 
     def work() -> Invariance:
         return check_batch(
-            graph,
-            device=device,
-            precision=precision,
-            feeds=feeds,
-            dims=options.dims,
-            seed=options.seed,
-        )
+            graph, device=device, precision=precision, feeds=feeds, dims=options.dims,
+            seed=options.seed, adapters=adapters,
+        )  # fmt: skip
 
     found: Invariance = checking.guarded(work, str(model), device)
     names = ", ".join(found.outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,12 @@ def check_batch(
     feeds: Feeds | None = None,
     dims: Mapping[str, int] | None = None,
     seed: int = 0,
+    adapters: Sequence[str] = (),
 ) -> Invariance:
     """Run rows alone, in batches of other sizes and permuted, and compare their bits.
 
     The batch is the first dimension of the first input. On "cuda" the session is batch-invariant.
+    Rows have the `adapters` of these files, or none, in turn.
     Raises ModelError for a model without a dynamic batch, and for feeds that it does not take.
     """
     graph = load(model)
@@ -81,7 +83,10 @@ def check_batch(
         made = generate(sized, lambda f: session.run(None, f), seed=seed, single=True)
         feeds = made[0][0]
     count = feeds[str(first.name)].shape[0]
-    whole = session.run(None, feeds)
+    for path in adapters:
+        session.add_adapter(path, path)
+    names = [[None, *adapters][row % (len(adapters) + 1)] for row in range(count)]
+    whole = session.run(None, feeds, adapter=names)
     found = Invariance(count)
     ends = [
         (i, v.name) for i, v in enumerate(session.get_outputs())
@@ -94,7 +99,7 @@ def check_batch(
     choices += [rng.permutation(count)[:n] for n in sizes]
     for rows in choices:
         part = {k: a[rows] if k in of_batch else a for k, a in feeds.items()}
-        outputs = session.run(None, part)
+        outputs = session.run(None, part, adapter=[names[row] for row in rows])
         found.runs += 1
         for i, end in ends:
             wrong = _different(whole[i][rows], outputs[i])

@@ -1,5 +1,6 @@
 """A row's bits on the GPU whatever else is in its batch, in every precision."""
 
+from pathlib import Path
 from typing import Any
 
 import convnet
@@ -9,6 +10,7 @@ import llama
 import numpy as np
 import pytest
 from decoders import slotted
+from support import write_adapter
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.errors import UsageError
@@ -72,3 +74,12 @@ def test_the_length_of_others_may_be_of_no_effect_either() -> None:
     assert "batch-invariant: predicted" in session.explain(feeds)
     with pytest.raises(UsageError, match="holds for 'batch' up to 8"):
         session.run(None, {k: np.repeat(a, 2, axis=0) for k, a in feeds.items()})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_adapters_of_others_are_of_no_effect(precision: str, tmp_path: Path) -> None:
+    model = gpt.build(gpt.Config())
+    files = [str(write_adapter(tmp_path / f"{r}.safetensors", model, r, r)) for r in (12, 40, 3)]
+    dims = {"batch": 9, "sequence": 33}
+    found = check_batch(model, device="cuda", precision=precision, dims=dims, adapters=files)
+    assert found.ok, found.faults[:4]

@@ -126,14 +126,8 @@ def test_each_row_runs_with_its_adapter(precision: str, tmp_path: Path) -> None:
         session.add_adapter(name, file)
         merge(path, file, tmp_path / "merged.onnx")
         expected[name] = run_on_cpu(tmp_path / "merged.onnx", ids)[0]
-    for names in (
-        "a",
-        "b",
-        "a",
-        ["b", None, "a", "c"],
-        ["c", "c", None, "b"],
-        ["a", "b", None, "c"],
-    ):
+    mixed = ["b", None, "a", "c"], ["c", "c", None, "b"], ["a", "b", None, "c"]
+    for names in ("a", "b", "a", *mixed):
         rows = [names] * 4 if isinstance(names, str) else names
         for _ in range(4 if names == "a" else 1):  # the first runs are no CUDA graph
             found = session.run(None, ids, adapter=names)[0]
