@@ -26,7 +26,7 @@ from onnx_fuse.adapters.products import (
     products_of,
     write_out,
 )
-from onnx_fuse.ir.build import Builder, add_input, rank, required, required_inputs
+from onnx_fuse.ir.build import Builder, add_input, insert_behind, rank, required, required_inputs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, RESHAPES, SIZES
 from onnx_fuse.ops.rules import cast_to, typed
@@ -126,9 +126,7 @@ def add_inputs(model: ir.Model, layout: AdapterColumns) -> Ends:
 
     for weight, place in zip(weights, layout.places.values(), strict=True):
         add_beside(graph, weight, products[weight], beside(weight, place))
-    first = next(iter(graph), None)
-    if first is not None:
-        graph.insert_before(first, op.nodes)
+    insert_behind(graph, None, op.nodes)
     return Ends(str(matrices.name), mask, rows_of.input, refusal)
 
 

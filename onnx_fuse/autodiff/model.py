@@ -19,6 +19,7 @@ from onnx_fuse.ir.build import (
     Builder,
     add_initializer,
     add_input,
+    insert_behind,
     rank,
     reads,
     rename_shadowing_values,
@@ -345,11 +346,7 @@ def open_parameters(model: ir.Model, values: Sequence[ir.Value]) -> list[str]:
         new = pack_values(op, value, inputs)
         ir.convenience.replace_all_uses_with(value, new, replace_graph_outputs=True)
         del graph.initializers[str(value.name)]
-    for node in reversed(op.nodes):
-        if len(graph):
-            graph.insert_before(graph[0], node)
-        else:
-            graph.append(node)
+    insert_behind(graph, None, op.nodes)
     graph.inputs.extend(inputs.values())
     return list(inputs)
 

@@ -266,6 +266,16 @@ def sources(
     return reached
 
 
+def insert_behind(graph: ir.Graph, node: ir.Node | None, nodes: Sequence[ir.Node]) -> None:
+    """Insert nodes right behind one of the graph's, or before all of these where that is None."""
+    if node is not None:
+        graph.insert_after(node, nodes)
+    elif len(graph):
+        graph.insert_before(graph[0], nodes)
+    else:
+        graph.extend(nodes)
+
+
 def detach(nodes: Iterable[ir.Node]) -> None:
     """Take nodes that are in no graph, with their subgraphs, out of the uses of all they read."""
     for node in all_nodes(nodes):

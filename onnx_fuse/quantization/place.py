@@ -17,6 +17,7 @@ from onnx_fuse.ir.build import (
     add_initializer,
     const_array,
     given,
+    insert_behind,
     remove_unused_nodes,
     required,
 )
@@ -108,11 +109,7 @@ def _rounded(graph: ir.Graph, x: ir.Value, scale: Array, naming: Names) -> ir.Va
         operands = [result, *node.inputs[1:]]
         result = op.node(node.op_type, operands, attributes=dict(node.attributes))
     result = _named(op, result, naming, x)
-    after = x.producer()
-    if after is None:
-        graph.insert_before(graph[0], op.nodes)
-    else:
-        graph.insert_after(after, op.nodes)
+    insert_behind(graph, x.producer(), op.nodes)
     return result
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import Builder, add_initializer, sources, subgraphs
+from onnx_fuse.ir.build import Builder, add_initializer, insert_behind, sources, subgraphs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
@@ -140,12 +140,7 @@ def lower_precision(
             if read is not None and read.dtype == dtype:
                 node.replace_input_with(i, _to(here, read, F32))
         graph.insert_before(node, here.nodes)
-    if op.nodes:
-        first = next(iter(graph), None)
-        if first is None:
-            graph.extend(op.nodes)
-        else:
-            graph.insert_before(first, op.nodes)
+    insert_behind(graph, None, op.nodes)
     op = Builder()
     for k, value in enumerate(graph.outputs):
         if widened[k] and value.dtype == dtype:

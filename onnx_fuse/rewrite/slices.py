@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.build import Builder, insert_behind, required
 from onnx_fuse.ops.rules import cut_of
 
 
@@ -38,11 +38,7 @@ def slices_as_splits(model: ir.Model) -> None:
             result.name, result.type, result.shape = f"{first.name}.part", first.type, first.shape
             for node in parts[span]:
                 ir.convenience.replace_all_uses_with(node.outputs[0], result)
-        maker = value.producer()
-        if maker is None:
-            graph.insert_before(graph[0], op.nodes)
-        else:
-            graph.insert_after(maker, op.nodes)
+        insert_behind(graph, value.producer(), op.nodes)
         for node in (n for nodes in parts.values() for n in nodes):
             graph.remove(node, safe=True)
 

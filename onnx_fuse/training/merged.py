@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from onnx_fuse.adapters.files import Adapter
 from onnx_fuse.arrays import Array
-from onnx_fuse.ir.build import Builder, add_initializer, dim, required
+from onnx_fuse.ir.build import Builder, add_initializer, dim, insert_behind, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.norm import norm_attributes, norm_node
@@ -281,9 +281,7 @@ def add_to_weights(model: ir.Model, merging: Merging) -> Sums:
         for node, index in uses:
             node.replace_input_with(index, total)
         merged.add(total if low is weight else low, axis, products)
-    first = next(iter(graph), None)
-    if first is not None:
-        graph.insert_before(first, [*casts.nodes, *op.nodes])
+    insert_behind(graph, None, [*casts.nodes, *op.nodes])
     return merged
 
 
