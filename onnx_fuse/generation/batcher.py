@@ -323,13 +323,8 @@ class Batcher:
             drawn = [r._numbers.random(dtype=np.float32) if r else 0 for r in rows]
             draws[DRAWN] = np.array(drawn, np.float32)[:, None]
         if self._sampling.repetition_penalty != 1:
-            history = np.zeros((len(rows), self._room), np.int64)
-            for row, request in zip(history, rows, strict=True):
-                if request is not None:
-                    tokens = request.prompt + request.tokens
-                    row[:] = tokens[0]
-                    row[: len(tokens)] = tokens
-            draws[HISTORY] = history
+            texts = [r.prompt + r.tokens if r else [0] for r in rows]
+            draws[HISTORY] = np.array([t + t[:1] * (self._room - len(t)) for t in texts])
         return draws
 
     def _taken(self, rows: Sequence[Request | None], answer: Array) -> None:

@@ -66,7 +66,6 @@ class Folds:
     def __init__(self, kept: dict[str, tuple[Any, dict[str, np.ndarray]]]) -> None:
         self._kept, self._threads = kept, cores()
         self._begun: dict[str, tuple[Any, Folding]] = {}
-        self._folding_of: dict[int, Folding] = {}
 
     def of(self, name: str, w: object, *given: Any) -> dict[str, np.ndarray]:
         """The arrays of a name, which are filled later, or none; `given` is as for `Folding`."""
@@ -74,13 +73,12 @@ class Folds:
             return self._kept[name][1]
         if name not in self._begun:
             self._begun[name] = w, Folding(self._threads, *given)
-        folding = self._begun[name][1]
-        self._folding_of |= dict.fromkeys(map(id, folding.arrays.values()), folding)
-        return folding.arrays
+        return self._begun[name][1].arrays
 
     def is_made(self, array: np.ndarray) -> bool:
         """Wait for an array that may be one of them; whether its numbers are finite."""
-        return id(array) not in self._folding_of or self._folding_of[id(array)].fits
+        foldings = (folding for _, folding in self._begun.values())
+        return all(f.fits for f in foldings if any(array is a for a in f.arrays.values()))
 
     def keep(self) -> bool:
         """Wait for all of them and keep them; whether all numbers are finite."""
