@@ -29,42 +29,41 @@ from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.pointwise_sums import sum_results
 from onnx_fuse.program.passes.select import select_kernels
 
-Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], PassContext], Sequence[Call]]
-"""(calls, buffers whose last values are wanted, the lowering they come from) -> the calls."""
+Pass: TypeAlias = Callable[[Calls], Sequence[Call]]
+"""The calls under the pass -> those to run in their place."""
 
 
-def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> list[Call]:
-    return rewrite(rule, Calls(calls, keep, ctx))
+def _rule(name: str, rule: Rule) -> tuple[str, Pass]:
+    return name, partial(rewrite, rule)
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
-    ("codes", lambda calls, keep, _: dequantize_where_read(calls, keep)),
-    ("memory order", lambda calls, *_: in_memory_order(calls)),
-    ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
-    ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
-    ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
-    ("copy forwarding", lambda calls, keep, _: forward_copies(calls, keep)),
-    *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
+    ("codes", dequantize_where_read),
+    ("memory order", in_memory_order),
+    ("dead calls", eliminate_dead),
+    ("cse", eliminate_common),
+    ("dead calls", eliminate_dead),
+    _rule("copy forwarding", forward_copies),
+    *(_rule(f"epilogue fusion: {rule.__name__}", rule) for rule in BEFORE_CHAINS),
     ("integer tails", quantize_in_tails),
-    ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
-    *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
-    *((f"packed products: {rule.__name__}", partial(_each, rule)) for rule in PACKED_PRODUCTS),
-    ("cached attention", partial(_each, append_in_attention)),
-    *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
-    ("activations again", partial(_each, make_activation_again)),
-    ("column sums", partial(_each, sum_columns)),
-    ("column moments", partial(_each, leave_moments)),
-    ("norm deferral", partial(_each, defer)),
-    ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
-    ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
-    ("turned weights", lambda calls, _, ctx: turn_together(calls, ctx.hw, ctx.prefs)),
+    ("pointwise fusion", lambda calls: fuse(calls.calls, calls.keep)),
+    *(_rule(f"epilogue fusion: {rule.__name__}", rule) for rule in BEHIND_CHAINS),
+    *(_rule(f"packed products: {rule.__name__}", rule) for rule in PACKED_PRODUCTS),
+    _rule("cached attention", append_in_attention),
+    *(_rule(f"few columns: {rule.__name__}", rule) for rule in FEW_COLUMNS),
+    _rule("activations again", make_activation_again),
+    _rule("column sums", sum_columns),
+    _rule("column moments", leave_moments),
+    _rule("norm deferral", defer),
+    ("shared loads", share_loads),
+    ("folds of weights", fold_together),
+    ("turned weights", turn_together),
     # twice: what the first has moved to the end lets its producers wait as well
-    ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
-    ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
-    ("sums of results", partial(_each, sum_results)),  # those that share no launch
-    ("buckets", lambda calls, *_: by_bucket(calls)),
-    ("pointwise problems", lambda calls, *_: [as_problem(call) for call in calls]),
-    ("select", lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs)),
+    *[("horizontal fusion", batch)] * 2,
+    _rule("sums of results", sum_results),  # those that share no launch
+    ("buckets", by_bucket),
+    ("pointwise problems", lambda calls: [as_problem(call) for call in calls.calls]),
+    ("select", lambda calls: select_kernels(calls.calls, calls.hw, calls.prefs)),
 )
 """Name and pass, in order."""
 
@@ -82,7 +81,7 @@ def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple
     if check is not None:
         check("lowering", calls)
     for name, each in PIPELINE:
-        calls = each(calls, keep, ctx)
+        calls = each(Calls(calls, keep, ctx))
         if check is not None:
             check(name, calls)
     return tuple(calls)

@@ -6,33 +6,29 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.passes.callgraph import Calls, nodes_of
 from onnx_fuse.program.problem import Collective
 
 
-def by_bucket(calls: Sequence[Call]) -> list[Call]:
+def by_bucket(calls: Calls) -> list[Call]:
     """The calls, with the collectives of a bucket as one call.
 
     A bucket that is reduced stands where its last operand is ready; one that is gathered stands
     where its last collective stood. All ranks have the collectives in this order.
     """
     members: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
+    for i, call in enumerate(calls.calls):
         if isinstance(call.problem, Collective):
             members[call.problem.kind, call.problem.bucket].append(i)
+            calls.now[i] = ()
     gone = {i for places in members.values() for i in places}
-    writer = {t.buffer: i for i, call in enumerate(calls) for _, t in call.writes}
-    behind: dict[int, list[Call]] = defaultdict(list)
     for (kind, _), places in members.items():
-        ends = [writer[t.buffer] for i in places for _, t in calls[i].reads if t.buffer in writer]
+        apart = [calls.calls[i] for i in places]
+        ends = [w for call in apart for _, t in call.reads for w in calls.writers[t.buffer][-1:]]
         ready = max((i for i in ends if i < places[-1]), default=places[-1])
         at = places[-1] if kind == "AllGather" or ready in gone else ready
-        behind[at].append(_together([calls[i] for i in places]))
-    result: list[Call] = []
-    for i, call in enumerate(calls):
-        result += [] if i in gone else [call]
-        result += behind[i]
-    return result
+        calls.now[at] = (*calls.now[at], _together(apart))
+    return calls.left()
 
 
 def first_buckets(calls: Sequence[Call]) -> list[int | None]:

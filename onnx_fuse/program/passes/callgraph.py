@@ -119,6 +119,16 @@ class Calls:
         """Whether the problems after a rewrite cost less than those before it."""
         return pays(before, after, self.hw, self.prefs)
 
+    def gather(self, places: Iterable[int], at: int, *together: Call) -> None:
+        """Replace the calls at these places by others, which stand at `at`."""
+        for i in places:
+            self.now[i] = ()
+        self.now[at] = together
+
+    def left(self) -> list[Call]:
+        """The calls after a pass, in order."""
+        return [call for now in self.now for call in now]
+
     def fuse(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
         """Replace the calls at `at` and `i` by `call`, with the calls `after` at `i`.
 
@@ -145,4 +155,4 @@ def rewrite(rule: Rule, calls: Calls) -> list[Call]:
     for i in range(len(calls.calls)):
         for call in calls.now[i]:
             rule(calls, i, call)
-    return [call for now in calls.now for call in now]
+    return calls.left()

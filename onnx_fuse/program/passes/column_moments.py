@@ -42,16 +42,11 @@ def leave_moments(calls: Calls, i: int, call: Call) -> None:
     if not calls.pays((product.problem, *before), (fused, merged)):
         return
     part = calls.ctx.scratch("float32", (merged.parts, n, 2))
-    for j in places:
-        calls.now[j] = ()
     calls.now[at] = (replace(product, problem=fused, writes=(*product.writes, ("part", part))),)
-    calls.now[places[-1]] = (
-        replace(
-            last, kernel="MergedMoments", problem=merged, reads=(("part", part),),
-            writes=(("mean", stats["y"]), ("variance", stats["y2"])), bytes=merged.bytes,
-            inplace=(),
-        ),
-    )  # fmt: skip
+    calls.gather(places, places[-1], replace(
+        last, kernel="MergedMoments", problem=merged, reads=(("part", part),),
+        writes=(("mean", stats["y"]), ("variance", stats["y2"])), bytes=merged.bytes, inplace=(),
+    ))  # fmt: skip
 
 
 def _with_moments(problem: AnyProblem | None, m: int, n: int) -> AnyProblem | None:

@@ -47,10 +47,7 @@ def sum_columns(calls: Calls, i: int, call: Call) -> None:
             end, kernel="PartSums", problem=sums, reads=(("part", part),), writes=(("out0", y),),
             bytes=sums.bytes, inplace=(),
         )  # fmt: skip
-        for j in places:
-            calls.now[j] = ()
-        calls.now[at] = (call_fused, last)
-        return
+        return calls.gather(places, at, call_fused, last)
 
 
 def _summed(call: Call) -> tuple[int, int] | None:

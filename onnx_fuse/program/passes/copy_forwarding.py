@@ -6,48 +6,38 @@ So the pieces of a Concat go straight to the places that a Transpose behind it g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import nodes_of, uses
+from onnx_fuse.program.passes.callgraph import Calls, nodes_of
 from onnx_fuse.program.passes.copy_fusion import copied
 
 
-def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """The calls without copies that rearrange a buffer which pointwise calls fill for them alone.
-
-    `keep` are buffers whose last values are wanted.
-    """
-    readers, writers = uses(calls)
-    now: list[Call | None] = list(calls)
-    for i, call in enumerate(calls):
-        x = copied(call)
-        if x is None or x.buffer in keep or readers[x.buffer] != [i]:
-            continue
-        (_, y), makers = call.writes[0], writers[x.buffer]
-        touched = [j for j in (*readers[y.buffer], *writers[y.buffer]) if j != i]
-        if not makers or any(makers[0] <= j <= i for j in touched):
-            continue
-        moved: dict[int, Call] = {}
-        pieces: dict[int, int] = defaultdict(int)  # elements by the places' first one
-        for j in makers:
-            maker = moved.get(j, now[j])
-            to = None if maker is None else _redirected(maker, x, y)
-            if to is None:
-                break
-            moved[j], (first, size) = to
-            pieces[first] += size
-        else:
-            if sum(pieces.values()) != x.size or len(pieces) != len(makers):
-                continue
-            for j, maker in moved.items():
-                now[j] = replace(maker, nodes=nodes_of(maker, call))
-            now[i] = None
-            # `readers` need not change: no call after this one is asked about x
-            writers[y.buffer] = sorted([*makers, *(j for j in writers[y.buffer] if j != i)])
-            writers[x.buffer] = []
-    return [call for call in now if call is not None]
+def forward_copies(calls: Calls, i: int, call: Call) -> None:
+    """Drop a copy that rearranges a buffer which pointwise calls fill for it alone."""
+    x, readers, writers = copied(call), calls.readers, calls.writers
+    if x is None or x.buffer in calls.keep or readers[x.buffer] != [i]:
+        return
+    (_, y), makers = call.writes[0], writers[x.buffer]
+    touched = [j for j in (*readers[y.buffer], *writers[y.buffer]) if j != i]
+    if not makers or any(makers[0] <= j <= i for j in touched):
+        return
+    moved: dict[int, Call] = {}
+    pieces: dict[int, int] = defaultdict(int)  # elements by the places' first one
+    for j in makers:
+        (maker,) = (moved[j],) if j in moved else calls.now[j]
+        if (to := _redirected(maker, x, y)) is None:
+            return
+        moved[j], (first, size) = to
+        pieces[first] += size
+    if sum(pieces.values()) != x.size or len(pieces) != len(makers):
+        return
+    for j, maker in moved.items():
+        calls.now[j] = (replace(maker, nodes=nodes_of(maker, call)),)
+    calls.now[i] = ()
+    # `readers` need not change: no call after this one is asked about x
+    writers[y.buffer] = sorted([*makers, *(j for j in writers[y.buffer] if j != i)])
+    writers[x.buffer] = []
 
 
 def _redirected(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | None:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import rename_buffer, uses
+from onnx_fuse.program.passes.callgraph import Calls, rename_buffer
 
 
-def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def eliminate_dead(calls: Calls) -> list[Call]:
     """Drop the calls whose results nothing reads."""
-    live, remaining = set(keep), []
-    for call in reversed(calls):
+    live, remaining = set(calls.keep), []
+    for call in reversed(calls.calls):
         if any(t.buffer in live for _, t in call.writes):
             live.update(t.buffer for _, t in call.reads)
             remaining.append(call)
     return remaining[::-1]
 
 
-def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def eliminate_common(calls: Calls) -> list[Call]:
     """Run equal calls on equal operands once."""
-    _, writers = uses(calls)
+    writers, keep = calls.writers, calls.keep
     seen: dict[object, Call] = {}
     same: dict[int, int] = {}
     remaining = []
-    for old in calls:
+    for old in calls.calls:
         call = old
         if any(t.buffer in same for _, t in old.reads):
             call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import prod
 
 from onnx_fuse.cuda.pointwise import rows_of
@@ -14,9 +15,9 @@ from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, Pointwise, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
-from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
+from onnx_fuse.program.passes.callgraph import LARGE, Calls, nodes_of, steps_of, whole
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, pointwise, view
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
+from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Fold
 from onnx_fuse.program.size import OpenSize, coarse
 
@@ -28,7 +29,7 @@ MAX_FOLDS = 256
 """Weights that one launch folds."""
 
 
-def batch(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
+def batch(calls: Calls) -> list[Call]:
     """Equal expressions over many flat tensors, an optimizer's updates, become one launch.
 
     A call may wait for a later one of its kind if nothing in between reads what it writes or
@@ -38,29 +39,22 @@ def batch(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call
     """
     depth: dict[int, int] = defaultdict(int)  # of a buffer: the longest chain of calls to it
     depths = []
-    for call in calls:
+    for call in calls.calls:
         depths.append(1 + max((depth[t.buffer] for _, t in call.reads), default=0))
         for _, tensor in call.writes:
             depth[tensor.buffer] = depths[-1]
     kinds: dict[object, list[int]] = defaultdict(list)
-    apart = list(zip(first_buckets(calls), last_buckets(calls), strict=True))
-    for i, call in enumerate(calls):
+    apart = list(zip(first_buckets(calls.calls), last_buckets(calls.calls), strict=True))
+    for i, call in enumerate(calls.calls):
         if (kind := _kind(call)) is not None:
             kinds[kind, apart[i]].append(i)
-    gone: set[int] = set()
-    placed: dict[int, list[Call]] = defaultdict(list)
     for members in kinds.values():
-        runs = [run for run in _runs(calls, members) if len(run) > 1]
-        choice = _shared(calls[members[0]], hw, prefs) if runs else None
+        runs = [run for run in _runs(calls.calls, members) if len(run) > 1]
+        choice = _shared(calls, calls.calls[members[0]]) if runs else None
         if choice is not None:
             for run in runs:
-                _place(calls, run, choice, depths, gone, placed)
-    result = []
-    for i, call in enumerate(calls):
-        if i not in gone:
-            result.append(call)
-        result += placed.get(i, [])
-    return result
+                calls.gather(run, run[0], *_together(calls.calls, run, choice, depths))
+    return calls.left()
 
 
 def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
@@ -75,22 +69,13 @@ def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _place(
-    calls: Sequence[Call],
-    run: Sequence[int],
-    choice: Selection,
-    depths: Sequence[int],
-    gone: set[int],
-    placed: dict[int, list[Call]],
-) -> None:
-    """Put the members of a run as one call, or a few, where its last member stood."""
+def _together(
+    calls: Sequence[Call], run: Sequence[int], choice: Selection, depths: Sequence[int]
+) -> list[Call]:
+    """The members of a run as one call, or a few, for the place of its last member."""
     members = list(reversed(run))
     if copy_fusion.copy_kind(calls[run[0]]) is not None:
-        for k in range(0, len(members), copy_fusion.TABLE):
-            part = [calls[i] for i in members[k : k + copy_fusion.TABLE]]
-            placed[run[0]].append(copy_fusion.merged(part) if len(part) > 1 else part[0])
-        gone.update(run)
-        return
+        return _in_parts(calls, members, copy_fusion.TABLE, copy_fusion.merged)
     large = [i for i in members if calls[i].expression and calls[i].writes[0][1].size >= LARGE]
     last = max((depths[i] for i in large), default=0)
     early = [i for i in large if depths[i] < last]
@@ -102,10 +87,16 @@ def _place(
     columns = len(tensors) + 2 + (gaps + 1 if gaps else 0)
     most = MAX_TABLE // (8 * columns)
     most = 1 << (most.bit_length() - 1)
-    for some in (early, then, rest):
-        parts = [[calls[i] for i in some[k : k + most]] for k in range(0, len(some), most)]
-        placed[run[0]] += [_many(part, choice) if len(part) > 1 else part[0] for part in parts]
-    gone.update(run)
+    many = partial(_many, choice=choice)
+    return [c for some in (early, then, rest) for c in _in_parts(calls, some, most, many)]
+
+
+def _in_parts(
+    calls: Sequence[Call], members: Sequence[int], most: int, merge: Callable[[list[Call]], Call]
+) -> list[Call]:
+    """The members merged, so many at a time; one alone stays as it is."""
+    parts = [[calls[i] for i in members[k : k + most]] for k in range(0, len(members), most)]
+    return [merge(part) if len(part) > 1 else part[0] for part in parts]
 
 
 def _kind(call: Call) -> object | None:
@@ -156,13 +147,13 @@ def _small(call: Call) -> bool:
     return call.expression is not None or coarse(sum(t.nbytes for _, t in call.reads)) <= MAX_WAIT
 
 
-def _shared(call: Call, hw: Hardware, prefs: Prefs) -> Selection | None:
+def _shared(calls: Calls, call: Call) -> Selection | None:
     """The kernel of calls of this kind, None where it has no room for several."""
     problem = call.problem if call.expression is None else pointwise(call)
-    choice = None if problem is None else select(problem.op, problem, hw, prefs)
+    choice = None if problem is None else select(problem.op, problem, calls.hw, calls.prefs)
     if problem is None or choice is None or call.expression is not None:
         return choice
-    return choice if can_batch(choice, problem, hw) else None
+    return choice if can_batch(choice, problem, calls.hw) else None
 
 
 def _single(tensor: Tensor) -> bool:
@@ -244,27 +235,26 @@ def _many(members: Sequence[Call], choice: Selection) -> Call:
     return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=problem.bytes)
 
 
-def turn_together(calls: Sequence[Call], hw: Hardware, prefs: Prefs = None) -> list[Call]:
+def turn_together(calls: Calls) -> list[Call]:
     """Equal copies along another axis, as of filters, become one launch where the first one stood.
 
     Of tensors that stand before the first call alone, as weights do, and whose copies are small:
     they are kept from there on.
     """
-    _, writers = uses(calls)
+    writers = calls.writers
     kinds: dict[Pointwise, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
+    for i, call in enumerate(calls.calls):
         x, (_, y) = copy_fusion.copied(call), call.writes[0]
         if x is None or coarse(y.nbytes) > MAX_WAIT or len(writers[y.buffer]) > 1:
             continue
         if all(j > i for j in writers[x.buffer]):
             kinds[pointwise(call)].append(i)
-    placed: dict[int, list[Call]] = {}
     for problem, members in kinds.items():
-        choice = select(problem.op, problem, hw, prefs) if len(members) > 1 else None
-        if choice is not None and can_batch(choice, problem, hw):
-            placed |= {i: [] for i in members}
-            placed[members[0]] = [_batched([as_problem(calls[i]) for i in members], choice)]
-    return [call for i, one in enumerate(calls) for call in placed.get(i, [one])]
+        choice = select(problem.op, problem, calls.hw, calls.prefs) if len(members) > 1 else None
+        if choice is not None and can_batch(choice, problem, calls.hw):
+            together = _batched([as_problem(calls.calls[i]) for i in members], choice)
+            calls.gather(members, members[0], together)
+    return calls.left()
 
 
 def _batched(members: Sequence[Call], choice: Selection) -> Call:
@@ -280,21 +270,21 @@ def _batched(members: Sequence[Call], choice: Selection) -> Call:
     return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=moved)
 
 
-def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> list[Call]:
+def fold_together(calls: Calls) -> list[Call]:
     """Folds of weights become one launch where the first stood, which casts float32 masters too.
 
     Of weights that ranks gather, those of one bucket: others would be gathered long before use.
     """
-    readers, writers = of = uses(calls)
-    buckets = last_buckets(calls)
+    readers, writers = calls.readers, calls.writers
+    buckets = last_buckets(calls.calls)
     groups: dict[object, list[tuple[int, int | None]]] = defaultdict(list)
-    for i, call in enumerate(calls):
+    for i, call in enumerate(calls.calls):
         if not isinstance(call.problem, Fold):
             continue
         ((k, n),) = call.problem.shapes
         w = dict(call.reads)["w"].buffer
-        for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
-            kind = call.problem.dtype, *fold_kind(k, n, hw)
+        for cast in dict.fromkeys((_cast_for(calls, i), None)):
+            kind = call.problem.dtype, *fold_kind(k, n, calls.hw)
             group = groups[kind, cast is None, buckets[i]]
             first = group[0][0] if group else i
             wait = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
@@ -302,38 +292,31 @@ def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) ->
                 continue
             group.append((i, cast))
             break
-    result: list[list[Call]] = [[call] for call in calls]
     for group in groups.values():
         if len(group) < 2 and not any(cast is not None for _, cast in group):
             continue
-        for i in (i for pair in group for i in pair if i is not None):
-            result[i] = []
-        parts = [group[j : j + MAX_FOLDS] for j in range(0, len(group), MAX_FOLDS)]
-        result[group[0][0]] = [
-            _folds([(calls[i], None if cast is None else calls[cast]) for i, cast in part])
-            for part in parts
-        ]
-    return [call for entry in result for call in entry]
+        pairs = [(calls.calls[i], None if at is None else calls.calls[at]) for i, at in group]
+        parts = [_folds(pairs[j : j + MAX_FOLDS]) for j in range(0, len(group), MAX_FOLDS)]
+        calls.gather([i for pair in group for i in pair if i is not None], group[0][0], *parts)
+    return calls.left()
 
 
-def _cast_for(
-    calls: Sequence[Call], i: int, of: tuple[Uses, Uses], keep: Collection[int]
-) -> int | None:
+def _cast_for(calls: Calls, i: int) -> int | None:
     """The call that does nothing but round the weights which fold `i` alone folds."""
-    readers, writers = of
-    w = dict(calls[i].reads)["w"]
-    if len(writers[w.buffer]) != 1 or w.buffer in keep:
-        return None
-    (at,) = writers[w.buffer]
-    cast = calls[at]
-    if steps_of(cast) not in (["CastBFloat16"], ["CastFloat16"]) or len(cast.writes) != 1:
+    w = dict(calls.calls[i].reads)["w"]
+    at, cast = calls.producer(w) or (i, calls.calls[i])
+    if (
+        w.buffer in calls.keep
+        or steps_of(cast) not in (["CastBFloat16"], ["CastFloat16"])
+        or len(cast.writes) != 1
+    ):
         return None
     (_, x), (_, y) = cast.reads[0], cast.writes[0]
     if not whole(w.size, w, x, y) or x.dtype != "float32":
         return None
-    if any(at < j < i for j in writers[x.buffer]):
+    if calls.written(at + 1, i, x):
         return None
-    folds = [j for j in readers[w.buffer] if isinstance(calls[j].problem, Fold)]
+    folds = [j for j in calls.readers[w.buffer] if isinstance(calls.calls[j].problem, Fold)]
     return at if folds == [i] else None
 
 

@@ -7,11 +7,11 @@ quantized: so a convolution stores codes, and the last one before a sum of two t
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from onnx_fuse.program.call import Call, PassContext
-from onnx_fuse.program.passes.callgraph import Calls, rewrite, uses
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.passes.callgraph import Calls, rewrite
 from onnx_fuse.program.passes.epilogue_fusion import tail
 from onnx_fuse.program.passes.pointwise_fusion import forget_unread, fuse, join, without_stores
 from onnx_fuse.program.problem import ITEMSIZE
@@ -21,13 +21,13 @@ _STEPS = 8
 """Steps that are made again where they are read: those of a DequantizeLinear."""
 
 
-def dequantize_where_read(calls: Sequence[Call], keep: Collection[int]) -> Sequence[Call]:
+def dequantize_where_read(calls: Calls) -> Sequence[Call]:
     """The calls of which pointwise readers of floats made of a byte each read that byte."""
-    if not _integers(calls):
-        return calls
-    readers, writers = uses(calls)
-    now = list(calls)
-    for i, call in enumerate(calls):
+    if not _integers(calls.calls):
+        return calls.calls
+    readers, writers = calls.readers, calls.writers
+    now = list(calls.calls)
+    for i, call in enumerate(calls.calls):
         if call.expression is None or (len(call.reads), len(call.writes)) != (1, 1):
             continue
         (_, codes), (_, floats) = call.reads[0], call.writes[0]
@@ -39,16 +39,15 @@ def dequantize_where_read(calls: Sequence[Call], keep: Collection[int]) -> Seque
         for j in dict.fromkeys(readers[floats.buffer]):
             if (both := join(call, now[j])) is not None:
                 now[j] = without_stores(both, partial(operator.eq, floats.buffer))
-    return forget_unread(now, keep)
+    return forget_unread(now, calls.keep)
 
 
-def quantize_in_tails(
-    calls: Sequence[Call], keep: Collection[int], ctx: PassContext
-) -> Sequence[Call]:
+def quantize_in_tails(calls: Calls) -> Sequence[Call]:
     """The calls with chains from codes to codes, those behind an IntegerConv as its tail."""
-    if not _integers(calls):
-        return calls
-    return rewrite(tail, Calls(fuse(calls, keep, narrow=False), keep, ctx))
+    if not _integers(calls.calls):
+        return calls.calls
+    chains = fuse(calls.calls, calls.keep, narrow=False)
+    return rewrite(tail, Calls(chains, calls.keep, calls.ctx))
 
 
 def _integers(calls: Sequence[Call]) -> bool:

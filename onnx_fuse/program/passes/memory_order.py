@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.program.call import Call
+from onnx_fuse.program.passes.callgraph import Calls
 
 
-def in_memory_order(calls: Sequence[Call]) -> list[Call]:
+def in_memory_order(calls: Calls) -> list[Call]:
     """The calls, the axes of their operands permuted so that the result's strides descend.
 
     What looks at dense operands afterwards then serves images in any order, and neighbouring
     threads write neighbouring elements.
     """
-    return [_ordered(call) for call in calls]
+    return [_ordered(call) for call in calls.calls]
 
 
 def _ordered(call: Call) -> Call:

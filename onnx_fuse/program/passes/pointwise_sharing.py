@@ -8,10 +8,10 @@ well makes it again: this saves a load, and often a tensor that would stay until
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import uses
+from onnx_fuse.program.passes.callgraph import Calls, uses
 from onnx_fuse.program.passes.pointwise_fusion import (
     MAX_OPERANDS,
     forget_unread,
@@ -23,11 +23,11 @@ MAX_STEPS = 8
 """Steps that are made again for a load: an activation, but no whole chain."""
 
 
-def share_loads(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+def share_loads(calls: Calls) -> list[Call]:
     """The calls, those that read the same tensors joined, then results made again where they are
     read together with what they are made of.
     """
-    return forget_unread(_recomputed(_joined(calls)), keep)
+    return forget_unread(_recomputed(_joined(calls.calls)), calls.keep)
 
 
 def _large(tensor: Tensor) -> bool:

@@ -47,15 +47,11 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
     before: list[AnyProblem] = [p for j in places if (p := calls.calls[j].problem) is not None]
     if not calls.serves(fused) or not joins(calls, (pointwise(source_call), *before), fused):
         return
-    for j in places:
-        calls.now[j] = ()
-    calls.now[at] = (
-        replace(
-            as_problem(source_call), problem=fused, expression=None,
-            nodes=nodes_of(source_call, *(calls.calls[j] for j in places)),
-            writes=(*source_call.writes, ("sum", y)), flops=fused.flops, bytes=fused.bytes,
-        ),
-    )  # fmt: skip
+    calls.gather(places, at, replace(
+        as_problem(source_call), problem=fused, expression=None,
+        nodes=nodes_of(source_call, *(calls.calls[j] for j in places)),
+        writes=(*source_call.writes, ("sum", y)), flops=fused.flops, bytes=fused.bytes,
+    ))  # fmt: skip
 
 
 def joins(calls: Calls, before: Sequence[AnyProblem], fused: PointwiseSums) -> bool:
