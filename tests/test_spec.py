@@ -16,7 +16,6 @@ from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.launch import Num, Ptr, TensorMap
-from onnx_fuse.program.passes.callgraph import Calls
 from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.program.size import Trace
 
@@ -105,7 +104,7 @@ def test_what_is_read_was_written_before(program: Program) -> None:
 
 
 def test_a_pass_that_breaks_the_spec_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(calls: Calls) -> list[Call]:
+    def careless(calls: passes.Calls) -> list[Call]:
         return [_of("y", offset=4)(call) for call in calls.calls]
 
     monkeypatch.setattr(passes, "PIPELINE", (("careless", careless), *passes.PIPELINE))

@@ -47,7 +47,7 @@ from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import LENGTHS, UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
-from onnx_fuse.program.passes.callgraph import uses
+from onnx_fuse.program.passes.callgraph import writers_of
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
 
@@ -202,7 +202,7 @@ class Lowerer(Control):
         self, calls: Sequence[Call], keep: Collection[int]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """The calls to run once, which read constants alone and write little; and the others."""
-        _, writers = uses(calls)
+        writers = writers_of(calls)
         setup, others = [], []
         for call in calls:
             out = [self.buffers[t.buffer] for _, t in call.writes]

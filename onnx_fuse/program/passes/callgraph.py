@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 from onnx_fuse.kernels import refused, serves
@@ -18,16 +19,18 @@ LARGE = 1 << 16
 Uses: TypeAlias = dict[int, list[int]]
 
 
-def uses(calls: Sequence[Call]) -> tuple[Uses, Uses]:
-    """Buffer -> the calls that read it, once for each operand, and those that write it."""
-    readers: Uses = defaultdict(list)
-    writers: Uses = defaultdict(list)
-    for i, call in enumerate(calls):
-        for _, tensor in call.reads:
-            readers[tensor.buffer].append(i)
-        for _, tensor in call.writes:
-            writers[tensor.buffer].append(i)
-    return readers, writers
+def uses(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> Uses:
+    """Buffer -> the places of the parts that have it, once for each time."""
+    found: Uses = defaultdict(list)
+    for i, part in enumerate(parts):
+        for _, tensor in part:
+            found[tensor.buffer].append(i)
+    return found
+
+
+def writers_of(calls: Iterable[Call]) -> Uses:
+    """Buffer -> the calls that write it."""
+    return uses(call.writes for call in calls)
 
 
 def nodes_of(*calls: Call) -> tuple[str, ...]:
@@ -74,7 +77,16 @@ class Calls:
         self.hw, self.prefs = ctx.hw, ctx.prefs
         self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
         """The calls that now replace the call at each index; none where it was fused away."""
-        self.readers, self.writers = uses(calls)
+
+    @cached_property
+    def readers(self) -> Uses:
+        """Buffer -> the calls that read it, once for each operand."""
+        return uses(call.reads for call in self.calls)
+
+    @cached_property
+    def writers(self) -> Uses:
+        """Buffer -> the calls that write it."""
+        return writers_of(self.calls)
 
     def sole_producer(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
         """The only producer of what call `i` alone reads, once, and its place.

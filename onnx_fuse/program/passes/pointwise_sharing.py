@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import Calls, uses
+from onnx_fuse.program.passes.callgraph import Calls, writers_of
 from onnx_fuse.program.passes.pointwise_fusion import (
     MAX_OPERANDS,
     forget_unread,
@@ -80,7 +80,7 @@ def _may_wait(calls: Sequence[Call | None], i: int, j: int) -> bool:
 def _recomputed(calls: Sequence[Call]) -> list[Call]:
     """Calls that read a result and all that it was made of make it themselves."""
     now = list(calls)
-    _, writers = uses(calls)
+    writers = writers_of(calls)
     for j, call in enumerate(calls):
         if call.expression is None:
             continue
