@@ -5,9 +5,8 @@
 A model of tools/bench_train.py, its batch on each GPU, bf16, AdamW, random weights and feeds. A
 process a GPU measures a step of one GPU and of all, what of the communication no kernel hid, and
 the same with shard="optimizer" and "all" ("sync": with sync_batchnorm). Then come torch.compile
-with DistributedDataParallel on one GPU and on all, and 50 steps in fp32 whose weights are compared
-with those of one GPU. What fails or takes too long is ended with all its ranks, and named; the
-table has what was found until then.
+with DistributedDataParallel on one GPU and on all. What fails or takes too long is ended with all
+its ranks, and named; the table has what was found until then.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import _paths
+import _paths  # noqa: F401
 import bench_train
 import numpy as np
 import scale_model
@@ -62,7 +60,6 @@ PARTS = {
     "sync": Part("onnx-fuse, sync_batchnorm", 60, more={"sync_batchnorm": True}),
     "ddp-one": Part("DDP, torch.compile", 120, ranked=False, start="alone"),
     "ddp": Part("DDP, torch.compile", 150, start="ddp"),
-    "equal": Part("50 steps in fp32", 120, start="equal"),
     "session": Part("fp16 inference", 40, ranked=False, start="inference"),
     "replicas": Part("fp16 inference, replicas", 40, start="inference"),
     "split": Part("the same, a batch split", 40, start="inference"),
@@ -70,8 +67,6 @@ PARTS = {
 ALONE = {"ranks": "one", "optimizer": "one", "all": "one", "sync": "one", "ddp": "ddp-one",
          "replicas": "session", "split": "session"}  # fmt: skip
 """What a part on all GPUs is compared with."""
-EQUAL = ("plain", "clip", "masked", "sharded")
-"""The cases of tests/rank_worker.py whose curves are compared."""
 MODELS = ("gpt2", "bert", "vit", "llama", "resnet50")
 """Of tools/bench_train.py."""
 ROUNDS, STEPS, BATCHES = 7, 10, 4
@@ -209,38 +204,18 @@ def ddp(names: Sequence[str], args: argparse.Namespace) -> None:
     """Measure PyTorch's step of the same network: autocast, fused AdamW, one process a GPU."""
     import torch
     import torch.distributed as dist
-    import train_peers
 
     (name,) = names
     row, part = row_of(args.model), PARTS[name]
-    config = row.config(0)
-    rank = int(os.environ.get("RANK", 0))
+    config, rank = row.config(0), int(os.environ.get("RANK", 0))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     begun = time.perf_counter()
-    torch.manual_seed(0)
     feeds = row.feeds(config, row.batch, row.length, np.random.default_rng(rank))
-    with torch.device("cuda"):
-        net: Any = getattr(train_peers, row.peer)(config)
-    train_peers.small_weights(net)
-    if "x" in feeds:  # images, laid out as in tools/bench_train.py
-        net = net.to(memory_format=torch.channels_last)
+    net, given = bench_train.torch_network(row, config, feeds)
     if part.ranked:
         dist.init_process_group("nccl")
         net = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-    run = torch.compile(net, dynamic=False)
-    update = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    given = {name: torch.from_numpy(array).cuda() for name, array in feeds.items()}
-    if "x" in given:
-        given["x"] = given["x"].contiguous(memory_format=torch.channels_last)
-
-    def step() -> Any:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = run(**given)
-        loss.backward()
-        update.step()
-        update.zero_grad(set_to_none=True)
-        return loss
-
+    step = bench_train.torch_step(row, net, given)
     losses = [float(step()) for _ in range(5)]
     found: Found = {"first": time.perf_counter() - begun, "losses": [losses[0], losses[-1]]}
     times = []
@@ -279,26 +254,16 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def started(command: Sequence[str], ranks: int, seconds: float) -> str:
-    """Run a command by so many ranks, or once where that is 1; why it failed, or "".
+    """Run a command by so many ranks; why it failed, or "".
 
     All processes have ended when it returns.
     """
     try:
         with within(seconds):
-            code = launch.run(command, ranks) if ranks > 1 else once(command)
+            code = launch.run(command, ranks)
     except Late:
         return f"ended after {seconds:.0f} s"
     return f"ended with exit code {code}" if code else ""
-
-
-def once(command: Sequence[str]) -> int:
-    """Run a command that is no rank of others."""
-    with subprocess.Popen(command, start_new_session=True) as process:
-        try:
-            return process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def measured(
@@ -314,31 +279,6 @@ def measured(
     found = {k: json.loads(f.read_text()) if f.is_file() else {} for k, f in files.items()}
     late = [name for name in names if not found[name]] or names[-1:]
     return found | {name: {**found[name], "failed": failed} for name in late if failed}
-
-
-def curves(args: argparse.Namespace, seconds: float, folder: Path) -> Found:
-    """How far 50 steps of all ranks are from those of one GPU with the batches of all."""
-    end = time.monotonic() + seconds
-    worker = [sys.executable, str(_paths.ROOT / "tests" / "rank_worker.py"), "curves", str(folder)]
-    os.environ.update(DEVICE="cuda", CASES=",".join(EQUAL), RANKS=str(args.gpus))
-    failed = started(worker, args.gpus, end - time.monotonic())
-    failed = failed or started(worker, 1, end - time.monotonic())
-    return {"failed": failed} if failed else compared(folder, args.gpus)
-
-
-def compared(folder: Path, ranks: int) -> Found:
-    """The largest differences by case between the curves in a folder, and whether ranks agree."""
-    read = [dict(np.load(folder / f"{who}.npz")) for who in (*range(ranks), "one")]
-    *each, one = read
-    largest = dict.fromkeys(EQUAL, 0.0)
-    same = True
-    for key, expected in one.items():
-        case, what = key.split(maxsplit=1)
-        if what != "bytes":
-            same &= all(np.array_equal(other[key], each[0][key]) for other in each[1:])
-            difference = np.abs(each[0][key].astype(np.float64) - expected)
-            largest[case] = max(largest[case], float(difference.max(initial=0.0)))
-    return {"differences": largest, "same bits on all ranks": same}
 
 
 def line(name: str, found: Mapping[str, Found], gpus: int, rows: int) -> str:
@@ -370,7 +310,7 @@ def table(found: Mapping[str, Found], model: str, gpus: int) -> list[str]:
     """All that was found, as lines."""
     rows = row_of(model).batch
     lines = [HEAD]
-    lines += [line(name, found, gpus, rows) for name in PARTS if name in found and name != "equal"]
+    lines += [line(name, found, gpus, rows) for name in PARTS if name in found]
     lines.append(
         "exposed: what the step's own events show that no kernel hid; DDP's is its step less that "
         "of one GPU"
@@ -381,13 +321,6 @@ def table(found: Mapping[str, Found], model: str, gpus: int) -> list[str]:
             f'states of a GPU with shard="optimizer": {sharded / one:.4f} of one GPU\'s '
             f"(1 / {gpus} is {1 / gpus:.4f})"
         )
-    equal = found.get("equal")
-    if equal is not None and "differences" in equal:
-        worst = ", ".join(f"{case} {x:.1e}" for case, x in equal["differences"].items())
-        same = "the same bits" if equal["same bits on all ranks"] else "DIFFERENT BITS"
-        lines.append(f"50 steps in fp32, largest difference from one GPU: {worst}; {same} by rank")
-    elif equal is not None:
-        lines.append(f"50 steps in fp32: {equal.get('failed', 'not measured')}")
     one, ranks = found.get("one", {}), found.get("ranks", {})
     if "backward" in one and "ms" in ranks and model in scale_model.MODELS:
         ms, _ = scale_model.step(model, one["ms"], one["backward"], gpus)
@@ -423,13 +356,11 @@ def run(args: argparse.Namespace) -> int:
     end = time.monotonic() + 60 * args.minutes
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as where:
-        for start, group in groupby(args.only, lambda name: PARTS[name].start):
+        for _, group in groupby(args.only, lambda name: PARTS[name].start):
             names, begun = list(group), time.monotonic()
             seconds = min(sum(PARTS[name].limit for name in names), end - begun)
             if seconds <= SHORTEST:
                 found |= {name: {"failed": "left out: the time is over"} for name in names}
-            elif start == "equal":
-                found["equal"] = curves(args, seconds, Path(where))
             else:
                 found |= measured(names, args, seconds, Path(where))
             print(f"{', '.join(names)}: {time.monotonic() - begun:.0f} s", flush=True)

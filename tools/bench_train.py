@@ -201,15 +201,11 @@ def kernel_times(instance: Any) -> dict[str, list[float]]:
     return kinds
 
 
-def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
-    """Say the same of the torch module."""
+def torch_network(row: Row, c: Any, feeds: Arrays) -> tuple[Any, Arrays]:
+    """The torch module and its feeds on the GPU, images with their channels last."""
     import torch as t
     import train_peers
 
-    turn = Turn()
-    t.cuda.init()
-    t.cuda.synchronize()
-    before = in_use()
     with t.device("cuda"):
         net = getattr(train_peers, row.peer)(c)
     train_peers.small_weights(net)
@@ -217,26 +213,44 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
     if row.feeds is _square:
         net = net.to(memory_format=t.channels_last)
         given["x"] = given["x"].contiguous(memory_format=t.channels_last)
-    begun = time.perf_counter()
+    return net, given
+
+
+def torch_step(row: Row, net: Any, given: Arrays) -> Callable[[], Any]:
+    """A step of the module under torch.compile, with fused AdamW, which returns its loss."""
+    import torch as t
+
     run = t.compile(net, mode=row.mode, dynamic=False)
     update = t.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    last = []
 
-    def step() -> None:
+    def step() -> Any:
         with t.autocast("cuda", t.bfloat16, enabled=row.precision == "bf16"):
             loss = run(**given)
         loss.backward()
         update.step()
         update.zero_grad()
-        last[:] = [loss]
+        return loss
 
-    step()
-    losses = [float(last[0])]
+    return step
+
+
+def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
+    """Say the same of the torch module."""
+    import torch as t
+
+    turn = Turn()
+    t.cuda.init()
+    t.cuda.synchronize()
+    before = in_use()
+    net, given = torch_network(row, c, feeds)
+    begun = time.perf_counter()
+    step = torch_step(row, net, given)
+    losses = [float(step())]
     say(first=time.perf_counter() - begun, version=t.__version__)
     step()
     turn.take()
     say(step=step_time(step, t.cuda.synchronize))
-    losses.append(float(last[0]))
+    losses.append(float(step()))
     say(losses=losses, allocated=t.cuda.max_memory_allocated())
     if not turn.shared:
         say(bytes=in_use() - before)
