@@ -25,13 +25,17 @@ def step_program(
     bucket: int = 1 << 14,
     widths: tuple[int, ...] = (64, 128, 128, 128, 8),
     rows: int = 32,
+    model: Any = None,
+    precision: str = "bf16",
 ) -> Program:
-    """The calls of a step in bfloat16 on one of two ranks, for an H200."""
+    """The calls of a step of one of two ranks, for an H200; of a perceptron, or of another model,
+    whose open sizes are all `rows`.
+    """
     graph, spec = training_model(
-        mlp.build(mlp.Config(widths)),
+        model or mlp.build(mlp.Config(widths)),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
-        precision="bf16",
+        precision=precision,
         level=2,
         clip_norm=1.0,
         fused=True,

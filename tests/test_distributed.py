@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import convnet
 import mlp
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
 from onnx_fuse.training.backends import gpu_of
-from onnx_fuse.training.ranks import Measure, counted
+from onnx_fuse.training.ranks import GRADIENTS, Measure, counted
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
 NUMBERS = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
@@ -222,6 +223,19 @@ def test_what_fills_one_bucket_does_not_wait_for_another() -> None:
         assert {d for p in gradients for d in p.dtypes} == {"bfloat16"}
     count = sum(isinstance(c.problem, Collective) for c in many.calls)
     assert count > sum(isinstance(c.problem, Collective) for c in one.calls)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_are_reduced_in_the_order_of_the_backward(precision: str) -> None:
+    """Beside the rest of it: what casts or scales a gradient does not wait for the end."""
+    network = convnet.build(convnet.Config(width=8, training=True))
+    calls = step_program(model=network, rows=8, bucket=1 << 12, precision=precision).calls
+    places = {c.problem.bucket: i for i, c in enumerate(calls) if isinstance(c.problem, Collective)}
+    gradients = {bucket: i for bucket, i in places.items() if bucket >= GRADIENTS}
+    assert len(gradients) > 4
+    assert list(gradients) == sorted(gradients)
+    last = max(i for i, call in enumerate(calls) if call.kernel == "ConvWeightGrad")
+    assert sum(i > last for i in gradients.values()) == 1
 
 
 def test_a_program_of_ranks_asks_for_its_ranks() -> None:

@@ -7,7 +7,8 @@ buckets in the order in which the backward makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.losses import Target, Term
@@ -213,10 +215,12 @@ class Reduction:
         *of_losses, rows = scalars
         return [None if m.sums else s for m, s in zip(loss_measures, of_losses, strict=True)], rows
 
-    def mean(self, x: ir.Value, share: ir.Value) -> ir.Value:
-        """The mean over all rows of statistics, each rank's by its rows."""
-        weighted = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
-        return self.node("AllReduce", weighted, LOSS)
+    def means(self, values: Sequence[ir.Value], share: ir.Value) -> list[ir.Value]:
+        """The means over all rows of statistics, each rank's by its rows."""
+        op = self.op
+        # all of them first, so that one launch does it
+        weighted = [typed(op.Mul(x, op.CastLike(share, x)), x, x.shape) for x in values]
+        return [self.node("AllReduce", x, LOSS) for x in weighted]
 
     def part_of(self, w: ir.Value) -> int:
         """The elements of a weight that each rank holds; 0 where all hold the whole of it.
@@ -230,20 +234,19 @@ class Reduction:
 
     def gradients(
         self,
+        graph: ir.Graph,
         grads: Mapping[ir.Value, ir.Value],
-        ready: Mapping[ir.Value, int],
         parts: Collection[ir.Value],
     ) -> dict[ir.Value, ir.Value]:
-        """The sums over the ranks, in the order in which they arrive.
+        """The sums over the ranks, in the order in which the backward makes them.
 
-        Those of the weights in `parts` are the rank's part, flat. `ready` says in which order the
-        backward makes them.
+        Those of the weights in `parts` are the rank's part, flat. What casts or scales a gradient
+        comes to stand behind the node that makes it, so that no bucket waits for the end.
         """
         kind, op = REDUCED[self.ranks.reduce], self.op
-        order = sorted(grads, key=lambda w: ready[w])
-        low = {}
-        for w in order:
-            low[w] = typed(_narrow(op, grads[w], kind), None, w.shape)
+        low = {w: typed(_narrow(op, g, kind), None, w.shape) for w, g in grads.items()}
+        places = _move_early(graph, op, low.values())
+        order = sorted(grads, key=lambda w: places[required(low[w].producer())])
         each = [_nbytes(low[w]) for w in order]
         sums: dict[ir.Value, ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
@@ -263,6 +266,33 @@ class Reduction:
         """This rank's part of an array, flat."""
         part = array.size // self.ranks.size
         return array.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
+
+
+def _move_early(graph: ir.Graph, op: Builder, values: Iterable[ir.Value]) -> dict[ir.Node, int]:
+    """Put the casts, views and new nodes that end in `values` behind the last node they need.
+
+    Returns where the nodes stand; one that was put elsewhere counts where that last node does.
+    """
+    new, found, left = set(op.nodes), set[ir.Node](), [v.producer() for v in values]
+    while left:
+        node = left.pop()
+        view = node is not None and not node.domain and node.op_type in VIEWS | {"Cast"}
+        if node is not None and node not in found and (view or node in new):
+            found.add(node)
+            left += [v.producer() for v in node.inputs if v is not None]
+    moved = [node for node in (*graph, *op.nodes) if node in found]
+    graph.remove([node for node in moved if node not in new])
+    op.nodes = [node for node in op.nodes if node not in found]
+    kept = list(graph)
+    places = {node: i for i, node in enumerate(kept)}
+    behind: dict[int, list[ir.Node]] = defaultdict(list)
+    for node in moved:
+        makers = [maker for v in node.inputs if v is not None and (maker := v.producer())]
+        places[node] = max((places[maker] for maker in makers), default=0)
+        behind[places[node]].append(node)
+    for place, nodes in behind.items():
+        graph.insert_after(kept[place], nodes)
+    return places
 
 
 def _nbytes(value: ir.Value) -> int:

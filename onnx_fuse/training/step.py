@@ -220,7 +220,6 @@ class _Step:
         self.measures: tuple[Measure, ...] = ()
         self.own: OwnRows | None = None
         self.rows: ir.Value | None = None  # the rank's share of all rows
-        self.ready: dict[ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.wholes: dict[ir.Value, tuple[int, ...]] = {}  # of states that are sharded
         self.parts: ByWeight = {}  # of weights that are gathered to read
         self.histories: dict[ir.Value, ir.Value | None] = {}  # float8's, and what follows
@@ -358,8 +357,10 @@ class _Step:
         if self.ranks is None:
             return
         statistics = [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]
-        for value in statistics if not self.ranks.sync_batchnorm else ():
-            self.next[value] = self.reduction.mean(self.next[value], required(self.rows))
+        if statistics and not self.ranks.sync_batchnorm:
+            news = [self.next[value] for value in statistics]
+            means = self.reduction.means(news, required(self.rows))
+            self.next.update(zip(statistics, means, strict=True))
         self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
 
     def reduce(self, gradients: ByWeight) -> ByWeight:
@@ -367,7 +368,7 @@ class _Step:
         if self.ranks is None:
             return gradients
         self.parts = sharding.candidates(self.graph, self.divisible(gradients), self.reduction)
-        return self.reduction.gradients(gradients, self.ready, self.parts)
+        return self.reduction.gradients(self.graph, gradients, self.parts)
 
     def weights(
         self, statistics: set[ir.Value], choice: TrainableSelection, scales: set[str]
@@ -444,8 +445,6 @@ class _Step:
         self.op = autodiff.Emitter(self.model)
         self.op.stem = "update"
         gradients = {w: grads[w.name] for w in weights if w.name in grads}
-        places = {node: i for i, node in enumerate(self.graph)}
-        self.ready = {w: places.get(g.producer(), 0) for w, g in gradients.items()}  # type: ignore[arg-type]
         if self.loss_scale is None:
             return gradients
         back = self.op.Reciprocal(self.loss_scale)
