@@ -7,6 +7,7 @@ for whoever asks while it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -116,13 +117,19 @@ class Timeline:
     def read(self) -> Communication:
         """What the last run did, which must be over. Raises DeviceError."""
         since = self._start.until
-        exchanges = [
-            Exchange(p.kind, p.bucket, p.bytes, since(begin), since(end))
-            for p, begin, end, _ in self._exchanges
-        ]
+        exchanges: list[Exchange] = []
+        hidden: list[float] = []
+        following, free = math.inf, math.inf
+        for p, *moments in reversed(self._exchanges):
+            # CUDA may record an event late, never early: what follows tells that it has passed
+            begin, end, others = map(since, moments)
+            end = min(end, following)
+            following, free = min(begin, end), min(others, free)
+            exchanges.insert(0, Exchange(p.kind, p.bucket, p.bytes, following, end))
+            hidden.insert(0, free)
         waits, before = [], 0.0
-        for exchange, (_, _, _, free) in zip(exchanges, self._exchanges, strict=True):
-            waits.append((max(since(free), before), exchange.end))
+        for exchange, until in zip(exchanges, hidden, strict=True):
+            waits.append((max(until, before), exchange.end))
             before = exchange.end  # the next one follows it
         return Communication(tuple(exchanges), tuple(w for w in waits if w[1] > w[0]))
 
