@@ -152,7 +152,8 @@ def test_the_model_has_the_gradients_of_each_network(model: str, numbers: int) -
         ("gpt2", 28.73, 17, 1, 28.73),
         ("gpt2", 28.73, 17, 2, 29.75),
         ("bert", 5.568, 3.99, 2, 6.135),
-        ("bert", 5.556, 3.99, 2, 6.061),
+        ("bert", 5.357, 3.98, 2, 5.888),
+        ("resnet50", 9.189, 6.23, 2, 9.482),
     ],
 )
 def test_the_model_is_within_three_percent_of_what_was_measured(
