@@ -46,6 +46,13 @@ a mask over past and sequence: lambda f: f["mask"].shape[1] == f["past"].shape[2
   g (float[B,2,P,4] past, float[B,2,S,4] k, float[B,S] q, float[B,T] mask) => (float[B,2,A,4] all,
   float[B,A] y) { all = Concat <axis = 2> (past, k) axes = Constant <value_ints = [1, 3]> ()
   n = ReduceSum <keepdims = 0> (all, axes) y = Add (n, mask) }
+a scale for each channel: lambda f: f["x"].shape[1] == 3
+  g (float[N,C] x) => (uint8[N,C] y) <float[3] s = {1, 2, 3}> { y = QuantizeLinear (x, s) }
+lengths of a batch: lambda f: f["x"].shape[1] == 2
+  g (float[T,N,4] x) => (float[T,N,4] y) <int64[2] n = {1, 0}> { y = ReverseSequence (x, n) }
+offsets of each place: lambda f: f["o"].shape[::2] == (len(f["x"]), f["x"].shape[2] - 1)
+  g (float[N,1,H,5] x, float[A,8,B,4] o) => (float[N,1,P,4] y) <float[1,1,2,2] w = {1, 2, 3, 4}>
+  { y = DeformConv (x, w, o) }
 equal sizes under different symbols: lambda f: f["key"].shape == f["value"].shape
   g (float[s1,2,s2,4] key, float[s3,2,s4,4] value) => (float[A,2,C,D] y)
   { t = Transpose <perm = [0, 1, 3, 2]> (key) y = MatMul (value, t)

@@ -54,8 +54,8 @@ def _like_first(w: Walk, node: Node) -> list[Fact]:
 
 
 _KEEPS_SHAPE = (
-    *("Bernoulli", "CastLike", "CumSum", "DequantizeLinear", "Dropout", "EyeLike"),
-    *("GroupNormalization", "Hardmax", "LRN", "LogSoftmax", "LpNormalization", "QuantizeLinear"),
+    *("Bernoulli", "CastLike", "CumSum", "Dropout", "EyeLike"),
+    *("GroupNormalization", "Hardmax", "LRN", "LogSoftmax", "LpNormalization"),
     *("MeanVarianceNormalization", "RandomNormalLike", "RandomUniformLike", "RotaryEmbedding"),
     *("ScatterElements", "ScatterND", "Softmax", "Trilu"),
 )

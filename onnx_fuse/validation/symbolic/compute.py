@@ -69,7 +69,28 @@ def _conv(w: Walk, node: Node) -> list[Fact]:
     weight = {"QLinearConv": 3}.get(node.op_type, 1)
     x, k = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[weight]))
     w.same(x[1], k[1] * node.attributes.get_int("group", 1))
-    return [Fact((x[0], k[0], *_windows(w, node, x[2:], k[2:])))]
+    places = _windows(w, node, x[2:], k[2:])
+    for i in (2, 4) if node.op_type == "DeformConv" else ():  # offsets and a mask of each place
+        if (moved := w.shape(given(node, i))) is not None:
+            w.same(x[0], moved[0])
+            for a, b in zip(places, moved[2:], strict=True):
+                w.same(a, b)
+    return [Fact((x[0], k[0], *places))]
+
+
+def _quantize(w: Walk, node: Node) -> list[Fact]:
+    """QuantizeLinear and DequantizeLinear: a scale for all, for each entry of an axis, or block."""
+    shape, scale = w.shape(node.inputs[0]), w.shape(node.inputs[1])
+    blocks = node.attributes.get_int("block_size", 0)
+    if shape and scale is not None and len(scale) == 1 and scale[0].number != 1 and not blocks:
+        w.same(shape[node.attributes.get_int("axis", 1)], scale[0])
+    return [Fact(None if shape is None else tuple(shape))]
+
+
+def _reverse_sequence(w: Walk, node: Node) -> list[Fact]:
+    x, lengths = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[1]))
+    w.same(x[node.attributes.get_int("batch_axis", 1)], lengths[0])
+    return [Fact(tuple(x))]
 
 
 def _pool(w: Walk, node: Node) -> list[Fact]:
@@ -237,13 +258,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _norm),
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), _per_channel),
     **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul"), _matmul),
-    **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv"), _conv),
+    **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv", "DeformConv"), _conv),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantize),
     **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pool),
     **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _global_pool),
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _blocks),
     **dict.fromkeys(("ArgMax", "ArgMin", *(f"Reduce{kind}" for kind in _REDUCTIONS)), _reduce),
     "Gemm": _gemm,
+    "ReverseSequence": _reverse_sequence,
     "Pad": _pad,
     "ConvTranspose": _conv_transpose,
     "Resize": _resize,
