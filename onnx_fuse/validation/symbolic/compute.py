@@ -46,6 +46,9 @@ def _gemm(w: Walk, node: Node) -> list[Fact]:
     if node.attributes.get_int("transB", 0):
         b = b[::-1]
     w.same(a[1], b[0])
+    for result, bias in zip((b[1], a[0]), reversed(w.shape(given(node, 2)) or ()), strict=False):
+        if bias.number not in (None, 1):
+            w.same(result, bias)
     return [Fact((a[0], b[1]))]
 
 
