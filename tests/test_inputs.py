@@ -51,7 +51,7 @@ a scale for each channel: lambda f: f["x"].shape[1] == 3
 lengths of a batch: lambda f: f["x"].shape[1] == 2
   g (float[T,N,4] x) => (float[T,N,4] y) <int64[2] n = {1, 0}> { y = ReverseSequence (x, n) }
 a bias of rows: lambda f: len(f["x"]) == 3
-  g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1, 2}, float[3,1] c = {1, 2, 3}>
+  g (float[N,K] x, float[K,2] w) => (float[N,2] y) <float[3,1] c = {1, 2, 3}>
   { y = Gemm (x, w, c) }
 offsets of each place: lambda f: f["o"].shape[::2] == (len(f["x"]), f["x"].shape[2] - 1)
   g (float[N,1,H,5] x, float[A,8,B,4] o) => (float[N,1,P,4] y) <float[1,1,2,2] w = {1, 2, 3, 4}>
