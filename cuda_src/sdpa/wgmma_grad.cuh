@@ -21,6 +21,16 @@ template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)
         Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(b + i * 128), 1);
     wgmma_commit();
 }
+#if PACKED
+// The last `past` rows of COUNT tiles become 0: the next sequence's may be anything, and 0 times NaN is NaN.
+template <int COUNT, int THREADS_> DEVICE void clear_rows(u8* tiles, int rows, int past) {
+    for (int i = rows - past + threadIdx.x / 8; i < rows; i += THREADS_ / 8)
+        UNROLLED for (int c = 0; c < COUNT; c++)
+            *(uint4*)(tiles + (c * rows + i) * 128 + threadIdx.x % 8 * 16) = make_uint4(0, 0, 0, 0);
+    fence_proxy_async();
+    bar_sync(8, THREADS_);
+}
+#endif
 // Sums to a warp's 16 rows in shared memory, whose next columns are BOX further.
 template <int BOXES> DEVICE void to_shared(u32 to, float (&acc)[BOXES * 32], float factor) {
     const int lane = threadIdx.x % 32;
@@ -45,3 +55,14 @@ DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32
         tma_store_commit();
     }
 }
+#if PACKED
+// The same of the first `left` of them, where they are not 16: another sequence's stand behind.
+template <int BOXES, int WIDTH>
+DEVICE void put_rows(const TensorMap& map, T* out, i64 stride, u32 to, float (&acc)[BOXES * 32], float factor, int row,
+                     int head, int left) {
+    if (left >= 16) return tma_store_rows<BOXES>(map, to, acc, factor, row, head, 0);
+    to_shared<BOXES>(to, acc, factor);
+    store_rows<WIDTH>(out + row * stride, stride, (const u8*)__cvta_shared_to_generic(to), left);
+    __syncwarp();
+}
+#endif

@@ -9,14 +9,27 @@
 // Inputs   : q, dy, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
 //            y and dy by their strides too; lse.
 // Outputs  : dq, dk, dv by TMA in any order of memory; `sums` [clusters, SPLIT, tiles, 64 x 64] for itself.
-// Macros   : operands.cuh's; SPLIT (blocks of a cluster), STAGES, TILE (64).
+// Macros   : operands.cuh's (PACKED: SPLIT is 1, and a sequence has at most 128 rows; boxes count rows from its
+//            first, and results have strides for tiles that end within it); SPLIT (blocks of a cluster), STAGES, TILE (64).
 // Launch   : grid (SPLIT clusters), clusters of SPLIT, 384 threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; dq is summed over
 //            64 x 2 keys by products, over a block's keys in their order, then over blocks.
 // Bound    : tensor core, with nearly as many cycles of shared memory beside it.
 #include "sdpa/wgmma_grad.cuh"
 
-static_assert(TILE == 64 && D <= 64 && DV <= 64 && !NATURAL, "");
+static_assert(TILE == 64 && D <= 64 && DV <= 64 && !NATURAL && !(PACKED && SPLIT > 1), "");
+#if PACKED
+#define PACKED_                                                                                                   \
+    , const int *offsets, int all, T *dq_, i64 dq_head, i64 dq_row, T *dk_, i64 dk_head, i64 dk_row, T *dv_,       \
+        i64 dv_head, i64 dv_row
+#define PUT(x, width, to, acc, factor, row) \
+    put_rows<1, width>(map_##x, x##_ + h * x##_head, x##_row, to, acc, factor, start + (row), h, queries - (row))
+#define LSE_ROW (i64)h * all + start
+#else
+#define PACKED_
+#define PUT(x, width, to, acc, factor, row) tma_store_rows<1>(map_##x, to, acc, factor, row, h, b)
+#define LSE_ROW (i64)head * queries
+#endif
 constexpr int KEY_ROWS = 128, THREADS = 384, CONSUMERS = 8;  // warps of the two warpgroups with products
 constexpr int KV_BYTES = 4 * BOX, SLOPES = 2 * BOX, STAGE_BYTES = 2 * BOX, PART = 4096;
 // k and v of two blocks of keys; two tiles of dS; tiles of q and dy; a warp's part of dq; barriers; the rows'
@@ -35,6 +48,8 @@ DEVICE void store_peer(u32 to, float x, u32 rank) {
 }
 // Wait until at most N of the thread's stores and additions are not where all can see them.
 template <int N> DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
+// Until a warp's part may be written again, and what it has added to sums is there: PACKED has no sums.
+DEVICE void tma_store_settle() { PACKED ? tma_store_wait_read<0>() : tma_store_wait<0>(); }
 
 template <bool V> struct Constant { static constexpr bool value = V; };
 
@@ -44,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
     const __grid_constant__ TensorMap map_dv, const __grid_constant__ TensorMap map_sums, const T* y, i64 y_batch,
     i64 y_head, i64 y_row, const T* dy, i64 dy_batch, i64 dy_head, i64 dy_row, const float* lse, const float* sums,
-    int batches, int heads, int queries, int keys, float scale) {
+    int batches, int heads, int queries, int keys, float scale PACKED_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem);
     const u32 full = base + BAR_AT, empty = full + STAGES * 8, kv_full = empty + STAGES * 8, kv_empty = kv_full + 16;
@@ -65,7 +80,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     after_previous_launch();
 
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
-    const int tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
+    int b, h, start = 0, length = queries, tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
+    auto enter = [&](int head) {
+        b = head / heads, h = head - b * heads;
+#if PACKED  // the sequence's first row and its rows; behind the last one there are some of length 0
+        const bool last = (b + 1) * heads == batches;
+        start = offsets[b];
+        queries = keys = (last ? all : offsets[b + 1]) - start;
+        length = last ? 0 : queries, b = 0;
+        tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
+#endif
+    };
     // Blocks of keys are dealt there and back: 0 1 1 0 0 1, so that causal ones come to the same work.
     auto block_of = [&](int i) { return i * SPLIT + (i % 2 ? SPLIT - 1 - rank : rank); };
     auto first_tile = [&](int block) { return CAUSAL ? block * (KEY_ROWS / TILE) : 0; };
@@ -75,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         u32 step = 0, count = 0;
         for (int head = cluster; head < batches; head += clusters) {
             if (SPLIT > 1) cluster_arrive();
-            const int b = head / heads, h = head - b * heads;
+            enter(head);
             for (int i = 0; warp == CONSUMERS && block_of(i) < blocks; i++, count++) {
                 const int block = block_of(i);
                 const u32 kv = base + count % 2 * KV_BYTES, kv_bar = kv_full + count % 2 * 8;
@@ -83,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 if (elect()) {
                     mbarrier_expect(kv_bar, KV_BYTES);
                     for (int w = 0; w < 2; w++) {
-                        tma_load(kv + w * BOX, map_k, kv_bar, 0, block * KEY_ROWS + w * 64, h, b);
-                        tma_load(kv + (2 + w) * BOX, map_v, kv_bar, 0, block * KEY_ROWS + w * 64, h, b);
+                        tma_load(kv + w * BOX, map_k, kv_bar, 0, start + block * KEY_ROWS + w * 64, h, b);
+                        tma_load(kv + (2 + w) * BOX, map_v, kv_bar, 0, start + block * KEY_ROWS + w * 64, h, b);
                     }
                 }
                 __syncwarp();
@@ -93,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                     if (step >= STAGES) mbarrier_wait(empty + s * 8, step / STAGES + 1 & 1);
                     if (elect()) {
                         mbarrier_expect(full + s * 8, STAGE_BYTES);
-                        tma_load(to, map_q, full + s * 8, 0, t * TILE, h, b);
-                        tma_load(to + BOX, map_dy, full + s * 8, 0, t * TILE, h, b);
+                        tma_load(to, map_q, full + s * 8, 0, start + t * TILE, h, b);
+                        tma_load(to + BOX, map_dy, full + s * 8, 0, start + t * TILE, h, b);
                     }
                     __syncwarp();
                 }
@@ -118,7 +143,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     };
 
     float* const levels = (float*)(smem + ROWS_AT);
-    const int padded = tiles * TILE;
     const u32 own_part = base + PART_AT + warp * PART;
     const int own_sums = (cluster * SPLIT + rank) * tiles * 4 + warp % 4;  // of tile 0, in parts
     const float power = scale * LOG2E;
@@ -126,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     u32 step = 0, count = 0;  // tiles and blocks of keys walked over, of all heads
 
     for (int head = cluster; head < batches; head += clusters) {
-        const int b = head / heads, h = head - b * heads;
+        enter(head);
+        const int padded = tiles * TILE;
         // The rows' levels, in units of log 2, and the sums of dy y: each block makes some for all. A warp
         // has four rows at a time, and eight of four tiles in flight.
         for (int t = rank; t < tiles; t += 4 * SPLIT) {
@@ -135,9 +160,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             const int column = min(lane % 8 * 8, DV - 8);
             UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = min((t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8, queries - 1);
-                one[i] = load<8>(y + b * y_batch + h * y_head + row * y_row + column);
-                two[i] = load<8>(dy + b * dy_batch + h * dy_head + row * dy_row + column);
-                pair[i] = ((const float2*)lse)[(i64)head * queries + row];
+                one[i] = load<8>(y + b * y_batch + h * y_head + (start + row) * y_row + column);
+                two[i] = load<8>(dy + b * dy_batch + h * dy_head + (start + row) * dy_row + column);
+                pair[i] = ((const float2*)lse)[LSE_ROW + row];
             }
             UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = (t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8;
@@ -146,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 if (lane % 8 * 8 >= DV) sum = 0;
                 UNROLLED for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
                 if (lane % 8 == 0 && row < padded) {
-                    const bool there = row < queries && !(GUARD && pair[i].y != pair[i].y);
+                    const bool there = row < length && !(GUARD && pair[i].y != pair[i].y);
                     const float level = there ? (pair[i].x + pair[i].y) * LOG2E : -NEGATIVE_INFINITY;
-                    if (row >= queries) sum = 0;  // past the last row: no probabilities
+                    if (row >= length) sum = 0;  // past the last row: no probabilities
                     UNROLLED for (int r = 0; r < SPLIT; r++) {
                         store_peer(base + ROWS_AT + row * 4, level, r);
                         store_peer(base + ROWS_AT + (padded + row) * 4, sum, r);
@@ -180,10 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             wgmma_hold(dq);
             __syncwarp();
             if (arrives(lane)) mbarrier_arrive(slopes_empty + (step - 1) % 2 * 8);
-            if (lane == 0) tma_store_wait<0>();
+            if (lane == 0) tma_store_settle();
             __syncwarp();
             if (blocks == 1) {
-                tma_store_rows<1>(map_dq, own_part, dq, scale, before * TILE + warp % 4 * 16, h, b);
+                PUT(dq, D, own_part, dq, scale, before * TILE + warp % 4 * 16);
                 return;
             }
             UNROLLED for (int i = 0; i < 8; i++)
@@ -218,11 +243,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             wgmma_hold(dk);
             wgmma_hold(dv);
             mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
+#if PACKED
+            if (length < KEY_ROWS) clear_rows<2, CONSUMERS * 32>(smem + (k_all - base), KEY_ROWS, KEY_ROWS - length);
+#endif
             for (int t = first; t < tiles; t++, step++) {
                 const u32 q_tile = base + STAGE_AT + step % STAGES * STAGE_BYTES, dy_tile = q_tile + BOX;
                 const u32 slopes = base + SLOPES_AT + step % 2 * SLOPES + wg * BOX + warp % 4 * 2048;
                 const bool turn = pending && before % 2 == wg, seen = mine < keys && (!CAUSAL || t * TILE + TILE > mine);
                 mbarrier_wait(full + step % STAGES * 8, step / STAGES & 1);
+#if PACKED
+                if (const int past = min(TILE, t * TILE + TILE - length); past > 0)
+                    clear_rows<2, CONSUMERS * 32>(smem + (q_tile - base), TILE, past);
+#endif
                 auto walk = [&](auto part) {
                     float s[TILE / 2], dp[TILE / 2], dq[32];
                     u32 p[TILE / 4], ds[TILE / 4];
@@ -301,10 +333,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             behind = false;
             const int out_row = mine + warp % 4 * 16;
             if (out_row < keys) {
-                if (lane == 0) tma_store_wait<0>();
+                if (lane == 0) tma_store_settle();
                 __syncwarp();
-                tma_store_rows<1>(map_dk, own_part, dk, scale, out_row, h, b);
-                tma_store_rows<1>(map_dv, own_part + 2048, dv, 1, out_row, h, b);
+                PUT(dk, D, own_part, dk, scale, out_row);
+                PUT(dv, DV, own_part + 2048, dv, 1, out_row);
             }
         }
         if (pending && before % 2 == wg) {
@@ -314,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             end_part(dq);
         }
         if (pending) leave_keys(count - 1);
-        if (lane == 0) tma_store_wait<0>();
+        if (lane == 0) tma_store_settle();
         __syncwarp();
         meet();
         for (int t = rank * 2 + wg; blocks > 1 && t < tiles; t += SPLIT * 2) {
@@ -329,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 UNROLLED for (int r = 0; r < SPLIT; r++)
                     if (t >= first_tile(r)) dq[e] += (&parts[r][e / 4].x)[e % 4];
             }
-            if (lane == 0) tma_store_wait<0>();
+            if (lane == 0) tma_store_settle();
             __syncwarp();
             tma_store_rows<1>(map_dq, own_part, dq, scale, t * TILE + warp % 4 * 16, h, b);
         }

@@ -13,7 +13,7 @@
 //            probabilities with; then dk, dv. By TMA in any order of memory.
 // Macros   : operands.cuh's (PACKED: no mask and no window; boxes count rows from a sequence's first, and results have
 //            strides for tiles that end within one); WINDOW (a query sees `left` keys before its own and `right` behind it); KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
-// Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch), 128 WGS threads.
+// Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch; PACKED: heads, sequences, blocks), 128 WGS threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
 //            TILE alone.
 // Bound    : tensor core, with half as many cycles of exp beside it at a head size of 64.
@@ -77,12 +77,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     after_previous_launch();
 
     // the last queries of a causal problem have the most keys: they start first
-    const int block = CAUSAL && !KEYS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int first = block * (WGS * 64), mine = first + wg * 64;
-    const int own_head = blockIdx.y, b = blockIdx.z, heads = KEYS ? gridDim.y * group : gridDim.y;
+#if PACKED  // all sequences' blocks of one place together, since most have few
+    const int at = blockIdx.z, last = gridDim.z - 1, own_head = blockIdx.x, b = blockIdx.y, count = gridDim.x;
+#else
+    const int at = blockIdx.x, last = gridDim.x - 1, own_head = blockIdx.y, b = blockIdx.z, count = gridDim.y;
+#endif
+    const int first = (CAUSAL && !KEYS ? last - at : at) * (WGS * 64), mine = first + wg * 64;
+    const int heads = KEYS ? count * group : count;
 #if PACKED
     const int batch = 0, start = offsets[b];  // the sequence's first row
-    const bool none = b + 1 == gridDim.z;     // rows behind the last sequence
+    const bool none = b + 1 == gridDim.y;     // rows behind the last sequence
     queries = keys = (none ? all : offsets[b + 1]) - start;
     if (first >= queries) return;
     if (none) (KEYS ? queries : keys) = 0;
@@ -195,13 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         const int stage = j % STAGES;
 #if PACKED
         if (const int past = t + TILE - end; past > 0) {
-            // the rows of the next sequence may be anything, and 0 times NaN is NaN
             wait_full(j);
-            for (int i = threadIdx.x; i < (KD + VD) * past * 8; i += THREADS)
-                *(uint4*)(smem + STAGE_AT + stage * STAGE_BYTES + (i / 8 / past * TILE + TILE - past + i / 8 % past) * 128 + i % 8 * 16) =
-                    make_uint4(0, 0, 0, 0);
-            fence_proxy_async();
-            bar_sync(8, THREADS);
+            clear_rows<KD + VD, THREADS>(smem + STAGE_AT + stage * STAGE_BYTES, TILE, past);
         }
 #endif
         if (hidden(t)) {
@@ -308,18 +307,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         const u32 to1 = own1 + warp % 4 * 2048, to2 = own2 + warp % 4 * 2048;
 #if PACKED
         const int left = (KEYS ? keys : queries) - out_row;
-        if (left < 16) {
-            to_shared<KD>(to1, acc1, scale);
-            store_rows<D>(out1 + own_head * head1 + (start + out_row) * row1, row1, smem + (to1 - base), left);
-            if (KEYS) {
-                to_shared<VD>(to2, acc2, 1);
-                store_rows<DV>(out2 + own_head * head2 + (start + out_row) * row2, row2, smem + (to2 - base), left);
-            }
-            return;
-        }
-#endif
+        put_rows<KD, D>(map_out1, out1 + own_head * head1, row1, to1, acc1, scale, start + out_row, own_head, left);
+        if (KEYS) put_rows<VD, DV>(map_out2, out2 + own_head * head2, row2, to2, acc2, 1, start + out_row, own_head, left);
+#else
         tma_store_rows<KD>(map_out1, to1, acc1, scale, start + out_row, own_head, batch);
         if (KEYS) tma_store_rows<VD>(map_out2, to2, acc2, 1, start + out_row, own_head, batch);
+#endif
         if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
     }
 }

@@ -13,8 +13,8 @@
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
 // Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` after it); LENGTHS (with WINDOW: the
 //            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); PACKED (no mask and
-//            no window: boxes count rows from a sequence's first, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
-// Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
+//            no window: boxes count rows from a sequence's first, those of keys have LOADED rows, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+// Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch; PACKED: heads, sequences, rows), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
@@ -39,6 +39,7 @@
 #else
 #define PACKED_
 #define LSE_ROW ((i64)b * gridDim.y + h) * queries
+#define LOADED TILE
 #endif
 #if WINDOW
 #define REACH_ , int left, int right
@@ -201,12 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     if (NEXT_ALONE) launch_dependents();
 
     // the last rows of a causal problem have the most keys: they start first
-    const int block = CAUSAL || LENGTHS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group, batch = PACKED ? 0 : b;
+#if PACKED  // all sequences' tiles of one place together, since most have few: else some multiprocessors had none
+    const int block = CAUSAL ? gridDim.z - 1 - blockIdx.z : blockIdx.z, h = blockIdx.x, b = blockIdx.y, batch = 0;
+    const bool none = b + 1 == gridDim.y;  // rows behind the last sequence
+#else
+    const int block = CAUSAL || LENGTHS ? gridDim.x - 1 - blockIdx.x : blockIdx.x, h = blockIdx.y, b = blockIdx.z, batch = b;
+#endif
+    const int first = block * (TILES * 64), kv = h / group;
 #if PACKED
     const int start = offsets[b];  // the sequence's first row
-    queries = (b + 1 == gridDim.z ? all : offsets[b + 1]) - start;
-    keys = b + 1 == gridDim.z ? 0 : queries;
+    queries = (none ? all : offsets[b + 1]) - start;
+    keys = none ? 0 : queries;
     if (first >= queries) return;
 #else
     constexpr int start = 0;
@@ -225,12 +231,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
 #endif
 
     const bool loader = warp == LOADER;
-    // by all lanes of the loading warp: tile j of the keys or values to its stage
+    // by all lanes of the loading warp: tile j of the keys or values to its stage; of a packed sequence no more boxes than it
+    // has: what stands behind them is no key, and its value becomes 0
+    auto rows_of = [&](int j) { return PACKED ? min(TILE, (keys - j * TILE + LOADED - 1) / LOADED * LOADED) : TILE; };
     auto load_keys = [&](int j, int s) {
         const u32 bar = k_full + s * 8, to = base + K_AT + s * K_BYTES;
         if (!elect()) return;
-        mbarrier_expect(bar, K_BYTES + (MASK == 1 ? MASK_BYTES : 0));
-        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, start + FROM_ j * TILE, kv, batch);
+        mbarrier_expect(bar, KD * rows_of(j) * 128 + (MASK == 1 ? MASK_BYTES : 0));
+        for (int r = 0; r < rows_of(j); r += LOADED)
+            for (int c = 0; c < KD; c++)
+                tma_load(to + c * (TILE * 128) + r * 128, map_k, bar, c * 64, start + FROM_ j * TILE + r, kv, batch);
         if (MASK == 1)
             for (int i = 0; i < TILES * (TILE / 64); i++)
                 tma_load(base + MASK_AT + s * MASK_BYTES + i * BOX, map_mask, bar, FROM_ j * TILE + i % (TILE / 64) * 64,
@@ -239,8 +249,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     auto load_values = [&](int j, int s) {
         const u32 bar = v_full + s * 8, to = base + V_AT + s * V_BYTES;
         if (!elect()) return;
-        mbarrier_expect(bar, V_BYTES);
-        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, start + FROM_ j * TILE, kv, batch);
+        mbarrier_expect(bar, VD * rows_of(j) * 128);
+        for (int r = 0; r < rows_of(j); r += LOADED)
+            for (int c = 0; c < VD; c++)
+                tma_load(to + c * (TILE * 128) + r * 128, map_v, bar, c * 64, start + FROM_ j * TILE + r, kv, batch);
     };
     // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
     T row_mask[TILE / 32];
@@ -365,10 +377,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             }
             mbarrier_wait(v_full + stage * 8, phase);
 #if LENGTHS || PACKED  // anything may stand after the keys, and 0 times NaN is NaN
-            const int none = max(0, keys - (FROM_TILE + tiles - 1) * TILE), rows = TILE - none;
-            for (int i = threadIdx.x; i < VD * rows * 8; i += WGS * 128)
-                *(uint4*)(smem + V_AT + stage * V_BYTES + (i / 8 / rows * TILE + none + i / 8 % rows) * 128 + i % 8 * 16) =
-                    make_uint4(0, 0, 0, 0);
+            for (int i = max(0, keys - (FROM_TILE + tiles - 1) * TILE) + threadIdx.x / 8; i < TILE; i += WGS * 16)
+                UNROLLED for (int c = 0; c < VD; c++)
+                    *(uint4*)(smem + V_AT + stage * V_BYTES + (c * TILE + i) * 128 + threadIdx.x % 8 * 16) = make_uint4(0, 0, 0, 0);
             fence_proxy_async();
             bar_sync(8, WGS * 128);
 #endif

@@ -371,7 +371,7 @@ _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
 class Wgmma(Kernel):
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
-    name, source, waits = "wgmma", "sdpa/wgmma_sm90.cu", "later"
+    name, source, version, waits = "wgmma", "sdpa/wgmma_sm90.cu", 2, "later"
     early = defines(NEXT_ALONE=1)
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
@@ -391,7 +391,7 @@ class Wgmma(Kernel):
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
         if p.packed and wide <= 64:
-            tiles += _SPARSE
+            tiles += _SPARSE[: 1 if p.causal else 2]  # five causal blocks have too few registers
         configs = [
             KernelConfig.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
@@ -448,10 +448,11 @@ class Wgmma(Kernel):
         p, (batch, heads) = problem, problem.batch
         wgs, tile = config.integer("wgs"), config.integer("tile")
         tiles, one = wgs * config.integer("rounds"), p.n <= tile
+        loaded = tile if not p.packed else 32 if one else 64  # rows of a box of keys
 
         strides = p.mask or (0, 0, 0, 0)
         made: tuple[Arg, ...] = (
-            boxes(p, "q", 64), boxes(p, "k", tile), boxes(p, "v", tile), boxes(p, "y", 16),
+            boxes(p, "q", 64), boxes(p, "k", loaded), boxes(p, "v", loaded), boxes(p, "y", 16),
             mask_boxes(p, 64),
             *args("mask, i64 by, v, i64 v_strides, lse, i32 group m n, f32 scale softcap lowest, "
                   "f64 fill", p, by=(*strides[:2], strides[3])),
@@ -461,10 +462,12 @@ class Wgmma(Kernel):
         how = {name.upper(): value for name, value in config.attrs}
         how |= {"WINDOW": 1} if p.window or p.lengths else {}
         how |= {"LENGTHS": 1} if p.lengths else {}
+        how |= {"LOADED": loaded} if p.packed else {}
         macros = {**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how}
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
         smem = self.smem(p, config)
+        grid = grid[1:] + grid[:1] if p.packed else grid
         return self.one("sdpa_wgmma", grid, 128 * wgs + loaders, *made, smem=smem, **macros)
 
 

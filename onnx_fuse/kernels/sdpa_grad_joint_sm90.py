@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.kernels.rule_based import Plan, Planned
-from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
+from onnx_fuse.kernels.sdpa import boxes, common_macros, sequences, tma_refusal
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.launch import Ptr, TensorMap, args
 from onnx_fuse.program.problem import Hardware, KernelConfig
@@ -34,8 +34,8 @@ class WgmmaGradJoint(Planned):
             return reason
         if p.softcap or p.mask or p.window:
             return "a mask, a window or a softcap: they take registers that there are not"
-        if p.packed:
-            return "sequences one behind the other: it takes whole tensors"
+        if p.packed and p.n > KEYS:
+            return f"sequences one behind the other, of more than {KEYS} rows"
         if p.group > 1:
             return "queries' heads share keys, whose gradients it keeps for one"
         if min(p.k, p.dv) < 32 or max(p.k, p.dv) > 64:
@@ -76,7 +76,8 @@ class WgmmaGradJoint(Planned):
             *(boxes(p, name, 16) for name in ("dq", "dk", "dv")), sums,
             *args("y, i64 of_y, dy, i64 of_dy, lse workspace, i32 batches heads m n, f32 scale", p,
                   of_y=p.layout("y")[1], of_dy=p.layout("dy")[1], heads=p.batch[1]),
-            smem=_SMEM, cluster=split, **common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES,
+            *sequences(p, "dq", "dk", "dv"), smem=_SMEM, cluster=split, **common_macros(p),
+            TILE=TILE, SPLIT=split, STAGES=_STAGES,
         )  # fmt: skip
         return made, parts * _PART
 

@@ -109,9 +109,10 @@ class WgmmaGrad(Planned):
             *reach(p), *sequences(p, *results),
         )  # fmt: skip
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
+        grid = (-(-rows // (64 * count)), over, batch)
         macros = {**common_macros(p), "MASK": MMA.mask(p)} | ({"WINDOW": 1} if p.window else {})
         return self.one(
-            "sdpa_gradients", (-(-rows // (64 * count)), over, batch), 128 * count, *made,
+            "sdpa_gradients", grid[1:] + grid[:1] if p.packed else grid, 128 * count, *made,
             smem=self._smem(p, config, keys), KEYS=keys, TILE=TILE, WGS=count,
             STAGES=self._stages(p, config), BLOCKS=1 if keys else config.integer("blocks"),
             **macros,
