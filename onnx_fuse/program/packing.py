@@ -89,14 +89,14 @@ class Packing:
         at = there.ravel().nonzero()[0]
         found = at.searchsorted(_searched(batch, length, self.picked))
         offsets = found[: batch + 1]
-        picked = all(-length <= place < length and there[:, place].all() for place in self.picked)
+        picked = all(-length <= i < length and there[:, i].all() for i in self.picked)
         if not (picked and self.picked) and (offsets[1:] == offsets[:-1]).any():
             return "a sequence has no token"
         if not picked:
             return "a row that is read is padding"
-        rows = np.empty((1, row_count(len(at), length)), np.int64)
-        rows[0, : len(at)], rows[0, len(at) :] = at, at[0]
-        fed: dict[str, Array] = {self.rows: rows, self.offsets: offsets}
+        more = row_count(len(at), length) - len(at)
+        rows = np.concatenate((at, at[:more])) if more else at
+        fed: dict[str, Array] = {self.rows: rows[None], self.offsets: offsets}
         if self.chosen:
             fed[self.chosen] = found[batch + 1 :].reshape(batch, -1)
         if self.places:
