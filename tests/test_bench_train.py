@@ -30,7 +30,7 @@ def test_figures_found_until_an_arm_ends_are_kept(
 ) -> None:
     (tmp_path / "arm.py").write_text(script)
     monkeypatch.setattr(bench_train, "__file__", str(tmp_path / "arm.py"))
-    options = argparse.Namespace(layers=0, profile=False, limit=limit)
+    options = argparse.Namespace(layers=0, adapters=0, profile=False, limit=limit)
     shown: list[str] = []
     found = bench_train.measured("mlp", "cold", {}, options, shown.append)
     assert found == {"first": 1.5, "step": 0.002} | ({"error": error} if error else {})
@@ -60,7 +60,9 @@ def test_arms_get_ready_together_and_are_timed_one_after_another(
     monkeypatch.setattr(bench_train, "devices", lambda: ["0"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     only = ["mlp", "vit"]
-    options = argparse.Namespace(layers=0, profile=False, limit=30.0, only=only, json=None)
+    options = argparse.Namespace(
+        layers=0, adapters=0, profile=False, limit=30.0, only=only, json=None
+    )
     rows = {name: {"model": name} for name in only}
     bench_train.at_once(options, rows)
     times = sorted((rows[name][arm] for name in only for arm in ("cold", "torch")),
