@@ -246,7 +246,7 @@ class Reduction:
         kind, op = REDUCED[self.ranks.reduce], self.op
         low = {w: typed(_narrow(op, g, kind), None, w.shape) for w, g in grads.items()}
         places = _move_early(graph, op, low.values())
-        order = sorted(grads, key=lambda w: places[required(low[w].producer())])
+        order = sorted(grads, key=lambda w: places[low[w].producer()])
         each = [_nbytes(low[w]) for w in order]
         sums: dict[ir.Value, ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
@@ -268,10 +268,13 @@ class Reduction:
         return array.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
 
 
-def _move_early(graph: ir.Graph, op: Builder, values: Iterable[ir.Value]) -> dict[ir.Node, int]:
+def _move_early(
+    graph: ir.Graph, op: Builder, values: Iterable[ir.Value]
+) -> dict[ir.Node | None, int]:
     """Put the casts, views and new nodes that end in `values` behind the last node they need.
 
-    Returns where the nodes stand; one that was put elsewhere counts where that last node does.
+    Returns where the nodes stand; one that was put elsewhere counts where that last node does, and
+    what no node makes is there from the start.
     """
     new, found, left = set(op.nodes), set[ir.Node](), [v.producer() for v in values]
     while left:
@@ -284,11 +287,10 @@ def _move_early(graph: ir.Graph, op: Builder, values: Iterable[ir.Value]) -> dic
     graph.remove([node for node in moved if node not in new])
     op.nodes = [node for node in op.nodes if node not in found]
     kept = list(graph)
-    places = {node: i for i, node in enumerate(kept)}
+    places: dict[ir.Node | None, int] = {None: 0, **{node: i for i, node in enumerate(kept)}}
     behind: dict[int, list[ir.Node]] = defaultdict(list)
     for node in moved:
-        makers = [maker for v in node.inputs if v is not None and (maker := v.producer())]
-        places[node] = max((places[maker] for maker in makers), default=0)
+        places[node] = max(places[v.producer()] for v in node.inputs if v is not None)
         behind[places[node]].append(node)
     for place, nodes in behind.items():
         graph.insert_after(kept[place], nodes)
