@@ -12,8 +12,10 @@ import numpy as np
 from onnx_fuse.cuda.source import source_root
 
 HOST = r"""
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+using std::max, std::min;
 #define __device__
 #define __forceinline__ inline
 struct float2 { float x, y; };

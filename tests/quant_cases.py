@@ -484,19 +484,25 @@ def block(kind: str, zero: int, n: int = 16) -> Quantized:
 
 
 def rows(kind: str, zero: int) -> Quantized:
-    """A product from codes to codes with what stands between as codes: a bias, a GELU."""
+    """Products from codes to codes with what stands between as codes: a bias, a GELU, a sum and
+    its norm.
+    """
     weights = {
         "s": np.array(0.03, np.float32), "z": np.array(zero, kind),
         "sw": scales((48,)) / np.float32(700), "zw": np.zeros(48, np.int8),
         "w": integers((32, 48), "int8"), "b": np.linspace(-2, 2, 48, dtype=np.float32),
+        "v": integers((48, 32), "int8"), "one": np.linspace(0.5, 2, 32, dtype=np.float32),
     }  # fmt: skip
     nodes = """
         fx = DequantizeLinear (x, s, z) fw = DequantizeLinear <axis = 1> (w, sw, zw)
         m = MatMul (fx, fw) q0 = QuantizeLinear (m, s, z) d0 = DequantizeLinear (q0, s, z)
         a = Add (d0, b) q1 = QuantizeLinear (a, s, z) d1 = DequantizeLinear (q1, s, z)
-        g = Gelu (d1) y = QuantizeLinear (g, s, z)
+        g = Gelu (d1) y = QuantizeLinear (g, s, z) d2 = DequantizeLinear (y, s, z)
+        fv = DequantizeLinear (v, s) n = MatMul (d2, fv) r = Add (n, fx)
+        l = LayerNormalization (r, one, one) q3 = QuantizeLinear (l, s, z)
     """
     feeds, outputs = {"x": integers((2, 5, 32), kind)}, {"y": (kind, (2, 5, 48))}
+    outputs["q3"] = (kind, (2, 5, 32))
     name = f"rows of codes {kind} {zero}"
     return quantized(name, nodes, feeds, outputs, weights, steps=2)
 

@@ -206,6 +206,8 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         for kind in ("float", "double"):
             shown = row.pointwise.format("x[i]", *(f"({kind}){n!r}" for n in numbers), t=kind)
             own += POINTWISE.format(row.key, kind, shown)
+        if row.normal:  # what is made of it is rounded to 16 bits or 8
+            own += POINTWISE.format(f"short_{row.key}", "float", "short_gelu(x[i])")
         names = "".join(f"#undef {name}\n" for name in (*row.macros, "ACT_NORMAL", "DEVICE"))
         parts.append(f"{macros}namespace {row.key}_ {{ {text}\n{own} }}\n{names}")
     return cuda_on_host.library("\n".join(parts), tmp_path_factory.mktemp("activations"))
@@ -224,6 +226,9 @@ def test_the_cuda_text_computes_the_value_and_its_slope(act: str, on_host: ctype
         for name, wanted, given in (("value", y, (z,)), ("slope", dy * slope, (z, dy))):
             found = cuda_on_host.over(getattr(on_host, f"{name}_{row.key}_{out}"), *given)
             np.testing.assert_allclose(found, wanted, rtol=error, atol=error, err_msg=name + out)
+    if row.normal:
+        found = cuda_on_host.over(getattr(on_host, f"pointwise_short_{row.key}_float"), z)
+        np.testing.assert_allclose(found, y, rtol=2e-7, atol=2e-7)
     for kind, error in (("float", 2e-6), ("double", 2e-7)):  # the text has float32's constants
         run = getattr(on_host, f"pointwise_{row.key}_{kind}")
         np.testing.assert_allclose(

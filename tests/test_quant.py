@@ -5,9 +5,21 @@ import numpy as np
 import pytest
 from compiled import unclean
 from lowering import interpreted, program_of
-from quant_cases import CASES, DEQUANTIZED, HELD, Quantized, dequantized
+from quant_cases import (
+    CASES,
+    DEQUANTIZED,
+    HELD,
+    Quantized,
+    dequantized,
+    integers,
+    quantized,
+    scales,
+    values,
+)
+from support import stock
 
 from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
@@ -15,7 +27,7 @@ from onnx_fuse.lower.quantized import ONE_TAP
 from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS, KernelConfig
 from onnx_fuse.program.problems import IntegerConv, Window
 from onnx_fuse.rewrite import optimize
 
@@ -55,6 +67,34 @@ def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None
         case.check(name, y, want)
 
 
+@pytest.mark.parametrize(
+    ("second", "merged"),
+    [
+        ("<axis = -1> (w1, s1, z1)", 1),
+        ("(w1, s)", 1),
+        ("<axis = 0> (w1, s0)", 0),
+        ("(u1, s)", 0),
+        ("<axis = 1, block_size = 6> (w1, s6)", 0),
+    ],
+)
+def test_products_of_one_input_in_codes_are_merged(second: str, merged: int) -> None:
+    shapes = {"s0": (6,), "s1": (8,), "s": (1,), "s6": (6, 2), "b0": (4,), "s2": (4,)}
+    weights = {n: scales(shape) for n, shape in shapes.items()}
+    weights |= {n: integers((6, k), "int8") for n, k in (("w0", 4), ("w1", 8))}
+    weights |= {"u1": integers((6, 8), "uint8"), "z1": np.arange(8, dtype=np.int8)}
+    nodes = f"""
+        f0 = DequantizeLinear <axis = 1> (w0, s2) m0 = MatMul (x, f0) y0 = Add (m0, b0)
+        f1 = DequantizeLinear {second} m1 = MatMul (x, f1) y1 = Add (m1, s1)
+    """
+    outputs = {"y0": ("float32", (2, 3, 4)), "y1": ("float32", (2, 3, 8))}
+    case = quantized("", nodes, {"x": values((2, 3, 6))}, outputs, weights)
+    model = load(case.model)
+    assert optimize(model).fusions.get("MergedGemm", 0) == merged
+    after = stock(to_proto(model).SerializeToString()).run(None, case.feeds)
+    for y, want in zip(after, case.expected(), strict=True):
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-3)  # sums in another order
+
+
 def test_codes_become_codes_in_one_call_a_convolution() -> None:
     for case in (c for c in DEQUANTIZED if "block" in c.name):
         first, second, largest, _ = (call.problem for call in case.program().calls)
@@ -65,12 +105,14 @@ def test_codes_become_codes_in_one_call_a_convolution() -> None:
         assert second.tail.reads == (first.dtype,)
 
 
-def test_a_bias_and_an_activation_behind_codes_are_part_of_a_product() -> None:
+def test_what_stands_behind_codes_is_part_of_a_product_or_a_norm() -> None:
     for case in (c for c in DEQUANTIZED if "rows" in c.name):
-        (product,) = (call.problem for call in case.program().calls)
+        product, summed, norm = (call.problem for call in case.program().calls)
         assert (product.op, product.tail.reads, product.tail.rows) == (
             "IntegerConv", ("float32",), (0,)
         )  # fmt: skip
+        codes = case.feeds["x"].dtype.name
+        assert (summed.tail.reads, norm.op, norm.tail.dtype) == ((codes,), "Norm", codes)
 
 
 def test_convolutions_of_codes_copy_no_windows() -> None:
@@ -172,11 +214,12 @@ def test_many_rows_unpack_the_weights_first(shape: tuple[int, int, int], kernel:
     assert forced.kernel.name == "unpack_simt"
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(32, "mma_s8_nhwc"), (4096, "tma_s8_nhwc")])
-def test_the_cheapest_candidate_serves_rows_of_codes(rows: int, kernel: str) -> None:
-    sizes = (1, 1, rows)
-    problem = IntegerConv(1, 1, 768, 768, sizes, sizes, ONE_TAP, "uint8")
-    assert select(problem.op, problem, H200).kernel.name == kernel
+@pytest.mark.parametrize("width", [64, 768])
+def test_the_cheapest_candidate_serves_rows_of_codes(width: int) -> None:
+    sizes = (1, 1, 32)
+    problem = IntegerConv(1, 1, width, width, sizes, sizes, ONE_TAP, "uint8")
+    cost = {k.name: k.cost(problem, KernelConfig.of(), H200) for k in candidates(problem.op)}
+    assert select(problem.op, problem, H200).kernel.name == min(cost, key=cost.__getitem__)
 
 
 def test_a_cast_to_float8_is_saturated_where_asked() -> None:

@@ -1,11 +1,6 @@
 // conv/codes.cuh: elements four at a time, those of 8 bits in a word: as floats, and of integers that saturate to them.
 #pragma once
-#include "common.cuh"
-
-// A result in y's type.
-template <class Y, class S> DEVICE Y stored(S v) { return narrow<Y>((typename Accumulator<Y>::type)v); }
-template <> DEVICE u8 stored<u8, int>(int v) { return (u8)min(max(v, 0), 255); }
-template <> DEVICE signed char stored<signed char, int>(int v) { return (signed char)min(max(v, -128), 127); }
+#include "pointwise/math.cuh"
 
 template <class E> struct Four {
     Vec<E, 4> of;

@@ -1,19 +1,20 @@
 // conv/integer_tma_sm90.cu: what conv/integer_sm80.cu computes, of one group, by Hopper's wgmma with copies by TMA.
 // Idea     : blocks that stay walk over the tiles. One warp has copies of STAGES steps on their way, of BK channels of a
-//            tap each: pixels gathered from the images (im2col), filters, and the tile of e1 where AHEAD. Warpgroups of
-//            64 pixels each multiply them by all BN filters, and make codes in registers while the next tile's copies
-//            arrive. The sums start from `shift`. A tile's filters lie in shared memory in an order by which a lane's
-//            columns of a row are 16 neighbours of each 64: it reads and stores 16 codes at once. KEPT: a block has one
+//            tap each: pixels gathered from the images (im2col), filters, and the tile's rows of scale, bias and shift, and
+//            of e1 where AHEAD. Warpgroups of 64 pixels each multiply them by all BN filters, and make codes in
+//            registers while the next tile's copies arrive. The sums start from `shift`. A tile's filters lie in shared
+//            memory in an order by which a lane's columns of a row are RUN neighbours of each 4 RUN, which it reads and
+//            stores at once: 16 bytes beside the next lane's. KEPT: a block has one
 //            column of tiles, whose filters it copies once. PATCH: a step has all taps, of a patch of an image which is
 //            copied once; a tile's rows are the patch's, and those beyond an image's line are not stored.
 // Inputs   : integer_sm80.cu's, of one group, of filters whose results are whole 16 bytes, zeros filling the weights up
-//            to 64, with zeros where taps fall outside; the weights never change: they are read ahead.
+//            to 64; the weights never change: they are read ahead.
 // Outputs  : integer_sm80.cu's.
 // Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), SHIFTED,
-//            AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters are a multiple of BN), KEPT (the grid is a
-//            multiple of the columns of tiles), FLAT (y's pixels are x's, one behind another), else PATCH (the pixels of
-//            a line of a patch, or 0) and LINES (of y of a patch), or IM2COL and gemm/im2col.cuh's; geometry.cuh's,
-//            suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
+//            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters
+//            are a multiple of BN), KEPT (the grid is a multiple of the columns of tiles), FLAT (y's pixels are x's, one
+//            behind another), else PATCH (the pixels of a line of a patch, or 0) and LINES (of y of a patch), or IM2COL
+//            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
 // Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM + 32 threads; fewer than 2^31 pixels.
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
@@ -24,12 +25,13 @@
 #include "tma_ring.cuh"
 
 constexpr int WARPS = BM / 16, THREADS = 32 * WARPS + 32;
-constexpr int RUN = 16, PIECE = 16 / sizeof(TY);  // of each 64 filters a lane's neighbours; those of one store
+constexpr int CHUNKS = BK / 16, RUN = 16 / sizeof(TY), GROUP = 4 * RUN;
 constexpr int INNER = PATCH ? TAPS : 1;           // taps of a step
 constexpr int PIXELS = PATCH ? BM + (KH - 1) * PATCH + KW - 1 : BM;  // those beyond a patch are of no result
 constexpr int COPIED = PATCH ? (LINES + KH - 1) * PATCH * BK : BM * BK, FILTERS = BN * BK;
 constexpr int PLACE = (PIXELS * BK + 1023) / 1024 * 1024, STAGE = PLACE + (KEPT ? 0 : INNER * FILTERS);
-constexpr int SLOT = BM * BN, E_AT = STAGES * STAGE, BAR_AT = E_AT + (AHEAD ? 2 * SLOT : 0);
+constexpr int ROWS = 2 + SHIFTED, SLOT = ROWS * BN * 4, SIDE_AT = STAGES * STAGE;
+constexpr int SIDE = SLOT + (AHEAD ? BM * BN : 0), BAR_AT = SIDE_AT + 2 * SIDE;
 constexpr int KEPT_AT = (BAR_AT + STAGES * 16 + 40 + 1023) / 1024 * 1024;
 
 // 8 bits, both operands along k, of 32 bytes.
@@ -57,12 +59,13 @@ DEVICE u64 rows_at(u32 address) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     conv_integer_tma(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w, MAP_OF_E
                        const float* bias, const E1* e1, const E2* e2, const E3* e3, TY* y, u32 pixels, int channels,
-                       int filters, int od, int oh, int ow, int ldw, const int* shift, const float* scale, NUMBERS) {
+                       int filters, int d, int h, int w, int od, int oh, int ow, int ldw, const int* shift,
+                       const float* scale, u32 border, NUMBERS) {
     extern __shared__ __align__(1024) u8 memory[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const u32 base = smem_address(memory), bars = base + BAR_AT, kept = bars + STAGES * 16 + 32;
     Ring<STAGES> ring(bars, warp == WARPS);
-    Ring<2> ring_e(bars + STAGES * 16, warp == WARPS);
+    Ring<2> sides(bars + STAGES * 16, warp == WARPS);
     // the block's tiles: so many down and to the right, one after another
     const u32 across = (filters + BN - 1) / BN, down = gridDim.x / across, right = gridDim.x % across;
     const u32 patches = PATCH ? (oh + LINES - 1) / LINES : 1;  // of an image
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int steps = (channels + BK - 1) / BK * (PATCH ? 1 : TAPS);
     if (threadIdx.x == 0) {
         ring.set_up(WARPS);
-        ring_e.set_up(WARPS);
+        sides.set_up(WARPS);
         mbarrier_init(kept, 1);
         fence_barrier_init();
     }
@@ -90,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         };
         auto copy_filters = [&](u32 to, u32 bar, const Tile& tile, const Step& at) {
             for (int t = 0; t < INNER; t++)
-                tma_load(to + t * FILTERS, map_w, bar, (at.tap + t) * ldw + at.c, 0, 0, 0, tile.column * (BN / 64));
+                tma_load(to + t * FILTERS, map_w, bar, (at.tap + t) * ldw + at.c, 0, 0, 0, tile.column * (BN / GROUP));
         };
         constexpr int BYTES = COPIED + (KEPT ? 0 : INNER * FILTERS);  // of a stage
         int early = KEPT ? steps : min(steps, STAGES);                // steps whose filters are on their way
@@ -105,12 +108,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         launch_dependents();  // the next one's blocks come as this one's leave
         for (Tile tile = first; tile.row < rows; next(tile), early = 0) {
             const u32 q0 = tile.row * BM;
+            const u32 row = min(BN, filters - (int)tile.column * BN) * 4;
+            const u32 side = base + SIDE_AT + sides.s * SIDE, side_bar = sides.claim(ROWS * row + SIDE - SLOT);
+            const void* const rows_of[] = {scale, bias, shift};
+            UNROLLED for (int i = 0; i < ROWS; i++)
+                bulk_load(side + i * BN * 4, (const int*)rows_of[i] + tile.column * BN, row, side_bar);
 #if AHEAD
-            const u32 e_bar = ring_e.claim(SLOT), e_at = base + E_AT + ring_e.s * SLOT;
             for (int u = 0; u < BN / 64; u++)
-                tma_load(e_at + u * BM * 64, map_e, e_bar, tile.column * BN + u * 64, q0, 0);
-            ring_e.next();
+                tma_load(side + SLOT + u * BM * 64, map_e, side_bar, tile.column * BN + u * 64, q0, 0);
 #endif
+            sides.next();
 #if IM2COL
             const Pixel pixel = first_pixel(q0, PIXELS_OF_Y);
 #endif
@@ -147,24 +154,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             return r < LINES * PATCH && top < oh && x < ow ? (image * oh + top) * ow + x : pixels;
         };
         const int m0 = tile.column * BN, wide = filters - m0 - own_n;  // of the lane's
+#if BORDER  // where the first tap of a pixel is, which two threads fill where a tap falls outside
+        const u32 pixel = tile.row * BM + threadIdx.x / 2, line = pixel / ow, sheet = line / oh;
+        const int ix = (int)(pixel - line * ow) * SW - PW, iy = (int)(line - sheet * oh) * SH - PH;
+        const int iz = (int)(sheet % od) * SD - PD;
+        int tap = 0, c0 = 0;
+#endif
         int acc[BN / 2];
+        sides.await();
+        const u8* side = memory + SIDE_AT + sides.s * SIDE;
+        const float* of_scale = (const float*)side + own_n;
 #if SHIFTED
-        UNROLLED for (int i = 0; i < BN / 2; i++) acc[i] = 0;
-        UNROLLED for (int u = 0; u < BN / 64; u++)
-            UNROLLED for (int c = 0; c < RUN; c += 4)
-                if (WHOLE || u * 64 + c < wide) {
-                    const auto start = load<4>(shift + m0 + u * 64 + own_n + c);
-                    UNROLLED for (int k = 0; k < 4; k++) {
-                        const int at = (u * 8 + (c + k) / 2) * 4 + k % 2;
-                        acc[at] = acc[at + 2] = start.at[k];
-                    }
+        UNROLLED for (int u = 0; u < BN / GROUP; u++)
+            UNROLLED for (int c = 0; c < RUN; c += 4) {
+                const auto start = load<4>((const int*)of_scale + 2 * BN + u * GROUP + c);
+                UNROLLED for (int k = 0; k < 4; k++) {
+                    const int at = ((u * RUN + c + k) / 2) * 4 + k % 2;
+                    acc[at] = acc[at + 2] = start.at[k];
                 }
+            }
 #endif
         int step = 0;
         ring.multiply(steps, lane, [&](int s, bool more) {
             const u32 a = base + s * STAGE + warp / 4 * 64 * BK;
             const u32 b = base + (KEPT ? KEPT_AT + step++ * INNER * FILTERS : s * STAGE + PLACE);
             ring.await();
+#if BORDER  // not beyond the channels, where the weights are the next tap's
+            const int x = ix + tap % KW * DW, top = iy + tap / KW % KH * DH, z = iz + tap / (KW * KH) * DD;
+            if ((unsigned)x >= (unsigned)w || (unsigned)top >= (unsigned)h || (unsigned)z >= (unsigned)d)
+                UNROLLED for (int i = 0; i < CHUNKS / 2; i++) {
+                    const int r = threadIdx.x / 2, chunk = threadIdx.x % 2 * (CHUNKS / 2) + i;
+                    const int at = r * BK + (chunk ^ r * CHUNKS / 8 % CHUNKS) * 16;
+                    if (c0 + chunk * 16 < channels)
+                        *(uint4*)(memory + s * STAGE + at) = make_uint4(border, border, border, border);
+                }
+            if ((c0 += BK) >= channels) c0 = 0, tap++;
+            fence_proxy_async();
+            bar_sync(1 + warp / 4, 128);
+#endif
             wgmma_fence();
             UNROLLED for (int t = 0; t < INNER; t++)
                 UNROLLED for (int k = 0; k < BK / 32; k++)
@@ -174,46 +201,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         wgmma_wait<0>();
         ring.release_before(lane);
         const u32 places[2] = {pixel_of(row), pixel_of(row + 8)};
+        const u8* of_e = side + SLOT + row * 64;
+        UNROLLED for (int u = 0; u < BN / GROUP; u++) {
+            if (!WHOLE && u * GROUP >= wide) continue;
+            const int n = u * GROUP + own_n, f = m0 + n;
+            Piece<TY, RUN> out[2];
+            [[maybe_unused]] Piece<E1, RUN> a[2];
+            [[maybe_unused]] Piece<E2, RUN> b[2];
+            [[maybe_unused]] Piece<E3, RUN> z[2];
+            UNROLLED for (int i = 0; i < 2; i++) {
+                const i64 at = (i64)min(places[i], pixels - 1) * filters + f;
 #if AHEAD
-        const u8* of_e = memory + E_AT + ring_e.s * SLOT + row * 64 + own_n;
-        ring_e.await();
-#endif
-        UNROLLED for (int u = 0; u < BN / 64; u++)
-            UNROLLED for (int c = 0; c < RUN; c += PIECE) {
-                if (!WHOLE && u * 64 + c >= wide) continue;
-                const int f = m0 + own_n + u * 64 + c;
-                Piece<TY, PIECE> out[2];
-                [[maybe_unused]] Piece<E1, PIECE> a[2];
-                [[maybe_unused]] Piece<E2, PIECE> b[2];
-                [[maybe_unused]] Piece<E3, PIECE> z[2];
-                UNROLLED for (int i = 0; i < 2; i++) {
-                    const i64 at = (i64)min(places[i], pixels - 1) * filters + f;
-#if AHEAD
-                    a[i] = piece_of<PIECE>((const E1*)of_e + u * BM * 64 + i * 8 * 64 + c);
+                a[i] = piece_of<RUN>((const E1*)of_e + n / 64 * BM * 64 + i * 8 * 64 + n % 64);
 #else
-                    a[i] = piece_of<PIECE, (OPERANDS > 0)>(e1, ROWS_OF_E & 1 ? f : at);
+                a[i] = piece_of<RUN, (OPERANDS > 0)>(e1, ROWS_OF_E & 1 ? f : at);
 #endif
-                    b[i] = piece_of<PIECE, (OPERANDS > 1)>(e2, ROWS_OF_E & 2 ? f : at);
-                    z[i] = piece_of<PIECE, (OPERANDS > 2)>(e3, ROWS_OF_E & 4 ? f : at);
-                }
-                UNROLLED for (int q = 0; q < PIECE / 4; q++) {
-                    const auto by = load<4>(scale + f + q * 4), plus = load<4>(bias + f + q * 4);
-                    UNROLLED for (int i = 0; i < 2; i++) {
-                        auto result = [&](int k) {
-                            const int n = c + q * 4 + k, sum = acc[(u * 8 + n / 2) * 4 + i * 2 + n % 2];
-                            const float v = fmaf((float)sum, by.at[k], plus.at[k]);
-                            return SUFFIX(v, widen(a[i].at[q][k]), widen(b[i].at[q][k]), widen(z[i].at[q][k]));
-                        };
-                        out[i].at[q] = Four<TY>::made(result(0), result(1), result(2), result(3));
-                    }
-                }
-                UNROLLED for (int i = 0; i < 2; i++)
-                    if (places[i] < pixels) *(Piece<TY, PIECE>*)(y + (i64)places[i] * filters + f) = out[i];
+                b[i] = piece_of<RUN, (OPERANDS > 1)>(e2, ROWS_OF_E & 2 ? f : at);
+                z[i] = piece_of<RUN, (OPERANDS > 2)>(e3, ROWS_OF_E & 4 ? f : at);
             }
-#if AHEAD
+            UNROLLED for (int q = 0; q < RUN; q += 4) {
+                const auto by = load<4>(of_scale + u * GROUP + q), plus = load<4>(of_scale + BN + u * GROUP + q);
+                UNROLLED for (int i = 0; i < 2; i++) {
+                    auto result = [&](int k) {
+                        const int sum = acc[(u * RUN + q + k) / 2 * 4 + i * 2 + k % 2];
+                        const float v = fmaf((float)sum, by.at[k], plus.at[k]);
+                        return SUFFIX(v, widen(a[i].at[q / 4][k]), widen(b[i].at[q / 4][k]), widen(z[i].at[q / 4][k]));
+                    };
+                    out[i].at[q / 4] = Four<TY>::made(result(0), result(1), result(2), result(3));
+                }
+            }
+            UNROLLED for (int i = 0; i < 2; i++)
+                if (places[i] < pixels) *(Piece<TY, RUN>*)(y + (i64)places[i] * filters + f) = out[i];
+        }
         __syncwarp();
-        ring_e.release(lane);
-        ring_e.next();
-#endif
+        sides.release(lane);
+        sides.next();
     }
 }

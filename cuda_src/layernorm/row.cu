@@ -10,7 +10,7 @@
 //            z = y · w + c [rows, PRODUCT] TY; y may be null.
 // Macros   : T P M ACC VEC ITEMS TEAM BLOCK; RMS, RESIDUAL, AFFINE (0: neither scale nor bias);
 //            PRODUCT (0: none; at most 16), TURNED;
-//            SUFFIX(v0, v1, v2, v3) of y and the first OPERANDS of e1, e2, e3, in TY (T if not given).
+//            SUFFIX(v0, v1, v2, v3) of y, the first OPERANDS of e1, e2, e3 and NUMBERS, in TY (T if not given).
 // Numerics : ACC throughout (s rounded to T first, as it is stored); population variance.
 // Bound    : HBM, each operand once.
 #include "layernorm/few_columns.cuh"
@@ -19,7 +19,7 @@
 extern "C" __global__ void __launch_bounds__(BLOCK)
     layernorm_row(const T* x, const T* residual, const P* scale, const P* bias, const T* e1, const T* e2,
                   const T* e3, const TY* w, const TY* c, TY* y, T* sum, M* mean_out, M* rstd_out, TY* z,
-                  i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon) {
+                  i64 rows, i64 length, i64 groups, i64 channels, i64 inner, float epsilon, NUMBERS) {
     if (gridDim.x <= 128) launch_dependents();  // of a few rows: the weights behind it are on their way meanwhile
     grid_dependency_wait();
     __shared__ ACC scratch[TEAM > 32 ? TEAM / 32 : 1];
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 #elif AFFINE == 2
             v = v * a + b;
 #endif
-            out.at[j] = more.after(v, j);
+            out.at[j] = stored<TY>(SUFFIX(v, widen(more.e[0].at[j]), widen(more.e[1].at[j]), widen(more.e[2].at[j])));
         }
         if (!PRODUCT || y) store<VEC>(y + base + i, out);
 #if PRODUCT

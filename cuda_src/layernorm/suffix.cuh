@@ -19,6 +19,6 @@ template <int V> struct Beside {
         if (OPERANDS > 2) e[2] = load<V>(e3 + at);
     }
     template <class S> DEVICE TY after(S v, int j) const {
-        return narrow<TY>((typename Accumulator<TY>::type)SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
+        return stored<TY>(SUFFIX(v, widen(e[0].at[j]), widen(e[1].at[j]), widen(e[2].at[j])));
     }
 };

@@ -242,8 +242,8 @@ def _contracted(expression: Expression, step: Operation) -> tuple[str, tuple[int
 def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] = ()) -> str | None:
     """The one stored value as a C++ expression of `loads`; None where it can't be written.
 
-    Its scalars are called by `numbers`, and a code of 8 bits is then an integer that saturates to
-    it; they are literals where these are none.
+    Its scalars are called by `numbers`, and are literals where these are none. A code of 8 bits is
+    an integer that saturates to it.
     """
     if expression.rows or expression.counts:
         return None
@@ -251,7 +251,7 @@ def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] 
         return None
     literals = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
     values = [*loads, *(numbers or literals)]
-    body = _steps(expression, values, expression.stores[0] if numbers else -1)
+    body = _steps(expression, values, expression.stores[0])
     return f"[&] {{ {' '.join(body)} return {values[expression.stores[0]]}; }}()"
 
 

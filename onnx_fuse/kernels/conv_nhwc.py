@@ -281,7 +281,7 @@ class Mma(Planned, Chosen, ChannelsLast):
     """
 
     name = "mma_nhwc"
-    source = "conv/nhwc_sm80.cu"
+    source, version = "conv/nhwc_sm80.cu", 2
     maths = ("tf32", "bf16x3")
     axes = 3
 

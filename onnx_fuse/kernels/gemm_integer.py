@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.cuda.pointwise import SCALAR
 from onnx_fuse.kernels.conv_nhwc import (
     gathered,
     gathering,
@@ -25,7 +24,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unboxed,
 )
 from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices
-from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, numbered_tail, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.launch import Launches, Num, Ptr, TensorMap, args
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
@@ -97,8 +96,6 @@ CONV_TILES = (
     (32, 64, 16, 32, 128, 4), (32, 32, 16, 16, 128, 4),
 )  # fmt: skip
 """BM, BN, WM, WN, bytes of k a step, steps in shared memory."""
-NUMBERS = tuple(f"n{i}" for i in range(16))
-"""The numbers of a tail that the kernel takes as arguments: its text is then that of many tails."""
 
 
 def row_of_filters(problem: IntegerConv) -> int:
@@ -112,6 +109,12 @@ def is_flat(problem: IntegerConv) -> bool:
     moved = any((*window.before, *(s - 1 for s in window.strides)))
     dense = (sn, sy) == (prod(problem.inner) * sx, problem.inner[2] * sx)
     return prod(window.kernel) == 1 and not moved and dense and problem.inner == problem.outer
+
+
+def _is_filled(problem: IntegerConv) -> bool:
+    """Whether taps fall outside of the images, where x has no zeros."""
+    window = problem.window
+    return problem.border != 0 and any((*window.before, *window.after))
 
 
 def _copies_codes(problem: IntegerConv) -> bool:
@@ -138,20 +141,14 @@ def served_bytes(problem: IntegerConv) -> str | None:
 def _tail_of(problem: IntegerConv) -> tuple[list[Num], dict[str, Any]]:
     """The numbers of its tail, and the macros of it and of the window."""
     tail = problem.tail
-    scalars = tail.expression.scalars if tail else ()
-    named = len(scalars) <= len(NUMBERS) and {kind for kind, _ in scalars} <= {"f32", "i32"}
-    numbers = [Num("f32", 0.0)] * len(NUMBERS)
-    if named:
-        numbers[: len(scalars)] = [Num(kind, value) for kind, value in scalars]
+    numbers, of_tail = numbered_tail(tail)
     kinds = (*(tail.reads if tail else ()), *["float32"] * 3)[:3]
     macros = {
         "T": C_TYPES[problem.dtype], "TRANSPOSED": False, "TY": "float",
         "SHIFTED": problem.border != 0,
         "ROWS_OF_E": sum(1 << i for i in (tail.rows if tail else ())),
-        "NUMBERS": ", ".join(f"{SCALAR[n.ctype]} {name}"
-                             for name, n in zip(NUMBERS, numbers, strict=True)),
         **{f"E{i}": C_TYPES[kind] for i, kind in enumerate(kinds, 1)},
-        **window_macros(problem.window), **tail_macros(tail, NUMBERS[: len(scalars) * named]),
+        **window_macros(problem.window), **of_tail,
     }  # fmt: skip
     return numbers, macros
 
@@ -237,8 +234,8 @@ class MmaInt8Nhwc(Chosen):
 
 
 TMA_TILES = (
-    (256, 64, 64, 4), (128, 64, 64, 4), (64, 64, 128, 4), (64, 128, 128, 3), (128, 128, 64, 4),
-    (128, 128, 128, 3), (128, 256, 128, 4),
+    (256, 64, 64, 4), (128, 64, 64, 4), (64, 64, 128, 4), (64, 64, 128, 8), (64, 128, 128, 3),
+    (128, 128, 64, 4), (128, 128, 128, 3), (128, 192, 128, 4), (128, 256, 128, 4),
 )  # fmt: skip
 """BM, BN, bytes of k a step, steps in shared memory."""
 PATCH_TILES = ((256, 64, 64, 2), (128, 64, 128, 2), (64, 64, 128, 2))
@@ -250,7 +247,7 @@ class TmaInt8Nhwc(Chosen):
 
     name = "tma_s8_nhwc"
     source, waits = "conv/integer_tma_sm90.cu", "later"
-    version = 2
+    version = 3
     compared = True
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
@@ -259,8 +256,6 @@ class TmaInt8Nhwc(Chosen):
         width = ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
         if problem.groups > 1 or problem.filters * width % 16:
             return f"{problem.groups} groups of {problem.filters} filters (one, whole 16 bytes)"
-        if problem.border and any((*problem.window.before, *problem.window.after)):
-            return "TMA makes zeros of a border"
         reason = None if is_flat(problem) else unboxed(problem)
         return reason or served_bytes(problem) or HeuristicKernel.supports(self, problem, hw)
 
@@ -273,14 +268,15 @@ class TmaInt8Nhwc(Chosen):
         return -(-problem.channels // tile[2]) * prod(problem.window.kernel)
 
     def _smem(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
-        """Bytes of the stages, two tiles of the operand, the barriers, and kept filters."""
+        """Bytes of the stages, rows and tiles of operands of two tiles, barriers, kept filters."""
         bm, bn, bk, stages, kept, lines = tile
         _, kh, kw = problem.window.kernel
         pixels = bm + ((kh - 1) * self._width(problem) + kw - 1 if lines else 0)
         stage = -(-pixels * bk // 1024) * 1024
         stage += 0 if kept else bn * bk * (kh * kw if lines else 1)
-        tiles = 2 if _copies_codes(problem) and not lines else 0
-        own = stages * stage + tiles * bm * bn + 16 * stages + 40
+        side = bn * 4 * (2 + (problem.border != 0))
+        side += bm * bn if _copies_codes(problem) and not lines else 0
+        own = stages * stage + 2 * side + 16 * stages + 40
         return -(-own // 1024) * 1024 + self._steps(problem, tile) * bn * bk if kept else own
 
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
@@ -299,7 +295,7 @@ class TmaInt8Nhwc(Chosen):
     def _lines(self, problem: IntegerConv, bm: int) -> int:
         """Lines of y of which a patch makes a tile; 0 where there are none."""
         window = problem.window
-        if prod(window.kernel) == 1 or is_deep(problem):
+        if prod(window.kernel) == 1 or is_deep(problem) or _is_filled(problem):
             return 0
         if max(*window.strides, *window.dilations) > 1:
             return 0
@@ -351,7 +347,7 @@ class TmaInt8Nhwc(Chosen):
         results = bm * min(bn, problem.filters) * each
         longest = max(products, copies, results)
         work = longest + (products + copies + results - longest) / 2
-        alone = max(chunks * costs["step"], products) + results
+        alone = max(chunks * costs["step"] * min(1.0, 4 / tile[3]), products) + results
         once = costs["start"] + kept * steps * bn * costs["line"] * shared / 2
         took = once + turns * max(shared * work, alone)
         return max(took, problem.bytes / hw.bandwidth)
@@ -381,26 +377,27 @@ class TmaInt8Nhwc(Chosen):
             x = replace(gathered(problem, bm), box=box, window=())
         else:
             x = replace(gathered(problem, bm), box=(bk, bm))
-        # of each 64 filters, the order by which a lane's columns are neighbours
+        # the order by which a lane's columns are neighbours
+        run = 16 // ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
         weight = TensorMap(
-            Ptr("weight"), "int8", (depth, 2, 4, 8, -(-filters // 64)),
-            (depth, 16 * depth, 2 * depth, 64 * depth), (bk, 2, 4, 8, bn // 64),
+            Ptr("weight"), "int8", (depth, 2, 4, run // 2, -(-filters // (4 * run))),
+            (depth, run * depth, 2 * depth, 4 * run * depth), (bk, 2, 4, run // 2, bn // (4 * run)),
         )  # fmt: skip
         maps = [replace(x, swizzle=bk), replace(weight, swizzle=bk)]
         if ahead := _copies_codes(problem) and not lines:
             e1 = matrices("e1", problem.tail.reads[0], filters, rows, filters, (64, bm))
             maps.append(replace(e1, swizzle=0))
         made = args(
-            "bias e1 e2 e3 y, u32 rows, i32 channels filters outer line, shift scale", problem,
-            rows=rows, line=line,
+            "bias e1 e2 e3 y, u32 rows, i32 channels filters inner outer line, shift scale, "
+            "u32 border", problem, rows=rows, line=line, border=problem.border % 256 * 0x01010101,
         )  # fmt: skip
         numbers, macros = _tail_of(problem)
+        blocks = self._rows(problem, bm, lines) * across
         return self.one(
-            "conv_integer_tma",
-            minimum(self._rows(problem, bm, lines) * across, self._at_once(problem, tile, hw)),
-            2 * bm + 32, *maps, *made, *numbers, smem=self._smem(problem, tile), FLAT=flat, BM=bm,
+            "conv_integer_tma", minimum(blocks, self._at_once(problem, tile, hw)),
+            2 * bm + 32, *maps, *made, *numbers, smem=self._smem(problem, tile), BM=bm,
             BN=bn, BK=bk, STAGES=stages, BLOCKS=self._resident(problem, tile, hw), AHEAD=ahead,
-            WHOLE=filters % bn == 0, KEPT=kept, LINES=lines,
+            WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem), FLAT=flat,
             PATCH=self._width(problem) if lines else 0, **macros,
             **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
         )  # fmt: skip

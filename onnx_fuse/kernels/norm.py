@@ -16,6 +16,7 @@ from onnx_fuse.kernels.rule_based import (
     access_width,
     block_of,
     cut,
+    numbered_tail,
     row_items,
     tail_macros,
     team_size,
@@ -175,9 +176,10 @@ class NormRow(HeuristicKernel):
             macros |= {"PRODUCT": problem.columns, "TURNED": problem.turned}
         text = "x residual scale bias e1 e2 e3 w c y sum mean rstd z"
         made = args(f"{text}, i64 rows length groups channels inner, f32 epsilon", problem)
+        numbers, of_tail = numbered_tail(problem.tail)
         return self.one(
-            "layernorm_row", -(-problem.rows * threads // block), block, *made, **macros,
-            **tail_macros(problem.tail),
+            "layernorm_row", -(-problem.rows * threads // block), block, *made, *numbers, **macros,
+            **of_tail,
         )  # fmt: skip
 
 

@@ -7,10 +7,10 @@ from math import prod
 from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
-from onnx_fuse.cuda.pointwise import STORAGE, inline
+from onnx_fuse.cuda.pointwise import SCALAR, STORAGE, inline
 from onnx_fuse.kernels.kernel import Kernel, rename
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.launch import Launches, Ptr, args
+from onnx_fuse.program.launch import Launches, Num, Ptr, args
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import any_batch, coarse
@@ -224,6 +224,10 @@ def thread_choices(threads: int, least: int = 1) -> list[KernelConfig]:
     return [KernelConfig.of(), *(KernelConfig.of(team=size) for size in sizes)]
 
 
+NUMBERS = tuple(f"n{i}" for i in range(16))
+"""What a kernel calls the numbers of a tail that are its arguments."""
+
+
 def tail_text(tail: Tail, numbers: Sequence[str] = ()) -> str | None:
     """The tail as a C++ expression of v0, v1, v2 and v3, as of `inline`; None where it has none."""
     loads = range(tail.expression.loads)
@@ -237,9 +241,24 @@ def tail_macros(tail: Tail | None, numbers: Sequence[str] = ()) -> dict[str, Any
         return {}
     text = tail_text(tail, numbers)
     assert text is not None
-    short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] == 2 else {}
+    short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] <= 2 else {}
     return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
             "TY": STORAGE[tail.dtype], **short}  # fmt: skip
+
+
+def numbered_tail(tail: Tail | None) -> tuple[list[Num], dict[str, Any]]:
+    """The numbers of a tail as arguments of its kernel, whose text is then that of many tails, and
+    its macros; literals where they are more than NUMBERS or of other types.
+    """
+    scalars = tail.expression.scalars if tail else ()
+    named = len(scalars) <= len(NUMBERS) and {kind for kind, _ in scalars} <= {"f32", "i32"}
+    numbers = [Num("f32", 0.0)] * len(NUMBERS)
+    if named:
+        numbers[: len(scalars)] = [Num(kind, value) for kind, value in scalars]
+    each = (f"{SCALAR[n.ctype]} {name}" for name, n in zip(NUMBERS, numbers, strict=True))
+    return numbers, {
+        "NUMBERS": ", ".join(each), **tail_macros(tail, NUMBERS[: len(scalars) * named])
+    }  # fmt: skip
 
 
 def whole_sectors(tail: Tail | None, dtype: str, vec: int, items: int) -> tuple[int, int]:

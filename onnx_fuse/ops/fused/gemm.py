@@ -334,7 +334,8 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         w, c = theirs.w, theirs.c
         column = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
-        return same and is_initializer(w) and rank(w) == 2 and column and full
+        held = is_initializer(w) or (not rw.training and dequantized_columns(w) is not None)
+        return same and held and rank(w) == 2 and column and full
 
     family = [n for n in consumers(parts.head[0]) if mergeable(n)]
     if not rw.training:  # whose backward gains more by one product than an epilogue saves
@@ -355,7 +356,12 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
-    w = rw.pack(op, weights, None, 1, stem)
+    if all(map(is_initializer, weights)):
+        w = rw.pack(op, weights, None, 1, stem)
+    elif (joined := _joined_codes(op, rw, weights, stem)) is not None:
+        w = joined
+    else:
+        return False
     signatures = {
         (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
     }
@@ -371,6 +377,40 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         y = op.node(name, [*parts.head, w, c], domain=FUSE, name=title, attributes=attributes)
     _replace_family(rw, family, op, typed(y, node.outputs[0]), widths, name)
     return True
+
+
+def dequantized_columns(w: ir.Value) -> list[np.ndarray] | None:
+    """8-bit codes, scales and zero points by column that a weight is dequantized from, or None."""
+    node = producer(w, "DequantizeLinear")
+    if node is None or attribute(node, "block_size", 0) or attribute(node, "output_dtype", 0):
+        return None
+    codes, scale, zero = [const_array(given(node, i)) for i in range(3)]
+    if codes is None or scale is None or codes.dtype.name not in ("int8", "uint8"):
+        return None
+    if given(node, 2) is None:
+        zero = np.zeros(scale.shape, codes.dtype)
+    columns = codes.shape[-1:]
+    by_column = scale.shape == columns and attribute(node, "axis", 1) in (1, -1)
+    if codes.ndim != 2 or zero is None or not (by_column or scale.size == 1):
+        return None
+    return [codes, *(np.broadcast_to(a.reshape(-1), columns) for a in (scale, zero))]
+
+
+def _joined_codes(
+    op: Builder, rw: Rewriter, weights: Sequence[ir.Value], stem: str
+) -> ir.Value | None:
+    """The columns of all weights, dequantized at once; None where their types are not one."""
+    parts = [dequantized_columns(w) for w in weights]
+    held = [part for part in parts if part is not None]
+    kinds = {tuple(a.dtype for a in part) for part in held}
+    if len(held) < len(parts) or len(kinds) > 1:
+        return None
+    names = (stem, f"{stem}.scale", f"{stem}.zero")
+    joined = [
+        rw.initializer(name, np.concatenate(arrays, axis=-1))
+        for name, arrays in zip(names, zip(*held, strict=True), strict=True)
+    ]
+    return typed(op.DequantizeLinear(*joined, axis=1), weights[0], joined[0].shape)
 
 
 def _fuse_packed_siblings(rw: Rewriter, node: ir.Node) -> bool:

@@ -338,6 +338,9 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
         return False
     if rank(a) is None:
         return rw.refuse("SkipLayerNorm", [add, node], "the rank of the residual is not known")
+    if not rw.training and (producer(a, "DequantizeLinear") or producer(b, "DequantizeLinear")):
+        reason = "the residual is kept as codes, which the product before the sum adds"
+        return rw.refuse("SkipLayerNorm", [add, node], reason)
     if any(v.producer() is not None for v in norm.affine):
         return rw.refuse("SkipLayerNorm", [add, node], "its scale is computed in the graph")
     for i in range(rank(a) or 0):

@@ -34,8 +34,8 @@ from onnx_fuse.program.size import any_batch
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
-TAIL_TYPES = {"float32", "float16", "bfloat16", "int8", "uint8"}
-"""What a tail behind an IntegerConv reads and stores."""
+TAIL_TYPES = {*FLOATS, "int8", "uint8"}
+"""What a tail behind an IntegerConv reads and stores, and one behind a Norm stores."""
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
 
@@ -412,7 +412,8 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         kinds = {y.dtype, *(t.dtype for t in tensors)}
         if len(tensors) > 4 or (mixed and not kinds <= TAIL_TYPES):
             continue
-        if not mixed and ({t.dtype for t in tensors} != {v.dtype} or y.dtype not in FLOATS):
+        stored = TAIL_TYPES if isinstance(before.problem, Norm) else FLOATS
+        if not mixed and ({t.dtype for t in tensors} != {v.dtype} or y.dtype not in stored):
             continue
         if any(w >= at for t in others for w in calls.writers[t.buffer]):
             continue
