@@ -113,7 +113,7 @@ def test_sessions_that_nobody_has_give_their_memory_back_first(
     nobodys, left = weakref.ref(Held()), [2] * failing
 
     def take(nbytes: int) -> tuple[int, int]:
-        return (left.pop(), 0) if left else gpu._new(nbytes)
+        return (left.pop(), 0) if left else gpu._new("cuMemAlloc", nbytes)
 
     monkeypatch.setattr(gpu, "cuMemAlloc", take, raising=False)
     if failing == 1:
