@@ -22,6 +22,10 @@ MASKED = """g (float[N,3] x, float[N,3] mask) => (float[N,3] y) <float[3] w = {1
   { z = Mul (x, w) m = Add (z, mask) y = Softmax (m) }"""
 GUARDED = f"""{MASKED[:-1].replace("y =", "p =")} n = IsNaN (p)
   zero = Constant <value_float = 0.0> () y = Where (n, zero, p) }}"""
+BRANCH = f"""{MASKED[:-1].replace("y =", "p =")} c = ReduceSum <keepdims = 0> (m) t = IsInf (c)
+  zero = Constant <value_float = 0.0> () y = If (t) <then_branch = a () => (float[N,3] b)
+  {{ b = Identity (p) }}, else_branch = a () => (float[N,3] b)
+  {{ n = IsNaN (p) b = Where (n, zero, p) }}> }}"""
 NAN, INF = np.nan, np.inf
 PLAIN = [[1, 2, 0.5], [0.3, -1, 2]]
 
@@ -35,6 +39,7 @@ ROWS = {
     "a mask": (MASKED, {"x": PLAIN, "mask": [[0, -INF, 0], [0, 0, -INF]]}, {"w"}, ""),
     "a mask of all": (MASKED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, set(), "3 of 3"),
     "a guarded mask of all": (GUARDED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, {"w"}, ""),
+    "a guard in a branch": (BRANCH, {"x": PLAIN, "mask": PLAIN}, {"w"}, ""),
     "plain": (LAYER, {"x": PLAIN}, {"w", "b"}, ""),
 }
 
