@@ -171,6 +171,8 @@ A product that broadcasts a batch: a=(3, 2, 2), b=(3, 2, 2), static=("b",)
   c = Exp (a) z = Tanh (c) y = Einsum <equation = "bij,bij->b"> (z, b)
 Scores, heads ahead of the batch: a=(3, 2, 2, 4), b=(5, 2, 2, 4), static=("b",), dynamic=(0,)
   y = Einsum <equation = "ibnd,jbnd->inbj"> (a, b)
+Three terms, the last of a batch: a=(2,), b=(4, 2), c=(5, 4, 2), static=("a", "b"), dynamic=(0,)
+  y = Einsum <equation = "a,ca,dca->"> (a, b, c)
 """)
     ]
     + [

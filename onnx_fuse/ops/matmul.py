@@ -101,18 +101,16 @@ def _turned(op: Writer, x: Any, letters: str, order: Sequence[str]) -> tuple[Any
     return moved, "".join(letters[at] for at in perm)
 
 
-def _as_product(
-    op: Writer, x: Any, own: str, y: Any, letters: str, kept: str
-) -> tuple[list[tuple[Any, str]], str]:
-    """Two terms of an Einsum and the letters of its result, in the order of a batched product.
+def _multiplied(op: Writer, x: Any, own: str, y: Any, letters: str, kept: set[str]) -> Any:
+    """The product of two terms of an Einsum, in the order of a batched product, and its letters.
 
     onnxruntime's Einsum (1.32) divides by 0 where it has to move axes of an empty term.
     """
-    first = _turned(op, x, own, sorted(own, key=lambda c: (c not in kept, c not in letters)))
-    own = first[1]
+    x, own = _turned(op, x, own, sorted(own, key=lambda c: (c not in kept, c not in letters)))
     order = sorted(letters, key=lambda c: (c not in own, c not in kept, own.find(c)))
-    terms = [first, _turned(op, y, letters, order)]
-    return terms, "".join(dict.fromkeys(c for _, t in terms for c in t if c in kept))
+    y, letters = _turned(op, y, letters, order)
+    result = "".join(c for c in dict.fromkeys(own + letters) if c in kept)
+    return op.Einsum(x, y, equation=f"{own},{letters}->{result}"), result
 
 
 def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
@@ -137,12 +135,14 @@ def _einsum(op: Writer, node: ir.Node, dys: Values) -> Values:
         others = [(v, t) for j, (v, t) in enumerate(zip(node.inputs, terms, strict=True)) if j != i]
         outside = set(right).union(*(t for _, t in others))
         shared = "".join(c for c in term if c in outside)
-        factors = [(dy, right), *others]
-        result = shared if others else right
-        if len(others) == 1 and not all(all(dims(v) or [0]) for v, _ in factors):
-            factors, result = _as_product(op, dy, right, *others[0], shared)
-        equation = f"{','.join(t for _, t in factors)}->{result}"
-        g = op.Einsum(*(v for v, _ in factors), equation=equation) if others else dy
+        if others and all(all(dims(v) or [0]) for v in (dy, *(v for v, _ in others))):
+            equation = f"{','.join([right, *(t for _, t in others)])}->{shared}"
+            g, result = op.Einsum(dy, *(v for v, _ in others), equation=equation), shared
+        else:
+            g, result = dy, right
+            for at, (y, letters) in enumerate(others, 1):
+                kept = set(shared).union(*(t for _, t in others[at:]))
+                g, result = _multiplied(op, g, result, y, letters, kept)
         g, _ = _turned(op, g, result, shared)
         if shared != term:
             g = op.Unsqueeze(g, [k for k, c in enumerate(term) if c not in outside])
