@@ -91,7 +91,6 @@ def lookup(node: ir.Node) -> Contrib | None:
     return CONTRIB.get((node.domain, node.op_type))
 
 
-# Operators whose results are of another type than their first operand.
 class Body(Writer):
     """A builder of the body of the node `call`, which knows its results' element types."""
 
