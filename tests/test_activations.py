@@ -227,8 +227,9 @@ def test_the_cuda_text_computes_the_value_and_its_slope(act: str, on_host: ctype
             found = cuda_on_host.over(getattr(on_host, f"{name}_{row.key}_{out}"), *given)
             np.testing.assert_allclose(found, wanted, rtol=error, atol=error, err_msg=name + out)
     if row.normal:
-        found = cuda_on_host.over(getattr(on_host, f"pointwise_short_{row.key}_float"), z)
-        np.testing.assert_allclose(found, y, rtol=2e-7, atol=2e-7)
+        ends = np.append(z, np.float32([-np.inf, np.inf, np.nan]))  # of which -inf gives NaN
+        found = cuda_on_host.over(getattr(on_host, f"pointwise_short_{row.key}_float"), ends)
+        np.testing.assert_allclose(found, [*y, np.nan, np.inf, np.nan], rtol=2e-7, atol=2e-7)
     for kind, error in (("float", 2e-6), ("double", 2e-7)):  # the text has float32's constants
         run = getattr(on_host, f"pointwise_{row.key}_{kind}")
         np.testing.assert_allclose(
