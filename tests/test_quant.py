@@ -70,26 +70,28 @@ def test_fused_operators_of_codes_are_calls_of_integers(case: Quantized) -> None
 @pytest.mark.parametrize(
     ("second", "merged"),
     [
-        ("<axis = -1> (w1, s1, z1)", 1),
-        ("(w1, s)", 1),
-        ("<axis = 0> (w1, s0)", 0),
-        ("(u1, s)", 0),
-        ("<axis = 1, block_size = 6> (w1, s6)", 0),
+        ("<axis = -1> (w1, s1, z1)", 2),
+        ("(w1, s)", 2),
+        ("<axis = 0> (w1, s0)", 1),
+        ("(u1, s)", 1),
+        ("<axis = 1, block_size = 6> (w1, s6)", 1),
     ],
 )
 def test_products_of_one_input_in_codes_are_merged(second: str, merged: int) -> None:
     shapes = {"s0": (6,), "s1": (8,), "s": (1,), "s6": (6, 2), "b0": (4,), "s2": (4,)}
     weights = {n: scales(shape) for n, shape in shapes.items()}
     weights |= {n: integers((6, k), "int8") for n, k in (("w0", 4), ("w1", 8))}
+    weights |= {"w2": scales((6, 4)), "w3": scales((6, 8))}  # floats, which are merged alone
     weights |= {"u1": integers((6, 8), "uint8"), "z1": np.arange(8, dtype=np.int8)}
     nodes = f"""
         f0 = DequantizeLinear <axis = 1> (w0, s2) m0 = MatMul (x, f0) y0 = Add (m0, b0)
         f1 = DequantizeLinear {second} m1 = MatMul (x, f1) y1 = Add (m1, s1)
+        m2 = MatMul (x, w2) y2 = Add (m2, b0) m3 = MatMul (x, w3) y3 = Add (m3, s1)
     """
-    outputs = {"y0": ("float32", (2, 3, 4)), "y1": ("float32", (2, 3, 8))}
+    outputs = {f"y{i}": ("float32", (2, 3, size)) for i, size in enumerate((4, 8, 4, 8))}
     case = quantized("", nodes, {"x": values((2, 3, 6))}, outputs, weights)
     model = load(case.model)
-    assert optimize(model).fusions.get("MergedGemm", 0) == merged
+    assert optimize(model).fusions["MergedGemm"] == merged
     after = stock(to_proto(model).SerializeToString()).run(None, case.feeds)
     for y, want in zip(after, case.expected(), strict=True):
         np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-3)  # sums in another order

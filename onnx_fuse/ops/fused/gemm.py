@@ -321,7 +321,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     parts = product_parts(node)
     if parts is None:
         return False
-    norms = norm_attributes(node)
+    norms, kind = norm_attributes(node), _kind(rw, parts.w)
 
     def mergeable(peer: ir.Node) -> bool:
         theirs = product_parts(peer)
@@ -334,7 +334,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         w, c = theirs.w, theirs.c
         column = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         full = c is None or rank(c) != 1 or dim(c, 0) == dim(w, 1)
-        held = is_initializer(w) or (not rw.training and dequantized_columns(w) is not None)
+        held = kind is not None and kind == _kind(rw, w)
         return same and held and rank(w) == 2 and column and full
 
     family = [n for n in consumers(parts.head[0]) if mergeable(n)]
@@ -356,12 +356,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
-    if all(map(is_initializer, weights)):
-        w = rw.pack(op, weights, None, 1, stem)
-    elif (joined := _joined_codes(op, rw, weights, stem)) is not None:
-        w = joined
-    else:
-        return False
+    w = _joined_codes(op, rw, weights, stem) if kind else rw.pack(op, weights, None, 1, stem)
     signatures = {
         (n.op_type, tuple(sorted((k, v.value) for k, v in n.attributes.items()))) for n in family
     }
@@ -396,15 +391,17 @@ def dequantized_columns(w: ir.Value) -> list[np.ndarray] | None:
     return [codes, *(np.broadcast_to(a.reshape(-1), columns) for a in (scale, zero))]
 
 
-def _joined_codes(
-    op: Builder, rw: Rewriter, weights: Sequence[ir.Value], stem: str
-) -> ir.Value | None:
-    """The columns of all weights, dequantized at once; None where their types are not one."""
-    parts = [dequantized_columns(w) for w in weights]
-    held = [part for part in parts if part is not None]
-    kinds = {tuple(a.dtype for a in part) for part in held}
-    if len(held) < len(parts) or len(kinds) > 1:
-        return None
+def _kind(rw: Rewriter, w: ir.Value) -> tuple[np.dtype, ...] | None:
+    """The types of a weight's codes, none where it is held as it is; None where it is computed."""
+    if is_initializer(w):
+        return ()
+    part = None if rw.training else dequantized_columns(w)
+    return None if part is None else tuple(a.dtype for a in part)
+
+
+def _joined_codes(op: Builder, rw: Rewriter, weights: Sequence[ir.Value], stem: str) -> ir.Value:
+    """The columns of all weights, whose codes have the same types, dequantized at once."""
+    held = [part for w in weights if (part := dequantized_columns(w)) is not None]
     names = (stem, f"{stem}.scale", f"{stem}.zero")
     joined = [
         rw.initializer(name, np.concatenate(arrays, axis=-1))
