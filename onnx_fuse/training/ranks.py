@@ -290,7 +290,7 @@ def _move_early(
     places: dict[ir.Node | None, int] = {None: 0, **{node: i for i, node in enumerate(kept)}}
     behind: dict[int, list[ir.Node]] = defaultdict(list)
     for node in moved:
-        places[node] = max(places[v.producer()] for v in node.inputs if v is not None)
+        places[node] = max((places[v.producer()] for v in node.inputs if v is not None), default=0)
         behind[places[node]].append(node)
     for place, nodes in behind.items():
         graph.insert_after(kept[place], nodes)
