@@ -22,10 +22,9 @@ MASKED = """g (float[N,3] x, float[N,3] mask) => (float[N,3] y) <float[3] w = {1
   { z = Mul (x, w) m = Add (z, mask) y = Softmax (m) }"""
 GUARDED = f"""{MASKED[:-1].replace("y =", "p =")} n = IsNaN (p)
   zero = Constant <value_float = 0.0> () y = Where (n, zero, p) }}"""
-BRANCH = f"""{MASKED[:-1].replace("y =", "p =")} c = ReduceSum <keepdims = 0> (m) t = IsInf (c)
-  zero = Constant <value_float = 0.0> () y = If (t) <then_branch = a () => (float[N,3] b)
-  {{ b = Identity (p) }}, else_branch = a () => (float[N,3] b)
-  {{ n = IsNaN (p) b = Where (n, zero, p) }}> }}"""
+BRANCH = f"""{GUARDED[:-24]} c = ReduceMax <keepdims = 0> (m) t = Less (c, zero) y = If (t)
+  <then_branch = a () => (float[N,3] b) {{ b = Abs (p) }},
+  else_branch = a () => (float[N,3] b) {{ b = Where (n, zero, p) }}> }}"""
 NAN, INF = np.nan, np.inf
 PLAIN = [[1, 2, 0.5], [0.3, -1, 2]]
 
