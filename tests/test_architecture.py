@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7885, "validation": 4814,
     "generation": 1749,
     "adapters": 1160, "quantization": 1236,
-    "tests": 55001, "tools": 10907,
+    "tests": 55002, "tools": 10907,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
