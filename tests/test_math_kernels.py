@@ -357,7 +357,7 @@ def test_every_attention_configuration_compiles_without_spills():
         alone = problem.mask2 or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
         few = problem.op == "Sdpa" and problem.k == 64 and not problem.mask2
         more = ((sdpa.Direct(),) if few else ()) + (() if alone else (hopper,))
-        for kernel in (sdpa.Mma(), *more):
+        for kernel in (sdpa.SdpaMma(), *more):
             assert kernel.supports(problem, H200) is None
             launches += every_launch(kernel, problem)
     assert unclean(launches) == []

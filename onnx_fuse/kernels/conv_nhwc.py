@@ -274,7 +274,7 @@ class FewChannels(ChannelsLast):
         )  # fmt: skip
 
 
-class Mma(Planned, Chosen, ChannelsLast):
+class NhwcMma(Planned, Chosen, ChannelsLast):
     """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few.
 
     A tile's k is that of 16 bits; of float32 it is half as many.
@@ -585,4 +585,4 @@ def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
     )  # fmt: skip
 
 
-KERNELS = (Tf32Im2col(), Depthwise(), FewChannels(), Im2col(), Mma())
+KERNELS = (Tf32Im2col(), Depthwise(), FewChannels(), Im2col(), NhwcMma())

@@ -245,7 +245,7 @@ _UNEVEN = {"Sdpa": 1.3, "SdpaGrad": 2.0}
 2,048 tokens in 32, 90 of 51 for the gradient of 2,800 in 8 (H200, 2026-11)."""
 
 
-class Mma(_Attention):
+class SdpaMma(_Attention):
     """sdpa/mma_sm80.cu: 16-bit floats on mma.sync."""
 
     name, source = "mma", "sdpa/mma_sm80.cu"
@@ -680,7 +680,7 @@ class Direct(Kernel):
         return self.one("sdpa_direct", grid, 32 * sharers * tiles, *made, **macros)
 
 
-MMA, SIMT, ONE_QUERY = Mma(), Simt(), OneQuery()
+MMA, SIMT, ONE_QUERY = SdpaMma(), Simt(), OneQuery()
 KERNELS: Kernels = {
     "Sdpa": (Wgmma(), ONE_QUERY, Direct(), MMA, SIMT),
     "CachedAttention": (ONE_QUERY,),

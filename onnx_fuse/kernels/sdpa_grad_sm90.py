@@ -22,7 +22,7 @@ from onnx_fuse.program.problem import Hardware, KernelConfig
 
 TILE = 64
 
-# largest head size, kind of mask (`Mma.mask`) -> (warpgroups of keys, of queries, the blocks of
+# largest head size, kind of mask (`SdpaMma.mask`) -> (warpgroups of keys, of queries, the blocks of
 # queries on an SM), the fastest first: what registers and shared memory hold without a spill
 _CONFIGS = {
     (64, 0): ((2, 2, 2),), (64, 1): ((2, 3, 1),), (64, 2): ((2, 2, 1),),

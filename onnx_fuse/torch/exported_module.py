@@ -100,8 +100,8 @@ class Programs:
         self._begin(module)
 
     def _begin(self, module: nn.Module) -> None:
-        self._known: dict[Any, Program] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._known: dict[Any, ExportedForward] = {}
+        self._kinds: dict[Any, CallKind] = {}
         every = [*module.modules()]
         self._tables = [each._modules for each in every]
         self._children = [child for table in self._tables for child in table.values()]
@@ -141,7 +141,7 @@ class Programs:
             self._forget(program)
         return self._made(module, args, named, key)(tensors)
 
-    def _forget(self, program: Program) -> None:
+    def _forget(self, program: ExportedForward) -> None:
         with self._lock:
             self._known = {key: each for key, each in self._known.items() if each is not program}
             for kind in self._kinds.values():
@@ -149,14 +149,14 @@ class Programs:
 
     def _made(
         self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: object
-    ) -> Program:
+    ) -> ExportedForward:
         with self._lock:
             return self._export(module, args, named, key)
 
     def _export(
         self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
-    ) -> Program:
-        kind, shapes = self._kinds.setdefault(key[0], Kind()), [tuple(s) for s in key[1:]]
+    ) -> ExportedForward:
+        kind, shapes = self._kinds.setdefault(key[0], CallKind()), [tuple(s) for s in key[1:]]
         for old in [each for each in kind.programs if each.is_stale()]:
             self._forget(old)
         program = next((each for each in kind.programs if each.sizes.serve(shapes)), None)
@@ -184,7 +184,7 @@ class Programs:
                 try:
                     with torch.autocast(device, enabled=False), torch.enable_grad():
                         exported = exports.export(module, leaves, spec, axes)
-                    program = Program(module, exported, narrow)
+                    program = ExportedForward(module, exported, narrow)
                     if any(axes):
                         program.check([x for x in leaves if isinstance(x, Tensor)])
                     break
@@ -205,11 +205,11 @@ class Programs:
         return program
 
 
-class Kind:
+class CallKind:
     """Calls that differ in the sizes of their tensors alone, and the programs for them."""
 
     def __init__(self) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[ExportedForward] = []
         self.closed = False
         """Whether torch cannot export with open sizes."""
         self._first: exports.Shapes | None = None
@@ -239,7 +239,7 @@ def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-class Program:
+class ExportedForward:
     """The graph of a module's forward for one kind of call."""
 
     def __init__(
