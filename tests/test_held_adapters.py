@@ -232,6 +232,7 @@ def test_what_a_run_cannot_have_is_refused_in_a_sentence(tmp_path: Path) -> None
         assert session.run(None, feeds, adapter="a")[0].shape[1] == 4
         for wrong, refusal in (
             (5, "adapter is 5: it takes a list"),
+            ([None] * 5, "adapter has 5 names, and 'x' has 2 rows"),
             ([["a"], None], r"no adapter \['a"),
         ):
             with pytest.raises(UsageError, match=refusal):

@@ -475,6 +475,10 @@ HOSTILE: dict[str, tuple[Any, ...]] = {
     "one place": ("triplet", {}, [X4, X4, X4], {}, 1.0, None),
     "no label counts": ("softmax_focal", {}, [X4], NONE_COUNTS, np.nan, 0.0),
     "no label has a margin": ("multi_margin", {}, [X4], NONE_COUNTS, np.nan, 0.0),
+    "a class of inf has squares": (
+        *("multi_margin", {"p": 2}, [np.array([[0.0, np.inf]])], {"labels": np.array([1])}),
+        *(0.0, 0.0),
+    ),
     "NaN": ("hinge", {}, [np.full((1, 2), np.nan)], ONES, np.nan, None),
     "probabilities of 0": (
         "kl_div", {}, [np.array([[-1.0, -2.0]])], {"labels": np.array([[0.0, 1.0]])}, 1.0, 0.5
@@ -548,6 +552,19 @@ def test_refuses_options_of_a_loss_by_name(case: str) -> None:
     options, words = BY_NAME[case]
     with pytest.raises(UsageError, match=words):
         Trainer(text_model(MODEL), **options)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.float64, np.float16])
+def test_labels_of_any_type_are_those_of_the_scores(dtype: Any) -> None:
+    """As PyTorch has it; a number that float32 has not stays refused."""
+    trainer = Trainer(text_model(PAIR), loss="cosine_embedding", optimizer=optim.SGD(lr=0.0))
+    feeds = normal({"a": (3, 3), "b": (3, 3)}, 0)
+    labels = np.array([1, 1, 0] if dtype is np.uint8 else [1, -1, 1]).astype(dtype)
+    losses = [float(trainer.step({**feeds, "labels": t})) for t in (labels, labels.astype("f"))]
+    assert losses[0] == losses[1]
+    for wrong in (np.full(3, 2**60 + 1), np.full(3, 0.1), np.full(3, 1j)):
+        with pytest.raises(DataError, match=f"'labels' holds {wrong.dtype}, the model reads float"):
+            trainer.step({**feeds, "labels": wrong})
 
 
 def test_labels_of_a_sequence_are_checked() -> None:

@@ -220,7 +220,8 @@ def test_update_is_pytorchs(name: str) -> None:
     kind = getattr(torch.optim, type(optimizer).__name__, None)
     if kind is None or (optimizer.elementwise("w", shape_of(name)) and kind is torch.optim.Muon):
         pytest.skip("PyTorch has no such update")
-    ours = ("no_decay", "groups", "adamw", *(["betas"] if kind is torch.optim.Muon else []))
+    muons = ["betas", "ns_dtype"] if kind is torch.optim.Muon else []
+    ours = ("no_decay", "groups", "adamw", *muons)
     options = {k: v for k, v in vars(optimizer).items() if k not in ours} | {"lr": LR}
     if any(optimizer.no_decay):
         options["weight_decay"] = 0.0

@@ -201,7 +201,7 @@ def replaced(folder: Path, **arrays: Array) -> None:
 X = np.ones((20, 3), np.float32)
 REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "width": ({"x": X[:, :2]}, [], 1, "'x' has shape [20, 2], the model reads [batch, 3]"),
-    "dtype": ({"x": X.astype(float)}, [], 1, "'x' holds float64, the model reads float32"),
+    "dtype": ({"x": X.astype(float) + 0.1}, [], 1, "'x' holds float64, the model reads float32"),
     "label": ({"labels": np.full(20, 4)}, [], 1, "'labels' holds 4 at [0]"),
     "labels": ({"labels": np.zeros(0)}, [], 1, "no array for the input 'labels'"),
     "length": ({"x": X[:7]}, [], 1, "differ in their number of examples: 'x' 7, 'labels' 20"),

@@ -210,13 +210,9 @@ class HeldAdapters:
                 if name is not None:
                     self._check(name)
             names = {name for name in rows if name is not None}
-            if not names and not (self._invariant and self._pairs):
+            if not self._pairs:
                 return None, {}
             session, ends, _ = self._ready()
-            # all that are held in their order: a row has its sums whatever other rows have
-            every = self._invariant and not ends.refusal
-            if not names and not every:
-                return None, {}
             batch = batch_of(ends.batch)
             if one:
                 rows *= batch or 0
@@ -225,6 +221,10 @@ class HeldAdapters:
                     f"adapter has {len(rows)} names, and '{ends.batch}' has {batch} rows: give one "
                     "name, or one for each row"
                 )
+            # all that are held in their order: a row has its sums whatever other rows have
+            every = self._invariant and not ends.refusal
+            if not names and not every:
+                return None, {}
             if ends.refusal and len(set(rows)) > 1:
                 raise UsageError(f"rows cannot have different adapters: {ends.refusal}")
             ordered = tuple(self._pairs if every else sorted(names))

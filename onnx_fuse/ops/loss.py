@@ -309,9 +309,9 @@ def multi_margin(op: Writer, logits: ir.Value, labels: ir.Value, options: Option
     index = op.Unsqueeze(labels, [1])
     counts, own = _counted(op, labels, ignore, index)
     each = op.formula(
-        f"""z = margin - GatherElements <axis = 1> (x, own) + x; h = Where(z < 0, 0, z)
-        left_out = Or(Not(counts), numbers == Cast <to = 7> (index))
-        Where(left_out, 0, {"h * h" if power == 2 else "h"})""",
+        f"""left_out = Or(Not(counts), numbers == Cast <to = 7> (index))
+        z = Where(left_out, 0, margin - GatherElements <axis = 1> (x, own) + x)
+        h = Where(z < 0, 0, z); {"h * h" if power == 2 else "h"}""",
         **{"x": x, "own": own, "index": index, "counts": counts, "numbers": _numbers(op, x, 1)},
         margin=_number(options, "margin", 1.0),
     )

@@ -166,11 +166,12 @@ def count(arrays: Mapping[str, Array], inputs: Sequence[ir.Value]) -> int:
 def fit(
     arrays: Mapping[str, Any], inputs: Sequence[ir.Value], *, batch: bool = True
 ) -> dict[str, Array]:
-    """The arrays in the types of the inputs, converted only where no value can change.
+    """The arrays in the types of the inputs, converted only where no value changes.
 
-    Sizes of equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose
-    first axis is not the batch; they are checked but not converted. A tensor on the GPU stays there
-    and must have the input's type, unless it says which adapters rows have. Raises DataError.
+    Numbers of any type that a float input has exactly are such, as labels 1 and -1 are. Sizes of
+    equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose first axis
+    is not the batch; they are checked but not converted. A tensor on the GPU stays there and must
+    have the input's type, unless it says which adapters rows have. Raises DataError.
     """
     names = [v.name or "" for v in inputs]
     missing = [name for name in names if name not in arrays]
@@ -190,7 +191,7 @@ def fit(
         array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
         fixed = resident or not (named or np.can_cast(array.dtype, dtype, "safe"))
-        if array.dtype != dtype and fixed:
+        if array.dtype != dtype and fixed and not _exact(array, dtype):
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
                 f".astype('{dtype}')"
@@ -198,6 +199,15 @@ def fit(
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
         fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
+
+
+def _exact(array: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether numbers on the host are floats of a type, each of them."""
+    if isinstance(array, DeviceTensor) or array.dtype.kind not in "iuf" or dtype.kind != "f":
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        again = np.asarray(array, dtype).astype(array.dtype)
+        return np.array_equal(again, np.asarray(array), equal_nan=True)
 
 
 def _numbers_of_names(feed: str, rows: Any, names: Sequence[str]) -> Array:
