@@ -8,13 +8,14 @@ import onnx_ir
 import pytest
 from lowering import lowered
 from onnx.reference import ReferenceEvaluator
-from support import ENCODER
+from support import ENCODER, stock
 
 import onnx_fuse as of
 from onnx_fuse import autodiff
 from onnx_fuse.importer.save import inline, to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.program.problems import IntegerConv
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.validation.compare import COMPUTED
 
@@ -117,6 +118,35 @@ def test_angles_of_positions_stay_float32(dtype, masters):
     kinds = {node.op_type: node.inputs[0].dtype for node in model.graph if node.op_type != "Cast"}
     assert kinds["Cos"] == onnx_ir.DataType.FLOAT
     assert kinds["Sin"] == kinds["Tanh"] == onnx_ir.DataType[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_what_stands_between_codes_stays_float32(dtype):
+    """Their integers are the file's; others read a dequantized float of their own, in 16 bits."""
+    rng = np.random.default_rng(0)
+    bias, weight = (
+        ",".join(map(str, a)) for a in (rng.normal(size=16), rng.integers(-127, 128, 256))
+    )
+    text = f"""agraph (float[2,16] x) => (float[2,16] y, float[2,16] z, int8[2,16] q)
+    <int8 o = {{0}}, float s = {{0.1}}, float t = {{0.05}}, float u = {{0.02}},
+     float[16] b = {{{bias}}}, int8[16,16] w = {{{weight}}}>
+    {{ c = QuantizeLinear(x, s, o) d = DequantizeLinear(c, s, o) v = DequantizeLinear(w, u, o)
+      m = MatMul(d, v) a = Add(m, b) r = Relu(a) q = QuantizeLinear(r, t, o)
+      e = DequantizeLinear(q, t, o) p = MatMul(e, v) k = Add(p, d) l = Relu(k) y = Sigmoid(l)
+      z = Neg(e) }}"""
+    model = narrowed(text, dtype)
+    types = {n.op_type + n.inputs[0].name: n.outputs[0].dtype.name for n in model.graph}
+    assert {types[name] for name in ("MatMuld", "Addm", "Relua")} == {"FLOAT"}
+    assert {types[name] for name in ("Addp", "Reluk", "Sigmoidl")} == {dtype}
+    masters = narrowed(text, dtype, masters=True)
+    assert {n.outputs[0].dtype.name for n in masters.graph if n.op_type == "Relu"} == {dtype}
+    products = [c.problem for c in lowered(model).calls if isinstance(c.problem, IntegerConv)]
+    types = [{step.dtype for step in product.tail.expression.steps} for product in products]
+    assert [dtype.lower() in steps for steps in types] == [False, True]
+    if dtype == "FLOAT16":
+        x = rng.normal(size=(2, 16)).astype(np.float32)
+        half = narrowed(text, dtype, stored=True)
+        assert np.array_equal(*(stock(m).run(["q"], {"x": x})[0] for m in (text_model(text), half)))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -15,6 +15,7 @@ from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import Builder, add_initializer, insert_behind, sources, subgraphs
 from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
+from onnx_fuse.rewrite.between_codes import between_codes
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
 
 F32 = ir.DataType.FLOAT
@@ -45,9 +46,10 @@ def lower_precision(
     updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
     mask of float32's lowest stays finite; what is summed or multiplied with one beyond float16's
     stays float32, and attention is told what its mask's lowest number means. Angles of positions
-    stay float32 up to their sine and cosine. With `masters`, and in a
-    model that is to be `stored`, an operator that the model's opset has in other types only stays
-    float32 between Casts: its gradient could not be typed, and onnxruntime would refuse it.
+    stay float32 up to their sine and cosine, and, without `masters`, what stands between codes.
+    With `masters`, and in a model that is to be `stored`, an operator that the model's opset has in
+    other types only stays float32 between Casts: its gradient could not be typed, and onnxruntime
+    would refuse it.
     Of a `stored` one so does attention whose mask has numbers beyond the range, since bodies do not
     know their meaning. Raises ModelError for an If, Loop or Scan in it.
     """
@@ -92,6 +94,9 @@ def lower_precision(
             keep(node.outputs, makers=False)
         else:
             set_floor(node, number)
+    for node in () if masters else between_codes(graph):
+        wide[node] = None
+        keep((*node.inputs, *node.outputs), makers=False)
     for node in graph:
         if node.op_type in ("Cos", "Sin") and _of_integers(node.inputs[0]):
             keep(node.outputs)
