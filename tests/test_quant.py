@@ -27,6 +27,7 @@ from onnx_fuse.lower.quantized import ONE_TAP
 from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.passes.integer_sums import _factors
 from onnx_fuse.program.problem import CHIPS, KernelConfig
 from onnx_fuse.program.problems import IntegerConv, Window
 from onnx_fuse.rewrite import optimize
@@ -104,6 +105,29 @@ def test_codes_become_codes_in_one_call_a_convolution() -> None:
         assert first.op == second.op == "IntegerConv"
         assert (first.tail.dtype, second.border) == ("uint8" if zero == 0 else first.dtype, zero)
         assert second.tail.reads == (first.dtype,)
+
+
+def test_sums_of_two_codes_in_steps_are_every_code() -> None:
+    """Of every pair of integers, some of which most scales put between two codes."""
+    rng, served = np.random.default_rng(0), 0
+    for _ in range(40):
+        zeros, (sa, sb, s) = rng.integers(-128, 128, 2), rng.uniform(0.01, 0.06, 3)
+        sa, sb, s = (np.float32(x) for x in (sa, sb, s))
+        ends = [(float(-128 - z), float(127 - z)) for z in zeros]
+        factors = _factors(*ends, (float(sa), float(sb)), float(s), (0.0, 255.0))
+        if factors is None:
+            continue
+        a, b = (np.arange(low, high + 1, dtype=np.float32) for low, high in ends)
+        want = np.rint(np.clip(((a * sa)[:, None] + b * sb) / s, 0, 255))
+        ka, kb = map(np.float32, factors)
+        one = (a[:, None].astype(np.float64) * ka + b * kb).astype(np.float32)
+        assert np.array_equal(np.rint(np.clip(one, 0, 255)), want)
+        served += 1
+    assert served > 30
+    case = next(c for c in DEQUANTIZED if "block" in c.name)
+    tails = [c.problem.tail for c in case.program().calls if c.problem.op == "IntegerConv"]
+    assert ["Mul" in {step.name for step in t.expression.steps} for t in tails] == [False, True]
+    assert _factors((-128.0, 127.0), (-128.0, 127.0), (4.0, 4.0), 0.5, (0.0, 255.0)) is None
 
 
 def test_what_stands_behind_codes_is_part_of_a_product_or_a_norm() -> None:

@@ -226,7 +226,7 @@ def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[st
 
 def _contracted(expression: Expression, step: Operation) -> tuple[str, tuple[int, ...]] | None:
     """The FMA of a sum of two products: the compiler would choose which of them joins it by what
-    else the kernel computes, and so would the bits.
+    else the kernel computes, and so would the bits. A second one that is a Scale stays rounded.
     """
     fma = {"float": "__fmaf_rn", "double": "__fma_rn"}.get(compute_type(step.dtype))
     if step.name not in ("Add", "Sub") or fma is None:
@@ -234,7 +234,8 @@ def _contracted(expression: Expression, step: Operation) -> tuple[str, tuple[int
     first = expression.loads + len(expression.scalars)
     a, b = step.args[:2]
     products = [expression.steps[at - first] for at in (a, b) if at >= first]
-    if a == b or [(p.name, p.dtype) for p in products] != [("Mul", step.dtype)] * 2:
+    names = [p.name for p in products if p.dtype == step.dtype]
+    if a == b or names not in (["Mul", "Mul"], ["Mul", "Scale"]):
         return None
     return f"{fma}({{0}}, {{1}}, {'-' * (step.name == 'Sub')}{{2}})", (*products[0].args, b)
 

@@ -55,7 +55,8 @@ def between_codes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _neighbours(node: ir.Node) -> Iterator[ir.Node]:
-    yield from (v.producer() for v in node.inputs if v is not None and v.producer() is not None)
+    makers = (v.producer() for v in node.inputs if v is not None)
+    yield from (maker for maker in makers if maker is not None)
     yield from (use for y in node.outputs for use in y.consumers())
 
 
@@ -72,10 +73,11 @@ def _in_registers(node: ir.Node) -> bool:
     makers = [v.producer() if v is not None else None for v in node.inputs[:2]]
     if any(m is None or m.op_type != "DequantizeLinear" for m in makers):
         return False
-    x, weight = (m.inputs[0] for m in makers if m is not None)
-    constant = weight is not None and weight.const_value is not None
-    codes = x is not None and x.dtype in CODES and constant and weight.dtype in CODES
-    return codes and node.attributes.get_int("group", 1) == 1
+    codes = [m.inputs[0] for m in makers if m is not None]
+    if any(q is None or q.dtype not in CODES for q in codes):
+        return False
+    held = codes[1] is not None and codes[1].const_value is not None
+    return held and node.attributes.get_int("group", 1) == 1
 
 
 def _surrounded(node: ir.Node, kept: dict[ir.Node, None]) -> bool:

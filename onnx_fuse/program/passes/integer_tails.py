@@ -13,6 +13,7 @@ from functools import partial
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, rewrite
 from onnx_fuse.program.passes.epilogue_fusion import tail
+from onnx_fuse.program.passes.integer_sums import sums_in_steps
 from onnx_fuse.program.passes.pointwise_fusion import forget_unread, fuse, join, without_stores
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import IntegerConv
@@ -46,7 +47,7 @@ def quantize_in_tails(calls: Calls) -> Sequence[Call]:
     """The calls with chains from codes to codes, those behind an IntegerConv as its tail."""
     if not _integers(calls.calls):
         return calls.calls
-    chains = fuse(calls.calls, calls.keep, narrow=False)
+    chains = [sums_in_steps(call) for call in fuse(calls.calls, calls.keep, narrow=False)]
     return rewrite(tail, Calls(chains, calls.keep, calls.ctx))
 
 
