@@ -626,4 +626,29 @@ def _cases() -> Iterator[Quantized]:
     yield dynamic(np.zeros((0,), np.float32), "empty")
 
 
-CASES = [*_cases(), *NBITS, *HELD, *PRODUCTS, *DEQUANTIZED]
+def attention(kind: str, batch: int, heads: int, length: int, size: int) -> Quantized:
+    """Attention in float16 whose result is quantized to the bytes `kind`."""
+    rng, shape = np.random.default_rng(size), (batch, length, heads * size)
+    feeds = {n: rng.standard_normal(shape).astype(np.float16) for n in "qkv"}
+    scale, zero = np.float32(0.02), np.array(5, kind)
+    weights = {"s": scale, "z": zero}
+    text = f"""a = Attention <q_num_heads = {heads}, kv_num_heads = {heads}> (q, k, v)
+        f = Cast <to = 1> (a) y = QuantizeLinear(f, s, z)"""
+    q, k, v = (
+        a.astype(np.float64).reshape(batch, length, heads, size).swapaxes(1, 2)
+        for a in feeds.values()
+    )
+    e = np.exp(q @ k.swapaxes(2, 3) * size**-0.5)
+    y = (e / e.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(shape)
+    ends = np.iinfo(kind)
+    codes = np.clip(np.rint(y / scale) + zero, ends.min, ends.max).astype(kind)
+    name = f"attention to {kind} {batch} {heads} {length} {size}"
+    return quantized(name, text, feeds, {"y": (kind, shape)}, weights, want=(codes,), steps=1)
+
+
+ATTENTION = [
+    attention("int8", 2, 3, 70, 64), attention("uint8", 1, 2, 130, 80),
+    attention("int8", 1, 1, 300, 128), attention("int8", 2, 2, 2, 16),
+    attention("uint8", 2, 2, 1, 64),
+]  # fmt: skip
+CASES = [*_cases(), *NBITS, *HELD, *PRODUCTS, *DEQUANTIZED, *ATTENTION]

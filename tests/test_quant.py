@@ -6,6 +6,7 @@ import pytest
 from compiled import unclean
 from lowering import interpreted, program_of
 from quant_cases import (
+    ATTENTION,
     CASES,
     DEQUANTIZED,
     HELD,
@@ -138,6 +139,20 @@ def test_what_stands_behind_codes_is_part_of_a_product_or_a_norm() -> None:
         )  # fmt: skip
         codes = case.feeds["x"].dtype.name
         assert (summed.tail.reads, norm.op, norm.tail.dtype) == ((codes,), "Norm", codes)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+def test_attention_stores_codes_where_a_kernel_of_wgmma_serves_it(case: Quantized) -> None:
+    model = load(case.model)
+    optimize(model, own_kernels=True)
+    programs = [program_of(model, case.feeds, CHIPS[chip]) for chip in ("H200", "A100")]
+    tails = [[c.problem.tail for c in p.calls if c.problem.op == "Sdpa"] for p in programs]
+    kinds = [[tail and tail.dtype for tail in of] for of in tails]
+    kind = case.expected()[0].dtype.name
+    assert kinds == [[kind if case.feeds["q"].shape[1] > 1 else None], [None]]
+    (y,) = interpret(programs[0], case.feeds, case.weights).values()
+    case.check("y", y, case.expected()[0])
+    assert unclean([x for c in programs[0].calls for x in c.launches], "sm_90a") == []
 
 
 def test_convolutions_of_codes_copy_no_windows() -> None:

@@ -10,7 +10,7 @@
 // Inputs   : q, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 //            One mask at most, which is added or (KEEP) selects.
-// Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
+// Outputs  : y by TMA, in any order of memory, or SUFFIX's 8-bit codes of it; lse f32 [B, H, S, 2] (or null).
 // Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` after it); LENGTHS (with WINDOW: the
 //            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); PACKED (no mask and
 //            no window: boxes count rows from a sequence's first, those of keys have LOADED rows, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
@@ -19,6 +19,12 @@
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
 #include "wgmma.cuh"
+#ifdef SUFFIX
+#include "conv/codes.cuh"
+#define NUMBERS_ , NUMBERS
+#else
+#define NUMBERS_
+#endif
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
@@ -175,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
     i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
-    float scale, float softcap, float floor, double fill REACH_ LENGTHS_ PACKED_) {
+    float scale, float softcap, float floor, double fill REACH_ LENGTHS_ PACKED_ NUMBERS_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -394,7 +400,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             wgmma_wait<0>();
             wgmma_hold(acc);
             bar_sync(5 + wg, 128);  // all have read this tile's queries
-            const u32 to = q + warp % 4 * 2048, swizzled = to + lane % 16 * 128;
+            const u32 to = q + warp % 4 * 2048;
+#ifdef SUFFIX  // rows of 64 bytes
+            UNROLLED for (int i = 0; i < VN / 4; i++) {
+                const float *from = acc + i * 2, by = factor[i % 2];
+                const auto codes = Four<TY>::made(SUFFIX(from[0] * by, 0, 0, 0), SUFFIX(from[1] * by, 0, 0, 0), 0, 0);
+                const int column = i / 2 * 8 + lane % 4 * 2, at = (lane / 4 + i % 2 * 8) * 64 + column % 64;
+                *(unsigned short*)(smem + (to - base) + column / 64 * BOX + at) = codes.word;
+            }
+#else
+            const u32 swizzled = to + lane % 16 * 128;
             UNROLLED for (int i = 0; i < (VN + 15) / 16; i++) {
                 u32 out[4] = {};  // of 16 columns, or the last 8
                 UNROLLED for (int e = 0; e < (i < VN / 16 ? 4 : 2); e++) {
@@ -403,6 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 }
                 stmatrix_x4(swizzled + i / 4 * BOX + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
             }
+#endif
             if (GUARD == 2) {  // rows without weights, over what the other lanes wrote
                 __syncwarp();
                 const T* values = v + b * v_batch + kv * v_head + start * v_row;

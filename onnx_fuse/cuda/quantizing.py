@@ -10,6 +10,8 @@ Args = tuple[int, ...]
 WIDE_CODE = "wide_code({1}, {2}, {0}, {3}, {4})"
 """A Code as an integer that saturates to it."""
 _FROM_0 = "code_from_0({1}, {2}, {0})"
+_OF_GELU = "wide_code(__fmul_rn({0}, {2}), {3}, {4})"
+"""That of a number off by 1e-7 itself, for which an exact division gives no better code."""
 
 
 def quantizing(expression: Expression, step: Operation, text: str) -> tuple[str, Args]:
@@ -27,6 +29,8 @@ def quantizing(expression: Expression, step: Operation, text: str) -> tuple[str,
         args, text = quantized, "quantized_less_zero({0}, {1}, {2}, {3}, {4}, {5})"
     elif step.name == "Code":
         args = expression.steps[before].args
+        if text == WIDE_CODE and _maker(expression, args[0]) == "Gelu":
+            return _OF_GELU, args
         if text == WIDE_CODE and step.dtype == "uint8" and args[3] == args[4]:
             text = _FROM_0
     elif step.name != "Quantize":
@@ -35,6 +39,16 @@ def quantizing(expression: Expression, step: Operation, text: str) -> tuple[str,
     if (steps := _in_steps(expression, args)) is not None:
         return text.replace("{1}, {2}, ", ""), _clipped_once(expression, steps)
     return text, args
+
+
+def _maker(expression: Expression, value: int) -> str:
+    """The name of the step that makes a float32, before its Casts."""
+    first = expression.loads + len(expression.scalars)
+    while value >= first and (step := expression.steps[value - first]).dtype == "float32":
+        if step.name != "Cast":
+            return step.name
+        value = step.args[0]
+    return ""
 
 
 def _clipped_once(expression: Expression, args: Args) -> Args:

@@ -10,7 +10,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.cache_append import cache_macro, row_macros, step_args
 from onnx_fuse.kernels.kernel import Kernel, Kernels, apart, launch, rename
-from onnx_fuse.kernels.rule_based import Plan, Planned
+from onnx_fuse.kernels.rule_based import Plan, Planned, numbered_tail
 from onnx_fuse.program.contractions import Attention, AttentionGrad, CachedAttention
 from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, TensorMap, args
 from onnx_fuse.program.problem import FEW, ITEMSIZE, Hardware, KernelConfig
@@ -41,10 +41,14 @@ def boxes(
     """Boxes of `rows` rows and 64 columns of a tensor of [B, H, S, D]; 0 strides: a broadcast."""
     if not shape:
         shape, strides = p.layout(name)
-    size = ITEMSIZE[p.dtype]
+    codes = p.tail.dtype if name == "y" and p.tail else ""
+    dtype = codes or p.dtype
+    size = ITEMSIZE[dtype]
     sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
     steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
-    return TensorMap(Ptr(name), p.dtype, (shape[3], *sizes[::-1]), steps[::-1], (64, rows, 1, 1))
+    box, shape = (64, rows, 1, 1), (shape[3], *sizes[::-1])
+    made = TensorMap(Ptr(name), dtype, shape, steps[::-1], box)
+    return replace(made, swizzle=0) if codes else made
 
 
 def mask_boxes(p: Attention, rows: int) -> TensorMap:
@@ -73,7 +77,9 @@ def joined_refusal(p: Attention) -> str | None:
 
 
 def cache_refusal(p: Attention) -> str | None:
-    """Why a kernel that knows no steps and sinks cannot; None where there are none."""
+    """Why a kernel that knows no steps, sinks and codes cannot; None where there are none."""
+    if p.tail:
+        return f"it stores {p.tail.dtype}"
     if p.cache:
         return f"keys and values are steps in {p.cache}"
     return "a sink" if p.sink else None
@@ -376,8 +382,10 @@ class Wgmma(Kernel):
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
-        if reason := tma_refusal(p, hw, ("q", "k", "v", "y")):
+        if reason := tma_refusal(replace(p, tail=None), hw, ("q", "k", "v", "y")):
             return reason
+        if p.tail and (p.dv % 16 or any(s % 16 for s in p.layout("y")[1])):
+            return "rows of codes must be of 16-byte pieces"
         if p.m == 1:  # and a cache of any length is then of one kind; `lengths` too
             return "one query leaves its tile empty"
         if p.lengths and (p.causal or p.mask or (p.window and p.window[1])):
@@ -459,16 +467,19 @@ class Wgmma(Kernel):
             *(reach(replace(p, window=p.window or (-1, 0))) if p.lengths else reach(p)),
             *((Ptr("lengths"),) if p.lengths else ()), *sequences(p, "y"),
         )  # fmt: skip
+        numbers, of_tail = numbered_tail(p.tail) if p.tail else ([], {})
         how = {name.upper(): value for name, value in config.attrs}
         how |= {"WINDOW": 1} if p.window or p.lengths else {}
         how |= {"LENGTHS": 1} if p.lengths else {}
         how |= {"LOADED": loaded} if p.packed else {}
-        macros = {**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how}
+        macros = {**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how, **of_tail}
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
         smem = self.smem(p, config)
         grid = grid[1:] + grid[:1] if p.packed else grid
-        return self.one("sdpa_wgmma", grid, 128 * wgs + loaders, *made, smem=smem, **macros)
+        return self.one(
+            "sdpa_wgmma", grid, 128 * wgs + loaders, *made, *numbers, smem=smem, **macros
+        )
 
 
 class Simt(_Attention):
@@ -522,8 +533,8 @@ class OneQuery(Kernel):
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
-        if p.packed or p.m != 1:
-            return "for one query a sequence"
+        if p.packed or p.m != 1 or p.tail:
+            return "for one query a sequence, of floats"
         if isinstance(p, CachedAttention):
             append, p = p.parts
             if p.guard == 2:

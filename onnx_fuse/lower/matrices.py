@@ -125,7 +125,8 @@ def _straight(ctx: Context, node: ir.Node, m: Matrix) -> Matrix:
     """The operand, or a copy of it whose lines begin at multiples of 16 bytes."""
     if not (m.ld % _WHOLE or m.tensor.offset % _WHOLE):
         return m
-    t = m.tensor.permute((1, 0)) if m.trans else m.tensor  # lines along the last axis
+    t = replace(m.tensor, shape=m.tensor.shape[-2:], strides=m.tensor.strides[-2:])  # of batch 1
+    t = t.permute((1, 0)) if m.trans else t  # lines along the last axis
     lines, length = t.shape
     ld = _up(length)
 

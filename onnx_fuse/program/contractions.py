@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.data_movement import CacheAppend
+from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction
 from onnx_fuse.program.size import maximum, minimum, size_class, upper_bound
 
@@ -72,6 +73,14 @@ class Attention(AnyProblem):
     them, which give 0. Pointer: offsets, int32 [B]."""
     sink: bool = False
     """Each row has one more logit, sink [H] of its head, whose value is 0."""
+    tail: Tail | None = None
+    """What makes codes of y, which has no other operand."""
+
+    @property
+    def stored(self) -> str:
+        """y, where a kernel makes codes of it."""
+        plain = not (self.packed or self.lengths or self.tail) and self.guard < 2
+        return "y" if plain and self.op == Attention.op else ""
 
     @property
     def cache_dtype(self) -> str:

@@ -112,6 +112,8 @@ def _attention(p: contractions.Attention) -> Iterator[OperandRow]:
         layouts["dy"] = p.layout("dy" if p.dy_strides else "y")
     for name, (shape, strides) in layouts.items():
         dtype = p.cache_dtype if name in ("k", "v") else p.dtype
+        if name == "y" and p.tail:
+            dtype = p.tail.dtype
         yield name, dtype, _reach(shape, (*strides, 1))
     if p.cache:
         yield "key_step value_step", "float32", p.batch[1] // p.group * p.k

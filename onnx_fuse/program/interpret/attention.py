@@ -17,6 +17,7 @@ from onnx_fuse.program.contractions import (
 from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import CallOperands
+from onnx_fuse.program.interpret.norms import with_tail
 
 
 @dataclass
@@ -88,7 +89,7 @@ def attention(p: Attention, of: CallOperands) -> Results:
         v = np.where(read[:, None, :, None], v, 0)
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
-        return {"y": weights.w @ v, "lse": weights.lse}
+        return {"y": with_tail(p.tail, of, weights.w @ v), "lse": weights.lse}
 
 
 def _steps(p: Attention | CacheAppend, of: CallOperands, name: str) -> np.ndarray:

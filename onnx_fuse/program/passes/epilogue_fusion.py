@@ -12,7 +12,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor, dense_strides
-from onnx_fuse.program.contractions import PackedProduct
+from onnx_fuse.program.contractions import Attention, PackedProduct
 from onnx_fuse.program.data_movement import ScatterND
 from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
@@ -412,12 +412,16 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         kinds = {y.dtype, *(t.dtype for t in tensors)}
         if len(tensors) > 4 or (mixed and not kinds <= TAIL_TYPES):
             continue
-        stored = TAIL_TYPES if isinstance(before.problem, Norm) else FLOATS
+        stored = TAIL_TYPES if isinstance(before.problem, Norm) else {*FLOATS}
+        if isinstance(before.problem, Attention):
+            stored = set() if others else TAIL_TYPES - {*FLOATS}
         if not mixed and ({t.dtype for t in tensors} != {v.dtype} or y.dtype not in stored):
             continue
         if any(w >= at for t in others for w in calls.writers[t.buffer]):
             continue
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
+        if isinstance(before.problem, Attention):  # whose rows are those of heads
+            y = replace(dict(before.writes)[name], buffer=y.buffer, dtype=y.dtype, offset=y.offset)
         assert chain.expression is not None
         types = tuple(t.dtype for t in others) if mixed else ()
         problem = before.problem.with_tail(
