@@ -80,6 +80,10 @@ def session(
         if not is_fault(error):
             raise
         graph = _graph(model)
+        if written := _written_out(graph):
+            return session(
+                written, options, as_written=as_written, fallback=fallback, providers=providers
+            )
         if any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
             return Widened(graph, options, providers)
         if _INT8_CLASH in str(error) and chosen != off:
@@ -100,6 +104,32 @@ def session(
         return Widened(_graph(model), options, providers)
     reopen = partial(session, model, options, as_written=True, providers=providers)
     return WithFallback(opened, reopen) if fallback else opened
+
+
+def _written_out(graph: onnx_ir.Model) -> onnx_ir.Model | None:
+    """The graph with the bodies of contrib nodes that onnxruntime's CPU has no kernel for.
+
+    None where there is none. Raises ModelError where one has no body.
+    """
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
+    from onnx_fuse.importer import contrib
+
+    kernels = {(k.domain, k.op_name) for k in get_all_opkernel_def() if k.provider in CPU_ONLY}
+
+    def lacks_kernel(node: onnx_ir.Node) -> bool:
+        return node.domain == contrib.MICROSOFT and (node.domain, node.op_type) not in kernels
+
+    if not any(map(lacks_kernel, onnx_ir.traversal.RecursiveGraphIterator(graph.graph))):
+        return None
+    written = graph.clone()
+    for name, reason in contrib.expand(written, lacks_kernel).items():
+        left = next(filter(lacks_kernel, onnx_ir.traversal.RecursiveGraphIterator(written.graph)))
+        raise ModelError(
+            f"{name}: onnxruntime's CPU has no kernel for {left.op_type}, and this one cannot be "
+            f"written in standard ONNX: {reason}"
+        )
+    return written
 
 
 def _warn_of_optimizations(error: BaseException) -> None:

@@ -11,6 +11,7 @@ from onnx_fuse.importer.contrib import (  # noqa: F401
     norms,
     others,
     padding,
+    paged,
     products,
     quantized,
 )

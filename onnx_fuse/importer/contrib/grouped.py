@@ -74,7 +74,7 @@ def _in_steps(op: Body, x: ir.Value, scale: ir.Value, stored: ir.DataType) -> ir
     return op.Cast(clipped, to=stored)
 
 
-def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
+def shared_heads(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
     """Repeat each of the K heads of x [B, K, T, h] `groups` times, which gives [B, N, T, h]."""
     if groups == 1:
         return x
@@ -144,7 +144,7 @@ def group_query_attention(
             cache = _cached(op, old, new, index, valid4)
             read = op.to_like(op.Mul(op.to_like(cache, scale), scale), q)
             cache = cache if new.dtype == past.dtype else op.Cast(cache, to=past.dtype)
-        caches.append((cache, _shared(op, read, groups, heads, head)))
+        caches.append((cache, shared_heads(op, read, groups, heads, head)))
     (k, all_k), (v, all_v) = caches
     scores = scaled_scores(op, q, all_k, op.attr("scale"), head)
     cap = op.attr("softcap", 0.0)
@@ -152,7 +152,7 @@ def group_query_attention(
         scores = op.formula("Tanh(scores / cap) * cap", scores=scores, cap=cap)
     mask = _mask(op, places, column, op.Less(column, ends), q)
     scores = op.Add(op.plus(scores, op.given(10)), mask)
-    y = op.MatMul(_softmax(op, scores, heads), all_v)
+    y = op.MatMul(softmax_with_sink(op, scores, heads), all_v)
     window = op.attr("local_window_size", -1)
     if window > 0 and op.attr("causal", 1):  # a query behind the end may see no key: 0
         seen = op.Less(places, op.Add(ends, [window - 1]))
@@ -178,7 +178,7 @@ def _mask(
     return op.Where(keep, op.number(0.0, like), op.number(lowest(like), like))
 
 
-def _softmax(op: Body, scores: ir.Value, heads: int) -> ir.Value:
+def softmax_with_sink(op: Body, scores: ir.Value, heads: int) -> ir.Value:
     """Softmax over the keys and, with a sink, over one more score: 0, or the number of the head."""
     sink = op.given(11)
     if sink is None and op.attr("smooth_softmax", 0) != 1:
