@@ -483,7 +483,7 @@ def test_threads_are_those_of_the_session(monkeypatch: pytest.MonkeyPatch) -> No
 
 WRONG_FEEDS = {
     "missing": ({"x": batch()["x"]}, "no array for the input 'labels'"),
-    "dtype": ({**batch(), "x": batch()["x"].astype(np.float64)}, "'x' holds float64"),
+    "dtype": ({**batch(), "x": batch()["x"] + np.float64(0.1)}, "'x' holds float64"),
     "rank": ({**batch(), "x": batch()["x"][0]}, r"'x' has shape \[3\]"),
     "width": ({**batch(), "x": batch()["x"][:, :2]}, r"the model reads \[batch, 3\]"),
     "no rows": ({name: a[:0] for name, a in batch().items()}, "'labels' is empty: a batch needs"),
