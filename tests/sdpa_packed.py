@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-# kind, (H, Hkv), (D, Dv), lengths, the most that one may have, rows behind the last
+from onnx_fuse.program.call import dtype_of
+
+# kind, (H, Hkv), (D, Dv), lengths, the most that one may have, rows behind, or a mask's (B, H)
 ROWS = (
     ("PackedGuard", (2, 2), (64, 64), (70, 0, 1, 33), 72, 5),
     ("PackedGuard", (4, 2), (64, 64), (130, 7, 200), 200, 70),
@@ -15,6 +17,11 @@ ROWS = (
     ("CausalPackedGuard", (2, 1), (128, 72), (65, 1, 64), 65, 1),
     ("SoftcapPackedGuard", (2, 2), (32, 32), (20, 40), 40, 3),
     ("PackedNanGuard", (2, 2), (64, 64), (70, 100), 100, 9),
+    ("PackedMask", (2, 2), (64, 64), (70, 0, 1, 33), 72, (4, 2)),
+    ("PackedMask", (4, 2), (64, 64), (130, 7, 200), 200, (1, 4)),
+    ("PackedMask", (2, 2), (128, 128), (40, 130), 136, (1, 1)),
+    ("PackedMask", (2, 1), (40, 24), (3, 9, 1), 13, (3, 1)),
+    ("SoftcapPackedMask", (2, 2), (32, 32), (20, 40), 40, (2, 1)),
 )
 
 
@@ -22,7 +29,16 @@ def rows() -> Iterator[tuple[str, Any, Any, Any, str, list[np.ndarray]]]:
     """Kind, heads, sizes, widths, type, and the offsets and what is as long as the longest."""
     for kind, heads, widths, lengths, longest, behind in ROWS:
         offsets = np.cumsum([0, *lengths]).astype(np.int32)
-        tokens = int(offsets[-1]) + behind
+        masked = isinstance(behind, tuple)
+        tokens = int(offsets[-1]) + (0 if masked else behind)
         more = [offsets, np.zeros((len(lengths), longest), np.int64)]
         for dtype in ("float32", "float16", "bfloat16"):
-            yield kind, (1, *heads), (tokens, tokens), widths, dtype, more
+            added = []
+            if masked:  # what no two tokens of a sequence meet at is NaN
+                rng = np.random.default_rng(longest)
+                mask = rng.standard_normal((*behind, longest, longest))
+                for i, length in enumerate(lengths if len(mask) > 1 else [max(lengths)]):
+                    mask[i, :, length:] = mask[i, ..., length:] = np.nan
+                mask[..., 1] = -np.inf
+                added = [mask.astype(dtype_of(dtype))]
+            yield kind, (1, *heads), (tokens, tokens), widths, dtype, more + added

@@ -50,12 +50,12 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5181, "autodiff": 1806, "cli": 3595, "cuda": 1935, "cuda_src": 15231, "distributed": 908,
-    "importer": 5728, "ir": 2389, "kernels": 9781, "lower": 9364, "nn": 5154, "ops": 12519,
-    "program": 10907, "report": 2364, "rewrite": 4310, "runtime": 9407, "torch": 3767,
+    "importer": 5762, "ir": 2389, "kernels": 9785, "lower": 9364, "nn": 5154, "ops": 12551,
+    "program": 10918, "report": 2364, "rewrite": 4310, "runtime": 9407, "torch": 3767,
     "training": 7895, "validation": 4814,
     "generation": 1749,
     "adapters": 1160, "quantization": 1236,
-    "tests": 55335, "tools": 10852,
+    "tests": 55418, "tools": 10852,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -371,7 +371,7 @@ def test_every_attention_configuration_compiles_without_spills():
         ({"k_strides": (512, 0, 64)}, "broadcast"),
         ({"dv": 512}, "too large"),
         ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
-        ({"mask": (8, 8, 8, 1), "packed": 300}, "with a mask"),
+        ({"mask": (8, 8, 0, 1), "packed": 300}, "a mask of one row"),
     ],
 )
 def test_attention_by_tma_says_why_not(more, reason):
@@ -395,6 +395,8 @@ def test_packed_attention_by_tma_compiles_without_spills():
     for kernel, width, keys, more in (
         (forward, 64, 104, {"causal": True}), (forward, 64, 200, {"softcap": 2.0, "guard": 2}),
         (forward, 128, 200, {}), (backward, 64, 104, {}), (backward, 128, 200, {"causal": True}),
+        *((forward, width, keys, {"guard": 0, "mask": (0, 0, keys, 1)})
+          for width, keys in ((64, 104), (64, 200), (128, 200))),
     ):  # fmt: skip
         op = "Sdpa" if kernel is forward else "SdpaGrad"
         more = {"packed": 300, "guard": 1, **more}

@@ -16,6 +16,7 @@ from support import step_results, table, with_weights
 
 from onnx_fuse import InferenceSession, Trainer, deploy, optim, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.packing import Packing
@@ -373,24 +374,88 @@ KEPT = """
     <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
     g (float[B,S,8] x, int32[B] n, float[8,24] w, float[24] b) => (float[B,S,8] y) {
         a = com.microsoft.Attention <num_heads = 2> (x, w, b, n)
-        y = Add (a, x)
+        five = Constant <value = int32[5] {0, 1, 2, 3, 4}> () last = Constant <value_ints = [1]> ()
+        c = Unsqueeze (n, last) k0 = Less (five, c) end = Constant <value_ints = [2]> ()
+        k = Unsqueeze (k0, end) nothing = Constant <value_float = 0.0> ()
+        z = Where (k, a, nothing)
+        y = Add (z, x)
     }"""
 
 
-def test_nodes_that_remove_padding_run(gpu: FakeGpu) -> None:
-    removed = InferenceSession(to_proto(text_model(REMOVED)), device="cuda")
-    kept = InferenceSession(to_proto(text_model(KEPT)))
+HEADS = """p = MatMul (t, w) q, k, v = Split <axis = 1, num_outputs = 3> (p)
+        a = com.microsoft.PackedMultiHeadAttention <num_heads = 2> (q, k, v, b, at, starts)"""
+IN_ONE = """p = MatMul (t, w) form = Constant <value_ints = [0, 3, 2, 4]> () r = Reshape (p, form)
+        r3 = Transpose <perm = [0, 2, 1, 3]> (r)
+        a = com.microsoft.PackedMultiHeadAttention <num_heads = 2> (r3, , , b, at, starts)"""
+ATTENDED = "a = com.microsoft.PackedAttention <num_heads = 2> (t, w, b, at, starts)"
+ADDED = {"": (), "of the batch": ("B", 1, "S", "S"), "of heads": (1, 2, 5, 5)}
+
+
+def removed_and_kept(form: str, added: str) -> tuple[ir.Model, ir.Model]:
+    """A layer over tokens, and over rows with their padding; an addend of their scores."""
+    removed, kept = REMOVED.replace(ATTENDED, form), KEPT
+    if ADDED[added]:
+        removed, kept = (
+            removed.replace("starts)", "starts, bias)"),
+            kept.replace("n)", "n, , bias)"),
+        )
+        bias = f"float[24] b, float[{','.join(map(str, ADDED[added]))}] bias)"
+        removed, kept = (text.replace("float[24] b)", bias) for text in (removed, kept))
+    return text_model(removed), text_model(kept)
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("form", [ATTENDED, HEADS, IN_ONE], ids=["whole", "heads", "in one"])
+def test_nodes_that_remove_padding_run(form: str, added: str, gpu: FakeGpu) -> None:
+    models = removed_and_kept(form, added)
+    removed = InferenceSession(to_proto(models[0]), device="cuda")
+    kept = InferenceSession(to_proto(models[1]))
     rng = np.random.default_rng(3)
     weights = {"w": rng.standard_normal((8, 24)), "b": rng.standard_normal(24)}
     weights = {name: w.astype(np.float32) for name, w in weights.items()}
     for lengths in ((3, 1, 5), (5, 5), (1,), (2, 0, 4)):
         counts = np.array(lengths, np.int32)
-        x = rng.standard_normal((len(lengths), 5, 8)).astype(np.float32)
+        if ADDED[added]:
+            sizes = (len(counts) if ADDED[added][0] == "B" else 1, ADDED[added][1], 5, 5)
+            weights["bias"] = rng.standard_normal(sizes).astype(np.float32)
         there = (np.arange(5) < counts[:, None])[..., None]
+        x = np.where(there, rng.standard_normal((len(counts), 5, 8)).astype(np.float32), 0)
         (want,) = kept.run(None, {"x": x, "n": counts, **weights})
-        (found,) = removed.run(None, {"x": np.where(there, x, np.nan), "n": counts, **weights})
-        np.testing.assert_allclose(found, np.where(there, want, 0), rtol=0, atol=1e-5)
-    assert "SdpaPackedGuard" in removed.explain({"x": x, "n": counts, **weights})
+        hostile = {"x": np.where(there, x, np.nan), "n": counts, **weights}
+        if ADDED[added] and max(lengths) < 5:
+            hostile["bias"] = weights["bias"].copy()
+            hostile["bias"][:, :, max(lengths) :] = hostile["bias"][..., max(lengths) :] = np.nan
+        (found,) = removed.run(None, hostile)
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    assert f"SdpaPacked{'Mask' if added else 'Guard'}" in removed.explain(hostile)
+
+
+@pytest.mark.parametrize("form", [ATTENDED, HEADS, IN_ONE], ids=["whole", "heads", "in one"])
+def test_nodes_that_remove_padding_train(form: str) -> None:
+    """Their update is that of the same layer with padding, of what scores have added, too."""
+    rng, updates = np.random.default_rng(4), []
+    shapes = {"w": (8, 24), "b": (24,), "bias": (1, 2, 5, 5)}
+    weights = {name: rng.standard_normal(n).astype(np.float32) for name, n in shapes.items()}
+    counts, x = np.array([3, 1, 5, 0], np.int32), rng.standard_normal((4, 5, 8)).astype("f")
+    there = (np.arange(5) < counts[:, None])[..., None]
+    feeds = {"x": np.where(there, x, 0), "n": counts, "labels": np.where(there, x[::-1], 0)}
+    for model in removed_and_kept(form, "of heads"):
+        graph, spec = training_model(
+            with_weights(model, weights),
+            loss="mse",
+            optimizer="sgd",
+            fused=True,
+            level=2,
+            loss_options={"reduction": "sum"},
+        )
+        packed = {n.op_type for n in graph.graph if "Packed" in n.op_type}
+        names = {f"SdpaPackedMask{end}" for end in ("_lse", "Grad", "GradMasks")}
+        assert packed == (names if not updates else set())
+        contrib.expand(graph, lambda node: True)  # onnxruntime's CPU has no RemovePadding
+        first = {state.name: np.asarray(state.initial) for state in spec.states}
+        updates.append(step_results(graph, spec, feeds | first))
+    for found, want in zip(*updates, strict=True):
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:a batch runs with its padding")

@@ -8,7 +8,7 @@
 //            z = softcap tanh(z)); FLOOR (T is f16: an added -65504 stands for `floor`, a number beyond
 //            its range); CAUSAL (key j <= query i); GUARD 1: rows all -inf give 0;
 //            2: weights that are NaN are 0. PACKED (B is 1, and S = T rows are sequences one behind the
-//            other, by offsets [grid z]; strides of batch are 0. Block z has one each, and the last
+//            other, by offsets [grid z]; strides of batch are 0, but those of masks [sequences, H, S, S]. Block z has one each, and the last
 //            what is behind them: rows without keys, which give 0, or where a block's rows are keys
 //            (KEYS_FIRST), without queries).
 #pragma once

@@ -12,8 +12,8 @@
 //            One mask at most, which is added or (KEEP) selects.
 // Outputs  : y by TMA, in any order of memory, or SUFFIX's 8-bit codes of it; lse f32 [B, H, S, 2] (or null).
 // Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` after it); LENGTHS (with WINDOW: the
-//            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); PACKED (no mask and
-//            no window: boxes count rows from a sequence's first, those of keys have LOADED rows, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+//            last query of sequence b stands at place lengths[b], i32 [B], and no key after it is one); PACKED (no window,
+//            and no MASK 2: boxes count rows from a sequence's first, those of keys have LOADED rows, and y has strides for tiles that end within one); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch; PACKED: heads, sequences, rows), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.

@@ -53,8 +53,8 @@ def boxes(
 
 def mask_boxes(p: Attention, rows: int) -> TensorMap:
     """Boxes of a mask's rows for 64 keys; of nothing where it has no row a query."""
-    shape, strides = (*p.batch, p.m, p.n), (p.mask or (0, 0, 0))[:3]
-    return boxes(p, "mask" if MMA.mask(p) == 1 else "none", rows, shape, strides)
+    strides = (p.mask or (0, 0, 0))[:3]
+    return boxes(p, "mask" if MMA.mask(p) == 1 else "none", rows, p.mask_shape, strides)
 
 
 def half_refusal(p: Attention) -> str | None:
@@ -110,8 +110,9 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         return "wgmma is sm_90's"
     if reason := cache_refusal(p):
         return reason
-    if p.packed and (p.mask or p.window):
-        return "sequences one behind the other, with a mask"
+    if p.packed and (p.window or (p.mask and (p.op != "Sdpa" or MMA.mask(p) == 2))):
+        kind = "a window" if p.window else "a mask of one row, or with a gradient"
+        return f"sequences one behind the other, with {kind}"
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
@@ -406,8 +407,9 @@ class Wgmma(Kernel):
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
             # one more class of lengths
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
-            # a mask's row takes registers that three warpgroups do not leave
-            if tile[0] < 3 or not p.mask
+            # a mask's row takes registers that three warpgroups do not leave, nor do three blocks
+            # where it is that of a sequence
+            if not p.mask or (tile[0] < 3 and not (p.packed and tile[5] == 3))
             # all warpgroups come to the end of the keys at once
             if tile[1] == 1 or not (p.lengths or p.packed)
         ]
@@ -647,6 +649,8 @@ class Direct(Kernel):
             return "it was measured only on sm_90"
         if reason := half_refusal(p) or _narrow(p):
             return reason
+        if p.packed and p.mask:
+            return "a mask of sequences, which may end within a pair of its elements"
         if (p.k, p.dv) != (64, 64):
             return f"heads of {p.k} and {p.dv} numbers, not of 64"
         if p.mask2:

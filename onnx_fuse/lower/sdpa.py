@@ -131,16 +131,16 @@ def _masks(
     Without `windows`, a mask is read that hides what is outside of a window.
     """
     kind = KINDS[FusedName.of(node.op_type).kind]
-    masks, at = _Masks(), first
+    masks, at, shape = _Masks(), first, (*q.shape[:3], k.shape[2])
     if kind.packed:
         masks.reads["offsets"] = offsets = ctx.dense(node, first)
         longest = ctx.view(node, first + 1).shape[-1]
         masks.fields.update(m=longest, n=longest, batch=(offsets.shape[0], q.shape[1]))
         masks.fields["packed"] = q.shape[2]
+        at, shape = first + 2, (offsets.shape[0] - 1, q.shape[1], longest, longest)
     for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
         proved = ctx.attr(node, CAUSAL, 0)
-        shape = (*q.shape[:3], k.shape[2])
         behind = shape[4 - len(tensor.shape) :] if len(tensor.shape) <= 4 else ()
         larger = len(behind) != len(tensor.shape) or any(
             n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)

@@ -145,6 +145,11 @@ class Attention(AnyProblem):
         return shape, (0, *strides[1:]) if self.packed else strides
 
     @property
+    def mask_shape(self) -> tuple[int, int, int, int]:
+        """[B, H, S, T]; of packed rows, [B - 1, H, m, n]."""
+        return self.batch[0] - (self.packed != 0), self.batch[1], self.m, self.n
+
+    @property
     def rows(self) -> int:
         """The rows of queries of all heads."""
         return self.batch[1] * self.packed if self.packed else self.batches * self.m

@@ -118,7 +118,7 @@ def _attention(p: contractions.Attention) -> Iterator[OperandRow]:
     if p.cache:
         yield "key_step value_step", "float32", p.batch[1] // p.group * p.k
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
-        yield name, "", _reach((*p.batch, p.m, p.n), strides) if strides else 0
+        yield name, "", _reach(p.mask_shape, strides) if strides else 0
 
 
 def _append(p: data_movement.CacheAppend) -> Iterator[OperandRow]:

@@ -141,8 +141,6 @@ def optimize(
         rw.notes += canonicalize(model, training=training)
         shape_of_source(model)
         infer_shapes(model, again=True)
-        if own_kernels and not training and attend_to_tokens(model):
-            refresh(model)
         before = regions(model)
         if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
             rw.fusions[FOLD_BATCH_NORM] = folded
@@ -181,6 +179,8 @@ def optimize(
 
     report = Report(before=op_counts(model))
     own_kernels |= training
+    if own_kernels and attend_to_tokens(model):
+        refresh(model)
     # what runs on own kernels asks whether sizes of one name are equal; onnxruntime does not
     with contextlib.nullcontext() if own_kernels else symbols_apart(model):
         reasons = expand_where_fused(

@@ -15,9 +15,9 @@ from math import sqrt
 import onnx_ir as ir
 
 from onnx_fuse.importer import contrib
-from onnx_fuse.importer.contrib.attention import join_heads, projected, split_heads
+from onnx_fuse.importer.contrib.attention import join_heads, split_heads
+from onnx_fuse.importer.contrib.padding import packed_parts
 from onnx_fuse.importer.contrib.table import MICROSOFT, Body, Unwritable
-from onnx_fuse.ir.build import given, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ir.names import Names
@@ -80,24 +80,24 @@ def forget_regions(model: ir.Model) -> None:
 
 
 def attend_to_tokens(model: ir.Model) -> int:
-    """Let nodes PackedAttention be attention over packed rows, in place; how many there were.
-
-    One with an added bias stays: its body attends to rows with their padding.
-    """
-    nodes = [n for n in model.graph if (n.op_type, n.domain) == ("PackedAttention", MICROSOFT)]
-    names, kind, count = Names.of(model.graph), Kind(packed=True, guard="Guard"), 0
-    for node in [node for node in nodes if given(node, 5) is None]:
+    """Let packed attention's nodes be attention over packed rows, in place; how many they were."""
+    kinds = [(name, MICROSOFT) for name in ("PackedAttention", "PackedMultiHeadAttention")]
+    names, count = Names.of(model.graph), 0
+    for node in [n for n in model.graph if (n.op_type, n.domain) in kinds]:
         op = Body(node)
-        x, weights, bias, places, starts = (given(node, i) for i in range(5))
         try:
             heads = op.count("num_heads")
-            qkv, sizes = projected(op, required(x), required(weights), bias)
+            parts, sizes, places, starts, added = packed_parts(op)
         except Unwritable:
             continue  # the run says why
-        parts = op.Split(op.Unsqueeze(qkv, [0]), sizes, outputs=3, axis=-1)
-        rows = [split_heads(op, part, heads, n) for part, n in zip(parts, sizes, strict=True)]
+        rows = [
+            split_heads(op, op.Unsqueeze(part, [0]), heads, n)
+            for part, n in zip(parts, sizes, strict=True)
+        ]
         scale = op.attr("scale") or sqrt(heads / sizes[0])
-        inputs = [*rows, starts, places]
+        steps, guard = ((), "Guard") if added is None else (("Mask",), "")
+        kind = Kind(packed=True, steps=steps, guard=guard)
+        inputs = [*rows, starts, places, *([] if added is None else [added])]
         y = op.node(kind.name, inputs, domain=FUSE, attributes={"scale": scale})
         result = op.Squeeze(join_heads(op, y, sizes[2]), [0])
         for value in (v for made in op.nodes for v in made.outputs):

@@ -119,7 +119,7 @@ def _causal(
     return op.Where(keep, other, op.number(lowest(like), like))
 
 
-def _attend(
+def attend(
     op: Body,
     q: ir.Value,
     k: ir.Value,
@@ -179,7 +179,7 @@ def attention_of(
     if op.wants(1):
         present = op.Concat(*(op.Unsqueeze(x, [0]) for x in (k, v)), axis=0)
     head = sizes[0] // heads
-    y, _ = _attend(op, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
+    y, _ = attend(op, q, k, v, mask=mask, bias=bias, new=None, head=head, width=sizes[2])
     return y, present
 
 
@@ -274,7 +274,7 @@ def multi_head_attention(
     head = sizes[0] // heads if sizes[0] is not None else None
     width = op.Shape(value, start=2) if sizes[2] is None and rank(value) == 3 else sizes[2]
     read = v if seen is None else _seen_rows(op, v, seen)
-    y, scores = _attend(
+    y, scores = attend(
         op, q, k, read, mask=mask, bias=added, new=new, head=head, width=width, seen=seen
     )  # fmt: skip
     return [y, k, v, scores]

@@ -1,4 +1,4 @@
-"""RemovePadding, RestorePadding and PackedAttention: rows of tokens without those of the padding.
+"""RemovePadding, RestorePadding and packed attention: rows of tokens without those of the padding.
 
 B batch, S sequence, T tokens; a sequence has its tokens in the first of its S places. Attention is
 that of the rows with their padding, whose keys are hidden.
@@ -10,9 +10,15 @@ import math
 
 import onnx_ir as ir
 
-from onnx_fuse.importer.contrib.attention import attention_of, projected, steps
-from onnx_fuse.importer.contrib.table import Body, Input, Results, contrib
-from onnx_fuse.ir.build import given
+from onnx_fuse.importer.contrib.attention import attend, projected, split_heads, steps
+from onnx_fuse.importer.contrib.table import (
+    Body,
+    Results,
+    contrib,
+    known,
+    known_rank,
+)
+from onnx_fuse.ir.build import dim
 
 
 def _int64(op: Body, x: ir.Value) -> ir.Value:
@@ -64,18 +70,46 @@ def restore_padding(op: Body, x: ir.Value, offset: ir.Value) -> Results:
     return _restored(op, x, offset)
 
 
-@contrib("PackedAttention", lowered=lambda node: given(node, 5) is None)
-def packed_attention(
-    op: Body, x: ir.Value, weights: ir.Value, bias: Input, offset: ir.Value, starts: ir.Value,
-    added: Input,
-) -> Results:  # fmt: skip
-    qkv, sizes = projected(op, x, weights, bias)
+Packed = tuple[list[ir.Value], list[int], ir.Value, ir.Value, ir.Value | None]
+"""Queries, keys and values [T, .], the size of each, where tokens stand among the rows with their
+padding [B, S], where sequences begin and end [B + 1], and what is added to scores, [B, N, S, S]."""
+
+
+def packed_parts(op: Body) -> Packed:
+    """What a node of packed attention attends with. Raises Unwritable."""
+    if op.call.op_type == "PackedAttention":
+        qkv, sizes = projected(op, op.needed(0), op.needed(1), op.given(2))
+        parts = op.Split(qkv, sizes, outputs=3, axis=-1)
+        return [*parts], sizes, op.needed(3), op.needed(4), op.given(5)
+    query, bias = op.needed(0), op.given(3)
+    ends = op.needed(4), op.needed(5), op.given(6)
+    if known_rank(query, "its query") == 4:  # [T, N, 3, h]
+        sizes = [known(dim(query, 3), "the size of its heads") * op.count("num_heads")] * 3
+        joined = op.Split(query, outputs=3, axis=2, num_outputs=3)
+        parts = [op.Reshape(part, [0, size]) for part, size in zip(joined, sizes, strict=True)]
+    else:
+        parts = [query, op.needed(1), op.needed(2)]
+        sizes = [known(dim(part, 1), "the size of its rows") for part in parts]
+    if bias is not None:
+        cut = op.Split(bias, sizes, outputs=3, axis=0)
+        parts = [op.Add(part, b) for part, b in zip(parts, cut, strict=True)]
+    return parts, sizes, *ends
+
+
+@contrib("PackedAttention", "PackedMultiHeadAttention")
+def packed_attention(op: Body) -> Results:
+    heads = op.count("num_heads")
+    parts, sizes, offset, starts, added = packed_parts(op)
     starts = _int64(op, starts)
     last = op.constant([2**31])
     counts = op.Sub(op.Slice(starts, [1], last, [0]), op.Slice(starts, [0], [-1], [0]))
     there = op.Unsqueeze(_there(op, counts, op.Shape(offset, start=1)), [1, 2])
-    zero = op.number(0.0, qkv) if added is None else added
-    hidden = op.Where(there, zero, op.number(-math.inf, qkv))
-    whole = _restored(op, qkv, offset)
-    y, _ = attention_of(op, whole, sizes, mask=None, past=None, bias=hidden)
-    return op.Gather(_flat(op, y), _tokens(op, x, offset), axis=0)
+    zero = op.number(0.0, parts[0]) if added is None else added
+    hidden = op.Where(there, zero, op.number(-math.inf, parts[0]))
+    q, k, v = (
+        split_heads(op, _restored(op, part, offset), heads, size)
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    head = sizes[0] // heads
+    y, _ = attend(op, q, k, v, mask=None, bias=hidden, new=None, head=head, width=sizes[2])
+    return op.Gather(_flat(op, y), _tokens(op, parts[0], offset), axis=0)

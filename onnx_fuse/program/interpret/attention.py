@@ -41,11 +41,19 @@ def _weights(p: Attention, of: CallOperands, q: np.ndarray, k: np.ndarray) -> _S
     if p.softcap:
         tanh = np.tanh(z)
         z, slope = p.softcap * tanh, p.softcap * (1 - tanh**2)
+    places = None
+    if p.packed:
+        offsets = of.raw("offsets").reshape(-1)
+        sequence = np.searchsorted(offsets, np.arange(p.packed), side="right")
+        own = np.minimum(sequence, len(offsets) - 1) - 1
+        within = np.minimum(np.arange(p.packed) - offsets[own], p.m - 1)
+        places = own[:, None], slice(None), within[:, None], within
     masks = ((p.mask, "mask", p.keep, p.fill), (p.mask2, "mask2", p.keep2, p.fill2))
     for strides, name, keep, fill in masks:
         if not strides:
             continue
-        mask = of.strided(name, (*p.batch, p.m, p.n), strides)
+        mask = of.strided(name, p.mask_shape, strides)
+        mask = mask if places is None else np.moveaxis(mask[places], 2, 0)
         if keep:
             z = np.where(mask != 0, z, fill)
             slope = np.where(mask != 0, slope, 0)
@@ -62,8 +70,6 @@ def _weights(p: Attention, of: CallOperands, q: np.ndarray, k: np.ndarray) -> _S
         ahead, right = np.arange(p.n) - places, np.minimum(last - places, 0)
     seen = (ahead >= -left) & (ahead <= right)
     if p.packed:
-        offsets = of.raw("offsets").reshape(-1)
-        sequence = np.searchsorted(offsets, np.arange(p.packed), side="right")
         seen &= (sequence[:, None] == sequence) & (sequence < len(offsets))
     z = np.where(seen, z, -np.inf)
     top = z.max(-1, keepdims=True)

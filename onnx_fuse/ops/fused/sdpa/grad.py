@@ -47,7 +47,11 @@ def gradient(
         ):
             result.dtype = q.dtype
             # a mask may broadcast the logits of one key: v has as many keys as the weights
-            if lead is not None and q.shape and v is not None and v.shape is not None:
+            if kind.packed:
+                places = required(node.inputs[4]).shape
+                if lead is not None and places is not None:
+                    result.shape = ir.Shape([places[0], lead[1], places[1], places[1]])
+            elif lead is not None and q.shape and v is not None and v.shape is not None:
                 result.shape = ir.Shape([*lead, q.shape[2], v.shape[2]])
             answers[f"mask{i}"] = result
     return [dq, dk, dv, *(answers.get(name) for name in kind.inputs[3:])]

@@ -9,8 +9,10 @@ A kind's name says what it does, in this order:
     Causal    query i sees the keys j <= i
     Packed    sequences stand one behind the other on the axes S and T, B is 1: query i sees the
               keys of its own; offsets [sequences + 1] int32 say where each begins and the last one
-              ends, the rows behind it give 0; no sequence is longer than the last axis of `longest`
-    Mask      z = z + mask, broadcastable to [B, H, S, T]
+              ends, the rows behind it give 0 (NaN without a guard); no sequence is longer than the
+              last axis of `longest`
+    Mask      z = z + mask, broadcastable to [B, H, S, T]; of packed sequences by their own places,
+              to [sequences, H, longest, longest]
     Where     z = Where(keep, z, fill): keep bool, broadcastable to [B, H, S, T], fill a scalar
     Guard     a row whose mask is -inf everywhere gives 0
     NanGuard  weights that are NaN are 0 (the Softmax, IsNaN, Where of exporters)
@@ -90,6 +92,7 @@ def _kinds() -> Iterator[Kind]:
         # causal ones come from the standard's Attention, whose guard this is
         yield Kind(grouped, wide, softcap, True)
         yield Kind(grouped, wide, softcap, True, steps=("Mask",), guard="Guard")
+        yield Kind(grouped, wide, softcap, packed=True, steps=("Mask",))
         for causal, guard in product((False, True), ("Guard", "NanGuard")):
             yield Kind(grouped, wide, softcap, causal, packed=True, guard=guard)
 
@@ -163,9 +166,24 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
         if kind.causal:
             lines += ["past = place <= Unsqueeze (place, [1])"]
             seen = "And (seen, past)"
+        if kind.steps:  # of two places of one sequence; any of others, which do not meet
+            lines += [
+                "sequences = Shape (offsets) - 1",
+                "each = Min (sequence, sequences) - 1",
+                "most = Shape <start: int = 3, end: int = 4> (mask1) - 1",
+                "within = Min (place - Gather (Squeeze (begins, [1]), each), most)",
+                "square = Concat <axis: int = 0> (Shape (place), Shape (place), [1])",
+                "i0 = Expand (Unsqueeze (each, [1, 2]), square)",
+                "i1 = Expand (Unsqueeze (within, [1, 2]), square)",
+                "i2 = Expand (Unsqueeze (within, [0, 2]), square)",
+                "pairs = Concat <axis: int = 2> (i0, i1, i2)",
+                "every = Expand (mask1, Concat <axis: int = 0> (sequences, [1, 1, 1]))",
+                "heads_last = Transpose <perm: ints = [0, 2, 3, 1]> (every)",
+                "picked = Transpose <perm: ints = [2, 0, 1]> (GatherND (heads_last, pairs))",
+            ]
         lines += [
             "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
-            f"mask = Where ({seen}, 0, low)",
+            f"mask = Where ({seen}, {'picked' if kind.steps else '0'}, low)",
             f"z1 = {z} + mask",
         ]
         return lines, "z1"
@@ -245,7 +263,7 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
     """dv = pᵀ dy, dq = scale ds k, dk = scale dsᵀ q; p = exp(z - lse), dz = p (dy vᵀ - Σ dy y).
 
     What a Where fills in has no gradient. With `masks` the function gives instead the gradients of
-    the masks that were added, [B, H, S, T] each.
+    the masks that were added, [B, H, S, T] each, of packed sequences as masks are.
     """
     lines, z = _logits(kind)
     e = "en" if kind.guard else "e"
@@ -298,7 +316,17 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
     ]
     inputs = ", ".join(("dy", "y", "lse", *kind.inputs))
     if masks:
-        grads = ", ".join(f"dz{i}" for i in kind.added)
+        if kind.packed:  # each pair of tokens that meet adds to its place of the mask
+            lines += [
+                "met = Squeeze (Transpose <perm: ints = [0, 2, 3, 1]> (Where (seen, dz1, 0)), [0])",
+                "side = Shape <start: int = 3, end: int = 4> (mask1)",
+                "count = Shape <start: int = 1, end: int = 2> (q)",
+                "whole = Concat <axis: int = 0> (sequences, side, side, count)",
+                "none = CastLike (ConstantOfShape <value: tensor = float[1] {0.0}> (whole), q)",
+                'sums = ScatterND <reduction: string = "add"> (none, pairs, met)',
+                "sums1 = Transpose <perm: ints = [0, 3, 1, 2]> (sums)",
+            ]
+        grads = ", ".join(f"{'sums' if kind.packed else 'dz'}{i}" for i in kind.added)
         return _function(f"{kind.name}GradMasks {kind.signature}({inputs}) => ({grads})", lines)
     return _function(f"{kind.name}Grad {kind.signature}({inputs}) => (dq, dk, dv)", lines)
 
