@@ -6,16 +6,17 @@
 //            memory in an order by which a lane's columns of a row are RUN neighbours of each 4 RUN, which it reads and
 //            stores at once: 16 bytes beside the next lane's. KEPT: a block has one
 //            column of tiles, whose filters it copies once. PATCH: a step has all taps, of a patch of an image which is
-//            copied once; a tile's rows are the patch's, and those beyond an image's line are not stored.
+//            copied once; a tile's rows are the patch's, and those beyond an image's line are not stored. TEAMS: two of them take
+//            turns of tiles, so that one makes codes while another one multiplies.
 // Inputs   : integer_sm80.cu's, of one group, of filters whose results are whole 16 bytes, zeros filling the weights up
 //            to 64; the weights never change: they are read ahead.
 // Outputs  : integer_sm80.cu's.
-// Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), SHIFTED,
+// Macros   : T BM BN (pixels and filters of a tile) BK (bytes: 64 or 128) STAGES, BLOCKS (on a multiprocessor), TEAMS, SHIFTED,
 //            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters
 //            are a multiple of BN), KEPT (the grid is a multiple of the columns of tiles), FLAT (y's pixels are x's, one
 //            behind another), else PATCH (the pixels of a line of a patch, or 0) and LINES (of y of a patch), or IM2COL
 //            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
-// Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM + 32 threads; fewer than 2^31 pixels.
+// Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM TEAMS + 32 threads; fewer than 2^31 pixels.
 // Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
 #include "conv/codes.cuh"
@@ -24,15 +25,15 @@
 #include "gemm/im2col.cuh"
 #include "tma_ring.cuh"
 
-constexpr int WARPS = BM / 16, THREADS = 32 * WARPS + 32;
+constexpr int WARPS = BM / 16, COPIER = TEAMS * WARPS, THREADS = 32 * COPIER + 32;  // warps of a team, which copies
 constexpr int CHUNKS = BK / 16, RUN = 16 / sizeof(TY), GROUP = 4 * RUN;
 constexpr int INNER = PATCH ? TAPS : 1;           // taps of a step
 constexpr int PIXELS = PATCH ? BM + (KH - 1) * PATCH + KW - 1 : BM;  // those beyond a patch are of no result
 constexpr int COPIED = PATCH ? (LINES + KH - 1) * PATCH * BK : BM * BK, FILTERS = BN * BK;
 constexpr int PLACE = (PIXELS * BK + 1023) / 1024 * 1024, STAGE = PLACE + (KEPT ? 0 : INNER * FILTERS);
 constexpr int ROWS = 2 + SHIFTED, SLOT = ROWS * BN * 4, SIDE_AT = STAGES * STAGE;
-constexpr int SIDE = SLOT + (AHEAD ? BM * BN : 0), BAR_AT = SIDE_AT + 2 * SIDE;
-constexpr int KEPT_AT = (BAR_AT + STAGES * 16 + 40 + 1023) / 1024 * 1024;
+constexpr int SIDES = 2 * TEAMS, SIDE = SLOT + (AHEAD ? BM * BN : 0), BAR_AT = SIDE_AT + SIDES * SIDE;
+constexpr int KEPT_AT = (BAR_AT + STAGES * 16 + SIDES * 16 + 8 + 1023) / 1024 * 1024;
 
 // 8 bits, both operands along k, of 32 bytes.
 template <class E, int WIDTH> struct Integers;
@@ -63,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                        const float* scale, u32 border, NUMBERS) {
     extern __shared__ __align__(1024) u8 memory[];
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const u32 base = smem_address(memory), bars = base + BAR_AT, kept = bars + STAGES * 16 + 32;
-    Ring<STAGES> ring(bars, warp == WARPS);
-    Ring<2> sides(bars + STAGES * 16, warp == WARPS);
+    const u32 base = smem_address(memory), bars = base + BAR_AT, kept = bars + STAGES * 16 + SIDES * 16;
+    Ring<STAGES> ring(bars, warp == COPIER);
+    Ring<SIDES> sides(bars + STAGES * 16, warp == COPIER);
     // the block's tiles: so many down and to the right, one after another
     const u32 across = (filters + BN - 1) / BN, down = gridDim.x / across, right = gridDim.x % across;
     const u32 patches = PATCH ? (oh + LINES - 1) / LINES : 1;  // of an image
@@ -85,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
 
-    if (warp == WARPS) {  // ---- copies ----
+    if (warp == COPIER) {  // ---- copies ----
         if (!elect()) return;
         struct Step { int tap, c; };
         auto after = [&](Step& at) {
@@ -143,11 +144,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // ---- sums and codes ----
     after_previous_launch();
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, of_team = warp % WARPS;
+    Tile tile = first;
+    auto leave_to_others = [&](int tiles) {
+        for (int i = 0; i < tiles; i++) next(tile);
+        ring.skip(tiles * steps);
+        sides.skip(tiles);
+    };
+    // A team takes its turn when the one before has awaited all of its tile: what it waits for is then the next that
+    // comes to a stage.
+    const int team = warp / WARPS, turn = 4 + team;
+    if (TEAMS > 1 && team == 1) {
+        bar_arrive(4, 64 * WARPS);
+        leave_to_others(1);
+    }
     if (KEPT) mbarrier_wait(kept, 0);
-    for (Tile tile = first; tile.row < rows; next(tile)) {
+    for (; tile.row < rows; next(tile)) {
         // made again for each tile: they would take registers while it is multiplied
-        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, own_n = threadIdx.x % 4 * RUN;
+        const int row = threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 4, own_n = threadIdx.x % 4 * RUN;
         auto pixel_of = [&](int r) -> u32 {  // of a row of the tile; none where it is as many as there are
             if (!PATCH) return tile.row * BM + r;
             const u32 image = tile.row / patches, top = tile.row % patches * LINES + r / max(PATCH, 1), x = r % max(PATCH, 1);
@@ -155,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         };
         const int m0 = tile.column * BN, wide = filters - m0 - own_n;  // of the lane's
 #if BORDER  // where the first tap of a pixel is, which two threads fill where a tap falls outside
-        const u32 pixel = tile.row * BM + threadIdx.x / 2, line = pixel / ow, sheet = line / oh;
+        const int edge = threadIdx.x % (32 * WARPS) / 2;
+        const u32 pixel = tile.row * BM + edge, line = pixel / ow, sheet = line / oh;
         const int ix = (int)(pixel - line * ow) * SW - PW, iy = (int)(line - sheet * oh) * SH - PH;
         const int iz = (int)(sheet % od) * SD - PD;
         int tap = 0, c0 = 0;
@@ -175,15 +190,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
 #endif
         int step = 0;
+        if (TEAMS > 1) bar_sync(turn, 64 * WARPS);
         ring.multiply(steps, lane, [&](int s, bool more) {
-            const u32 a = base + s * STAGE + warp / 4 * 64 * BK;
+            const u32 a = base + s * STAGE + of_team / 4 * 64 * BK;
             const u32 b = base + (KEPT ? KEPT_AT + step++ * INNER * FILTERS : s * STAGE + PLACE);
             ring.await();
 #if BORDER  // not beyond the channels, where the weights are the next tap's
             const int x = ix + tap % KW * DW, top = iy + tap / KW % KH * DH, z = iz + tap / (KW * KH) * DD;
             if ((unsigned)x >= (unsigned)w || (unsigned)top >= (unsigned)h || (unsigned)z >= (unsigned)d)
                 UNROLLED for (int i = 0; i < CHUNKS / 2; i++) {
-                    const int r = threadIdx.x / 2, chunk = threadIdx.x % 2 * (CHUNKS / 2) + i;
+                    const int r = edge, chunk = threadIdx.x % 2 * (CHUNKS / 2) + i;
                     const int at = r * BK + (chunk ^ r * CHUNKS / 8 % CHUNKS) * 16;
                     if (c0 + chunk * 16 < channels)
                         *(uint4*)(memory + s * STAGE + at) = make_uint4(border, border, border, border);
@@ -198,6 +214,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     Integers<T, BN>::run(acc, rows_at(a + (t / KW * PATCH + t % KW) * BK + k * 32),
                                          rows_at(b + t * FILTERS + k * 32), SHIFTED || t || k || more);
         });
+        Tile after = tile;
+        next(after);
+        if (TEAMS > 1 && after.row < rows) bar_arrive(9 - turn, 64 * WARPS);
         wgmma_wait<0>();
         ring.release_before(lane);
         const u32 places[2] = {pixel_of(row), pixel_of(row + 8)};
@@ -236,5 +255,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncwarp();
         sides.release(lane);
         sides.next();
+        if (TEAMS > 1) leave_to_others(TEAMS - 1);
     }
 }

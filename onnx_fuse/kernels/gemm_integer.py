@@ -236,6 +236,7 @@ class MmaInt8Nhwc(Chosen):
 TMA_TILES = (
     (256, 64, 64, 4), (128, 64, 64, 4), (64, 64, 128, 4), (64, 64, 128, 8), (64, 128, 128, 3),
     (128, 128, 64, 4), (128, 128, 128, 3), (128, 192, 128, 4), (128, 256, 128, 4),
+    (64, 192, 128, 6),
 )  # fmt: skip
 """BM, BN, bytes of k a step, steps in shared memory."""
 PATCH_TILES = ((256, 64, 64, 2), (128, 64, 128, 2), (64, 64, 128, 2))
@@ -247,7 +248,7 @@ class TmaInt8Nhwc(Chosen):
 
     name = "tma_s8_nhwc"
     source, waits = "conv/integer_tma_sm90.cu", "later"
-    version = 3
+    version = 4
     compared = True
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
@@ -263,6 +264,10 @@ class TmaInt8Nhwc(Chosen):
         """The pixels of a line of a patch."""
         return problem.outer[2] + problem.window.kernel[2] - 1
 
+    def _teams(self, tile: tuple[int, ...]) -> int:
+        """The warpgroups that take turns of tiles, one's codes beside another one's products."""
+        return 2 if tile[:2] == (64, 192) else 1
+
     def _steps(self, problem: IntegerConv, tile: tuple[int, ...]) -> int:
         """Steps of one tap each."""
         return -(-problem.channels // tile[2]) * prod(problem.window.kernel)
@@ -276,13 +281,16 @@ class TmaInt8Nhwc(Chosen):
         stage += 0 if kept else bn * bk * (kh * kw if lines else 1)
         side = bn * 4 * (2 + (problem.border != 0))
         side += bm * bn if _copies_codes(problem) and not lines else 0
-        own = stages * stage + 2 * side + 16 * stages + 40
+        sides = 2 * self._teams(tile)
+        own = stages * stage + sides * side + 16 * stages + 16 * sides + 8
         return -(-own // 1024) * 1024 + self._steps(problem, tile) * bn * bk if kept else own
 
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
         """Blocks that a multiprocessor holds: by shared memory, and the registers of the sums."""
         bm, bn = tile[:2]
-        warps = bm // 16 + 1  # which four schedulers share, with 2^14 registers each
+        warps = (
+            bm // 16 * self._teams(tile) + 1
+        )  # which four schedulers share, with 2^14 registers each
         most = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
 
         def registers(blocks: int) -> int:
@@ -333,8 +341,8 @@ class TmaInt8Nhwc(Chosen):
         tile, costs = config.integers("tile"), self.numbers(hw)
         bm, bn, bk, _, kept, lines = tile
         across, steps = -(-problem.filters // bn), self._steps(problem, tile)
-        blocks = self._rows(problem, bm, lines) * across
-        grid = min(blocks, self._at_once(problem, tile, hw))
+        blocks, teams = self._rows(problem, bm, lines) * across, self._teams(tile)
+        grid = min(blocks, self._at_once(problem, tile, hw) * teams)
         shared, turns = -(-grid // hw.sm_count), -(-blocks // grid)
         chunks = steps // prod(problem.window.kernel) if lines else steps
         pixels = (lines + problem.window.kernel[1] - 1) * self._width(problem) if lines else bm
@@ -348,7 +356,7 @@ class TmaInt8Nhwc(Chosen):
         longest = max(products, copies, results)
         work = longest + (products + copies + results - longest) / 2
         alone = max(chunks * costs["step"] * min(1.0, 4 / tile[3]), products) + results
-        once = costs["start"] + kept * steps * bn * costs["line"] * shared / 2
+        once = costs["start"] + kept * steps * bn * costs["line"] * shared / teams / 2
         took = once + turns * max(shared * work, alone)
         return max(took, problem.bytes / hw.bandwidth)
 
@@ -395,8 +403,9 @@ class TmaInt8Nhwc(Chosen):
         blocks = self._rows(problem, bm, lines) * across
         return self.one(
             "conv_integer_tma", minimum(blocks, self._at_once(problem, tile, hw)),
-            2 * bm + 32, *maps, *made, *numbers, smem=self._smem(problem, tile), BM=bm,
-            BN=bn, BK=bk, STAGES=stages, BLOCKS=self._resident(problem, tile, hw), AHEAD=ahead,
+            2 * bm * self._teams(tile) + 32, *maps, *made, *numbers,
+            smem=self._smem(problem, tile), BM=bm, BN=bn, BK=bk, STAGES=stages,
+            BLOCKS=self._resident(problem, tile, hw), TEAMS=self._teams(tile), AHEAD=ahead,
             WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem), FLAT=flat,
             PATCH=self._width(problem) if lines else 0, **macros,
             **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
