@@ -111,8 +111,7 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     if reason := cache_refusal(p):
         return reason
     if p.packed and (p.window or (p.mask and (p.op != "Sdpa" or MMA.mask(p) == 2))):
-        kind = "a window" if p.window else "a mask of one row, or with a gradient"
-        return f"sequences one behind the other, with {kind}"
+        return "sequences with a window, a mask of one row, or a mask and a gradient"
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
@@ -407,8 +406,7 @@ class Wgmma(Kernel):
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
             # one more class of lengths
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
-            # a mask's row takes registers that three warpgroups do not leave, nor do three blocks
-            # where it is that of a sequence
+            # a mask's row takes registers that three warpgroups, or blocks of sequences, do not leave
             if not p.mask or (tile[0] < 3 and not (p.packed and tile[5] == 3))
             # all warpgroups come to the end of the keys at once
             if tile[1] == 1 or not (p.lengths or p.packed)
@@ -650,7 +648,7 @@ class Direct(Kernel):
         if reason := half_refusal(p) or _narrow(p):
             return reason
         if p.packed and p.mask:
-            return "a mask of sequences, which may end within a pair of its elements"
+            return "a mask of sequences, which may end within two of its elements"
         if (p.k, p.dv) != (64, 64):
             return f"heads of {p.k} and {p.dv} numbers, not of 64"
         if p.mask2:
