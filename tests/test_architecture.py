@@ -50,7 +50,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5181, "autodiff": 1806, "cli": 3595, "cuda": 1935, "cuda_src": 15251, "distributed": 908,
-    "importer": 5762, "ir": 2389, "kernels": 9792, "lower": 9364, "nn": 5154, "ops": 12551,
+    "importer": 5762, "ir": 2389, "kernels": 9790, "lower": 9364, "nn": 5154, "ops": 12551,
     "program": 10918, "report": 2364, "rewrite": 4310, "runtime": 9407, "torch": 3767,
     "training": 7895, "validation": 4814,
     "generation": 1749,

@@ -41,14 +41,12 @@ def boxes(
     """Boxes of `rows` rows and 64 columns of a tensor of [B, H, S, D]; 0 strides: a broadcast."""
     if not shape:
         shape, strides = p.layout(name)
-    codes = p.tail.dtype if name == "y" and p.tail else ""
-    dtype = codes or p.dtype
+    dtype = p.tail.dtype if name == "y" and p.tail else p.dtype
     size = ITEMSIZE[dtype]
     sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
     steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
-    box, shape = (64, rows, 1, 1), (shape[3], *sizes[::-1])
-    made = TensorMap(Ptr(name), dtype, shape, steps[::-1], box)
-    return replace(made, swizzle=0) if codes else made
+    whole, box = (shape[3], *sizes[::-1]), (64, rows, 1, 1)
+    return TensorMap(Ptr(name), dtype, whole, steps[::-1], box, 128 if size > 1 else 0)
 
 
 def mask_boxes(p: Attention, rows: int) -> TensorMap:
