@@ -149,6 +149,19 @@ def test_what_stands_between_codes_stays_float32(dtype):
         assert np.array_equal(*(stock(m).run(["q"], {"x": x})[0] for m in (text_model(text), half)))
 
 
+def test_what_a_body_quantizes_is_in_16_bits():
+    model = narrowed(
+        """agraph (bool c, float[2,16] x) => (float[2,16] y) <int8 o = {0}, float s = {0.1}>
+        { q = QuantizeLinear(x, s, o) d = DequantizeLinear(q, s, o) r = Relu(d)
+          y = If (c) <then_branch = g () => (float[2,16] a)
+                      { p = QuantizeLinear(r, s, o) a = DequantizeLinear(p, s, o) },
+                      else_branch = h () => (float[2,16] b) { b = Identity(x) }> }""",
+        "FLOAT16",
+    )
+    relu = next(n for n in model.graph if n.op_type == "Relu")
+    assert relu.outputs[0].dtype == onnx_ir.DataType.FLOAT16
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     "path", [ENCODER, *(DATA / f"{m}.onnx" for m in STORED)], ids=lambda p: p.stem

@@ -404,7 +404,7 @@ class Wgmma(Kernel):
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
             # one more class of lengths
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
-            # a mask's row takes registers that three warpgroups, or blocks of sequences, do not leave
+            # a mask's row takes registers that three warpgroups, or blocks of sequences, lack
             if not p.mask or (tile[0] < 3 and not (p.packed and tile[5] == 3))
             # all warpgroups come to the end of the keys at once
             if tile[1] == 1 or not (p.lengths or p.packed)

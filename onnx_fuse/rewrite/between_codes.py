@@ -94,6 +94,8 @@ def _surrounded(node: ir.Node, kept: dict[ir.Node, None]) -> bool:
         uses = list(y.consumers())
         if y.dtype != ir.DataType.FLOAT or y.is_graph_output() or not uses:
             return False
+        if any(use.graph is not node.graph for use in uses):
+            return False  # a body's QuantizeLinear is none of the graph's
         if any(use not in kept and use.op_type != "QuantizeLinear" for use in uses):
             return False
     return True
