@@ -407,13 +407,15 @@ class InferenceSession:
         if self._packing is not None:
             if stream is not None:  # in which the mask may still be made
                 executable.shared.order.stream(stream).before(executable.stream)
-            executable, fed = self._prepared(iobinding.feeds)
-            iobinding.prepared = None  # was for another mask
+            fed = iobinding.recall(partial(executable.beside, self._packing))
+            if fed is None:
+                executable, fed = self._prepared(iobinding.feeds)
             if executable is not self._executable:  # its stream and the usual one have no order
                 iobinding.synchronize_outputs()
                 synchronize = True
         checked = lambda given: fed or self._feeds(given)  # noqa: E731
         executable.run_with_iobinding(iobinding, checked, stream=stream, synchronize=synchronize)
+        iobinding.keep(fed)
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:
         """A listing of what runs for these feeds: kernel calls, why each was chosen, memory.
@@ -510,8 +512,7 @@ class InferenceSession:
         executable, feeds = self._on_cuda(), self._feeds(input_feed)
         if self._packing is None:
             return executable, feeds
-        mask = executable.host_value(feeds[self._packing.mask])
-        more = self._packing.feeds(mask, {name: value.shape for name, value in feeds.items()})
+        more = executable.beside(self._packing, feeds)
         if not isinstance(more, str):
             return executable, {**feeds, **more}
         if not self._warned:

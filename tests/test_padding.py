@@ -1,6 +1,7 @@
 """Sessions without padding: packed against padded, and graphs whose padding is read."""
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -487,6 +488,35 @@ def test_what_is_bound_is_packed(gpu: FakeGpu, where: str) -> None:
             (want,), (found,) = plain.run(None, feeds), binding.copy_outputs_to_cpu()
             seen = mask[..., None] if min(lengths) else 1
             np.testing.assert_allclose(found, want * seen, rtol=0, atol=1e-5)
+
+
+def test_what_is_bound_prepares_nothing_anew(gpu: FakeGpu, monkeypatch: Any) -> None:
+    """Nor does it keep memory of batches that have been: numbers of tokens come again."""
+    packed = InferenceSession(to_proto(layer()), device="cuda", pack=True)
+    rng, binding, prepared = np.random.default_rng(1), packed.io_binding(), []
+    plain, bound, batches = InferenceSession(to_proto(layer())), Executable._bound, []
+    binding.bind_output("y", "cuda")
+    monkeypatch.setattr(Executable, "_bound", lambda *given: (prepared.append(1), bound(*given))[1])
+    for turn in range(4):
+        binding.bind_output("y", "cuda" if turn < 3 else "cpu")
+        for lengths in ((2, 5), (5, 2), (6, 6), (4, 3), (1, 1)):
+            x = rng.standard_normal((2, 6, 8)).astype(np.float32)
+            feeds = {"x": x, "m": (np.arange(6) < np.array(lengths)[:, None]).astype(np.int64)}
+            for name, a in feeds.items():
+                here = DeviceTensor(a.ctypes.data, a.shape, a.dtype, 0, a)
+                batches.append(weakref.ref(a))
+                if turn % 2:
+                    binding.bind_ortvalue_input(name, here)
+                else:
+                    binding.bind_input(name, "cuda", 0, a.dtype, a.shape, a.ctypes.data)
+            was = len(prepared)
+            packed.run_with_iobinding(binding)
+            (found,), (want,) = binding.copy_outputs_to_cpu(), plain.run(None, feeds)
+            np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+            assert turn != 2 or len(prepared) == was
+    assert len(binding.kept) > 3
+    del x, feeds, a, here
+    assert sum(old() is not None for old in batches) == 2  # those that are still bound
 
 
 def test_what_a_session_refuses(gpu: FakeGpu) -> None:

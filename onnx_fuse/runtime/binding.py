@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from onnx_fuse.runtime import device
 from onnx_fuse.runtime.prepared import Prepared
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt
+
+_KEPT = 32
+"""Shapes of packed batches of which a binding keeps what it found out, the last ones used."""
 
 
 class Binding:
@@ -34,6 +37,8 @@ class Binding:
         """The objects among the places."""
         self.prepared: Prepared | None = None
         """What the last run found out, as long as only addresses are others."""
+        self.kept: dict[tuple[Any, ...], Prepared] = {}
+        """What runs of packed batches found out, by the shapes of all that these were fed."""
         self.results: dict[str, Any] = {}
         self.late: Pending | None = None
         """Results on their way to the host."""
@@ -80,6 +85,42 @@ class Binding:
             self.prepared = None
         (self.addressed.add if addressed else self.addressed.discard)(name)
 
+    def recall(
+        self, beside: Callable[[Mapping[str, Any]], Mapping[str, Any] | str]
+    ) -> Mapping[str, Any] | None:
+        """What is bound and what a packed graph is fed `beside` it, where a run of such shapes has
+        been, with whose findings the next one begins. None where the next finds all out itself.
+        """
+        self.prepared = None  # was for another mask
+        if not self.kept or not all(hasattr(value, "shape") for value in self.feeds.values()):
+            return None
+        if isinstance(more := beside(self.feeds), str):
+            return None
+        feeds = {**self.feeds, **more}
+        last = self.kept.pop(self._shapes(feeds), None)
+        if (
+            last is None
+            or not all(last.takes(name, value) for name, value in feeds.items())
+            or not all(last.moves(n, at) for n, at in self.places.items() if n not in self.lent)
+        ):
+            return None
+        self.prepared = last
+        return feeds
+
+    def keep(self, feeds: Mapping[str, Any] | None) -> None:
+        """Let packed runs of such shapes begin with what this one, of `feeds`, found out."""
+        if feeds is None or self.prepared is None:
+            return
+        self.prepared.rest()
+        self.kept[self._shapes(feeds)] = self.prepared
+        if len(self.kept) > _KEPT:
+            del self.kept[next(iter(self.kept))]
+        self.prepared = None
+
+    def _shapes(self, feeds: Mapping[str, Any]) -> tuple[Any, ...]:
+        shapes = frozenset((name, tuple(value.shape)) for name, value in feeds.items())
+        return shapes, frozenset(self.addressed), tuple(self.targets.items()), tuple(self.places)
+
     def bind_output(
         self,
         name: str,
@@ -123,6 +164,8 @@ class Binding:
         if place is None and name not in self.places and self.targets.get(name) == device_type:
             return  # as it is bound already
         prepared = self.prepared if lent is None and name not in self.lent else None
+        if lent is not None or name in self.lent:
+            self.kept.clear()  # the object that is bound is looked at in each of them
         if prepared is None or place is None or not prepared.moves(name, place):
             self.prepared = None
         self.targets[name] = device_type
@@ -136,10 +179,12 @@ class Binding:
     def clear_binding_inputs(self) -> None:
         """Unbind all inputs."""
         self.feeds, self.prepared = {}, None
+        self.kept.clear()
 
     def clear_binding_outputs(self) -> None:
         """Unbind all outputs."""
         self.targets, self.places, self.lent, self.prepared = {}, {}, {}, None
+        self.kept.clear()
 
     def synchronize_inputs(self) -> None:
         """Wait for everything on the GPU, whoever enqueued it, so that inputs hold their values."""

@@ -21,6 +21,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes, Tensor
+from onnx_fuse.program.packing import Packing
 from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
@@ -603,6 +604,11 @@ class Executable:
         self.stream.download(array.ctypes.data, value.address, array.nbytes)
         self.stream.wait("reading a feed")
         return array
+
+    def beside(self, packing: Packing, feeds: Feeds) -> dict[str, np.ndarray] | str:
+        """What a packed graph is fed beside the model's own feeds, or why they cannot be packed."""
+        mask = self.host_value(self.adopt(feeds[packing.mask]))
+        return packing.feeds(mask, {name: value.shape for name, value in feeds.items()})
 
     def program(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> Program:
         """The Program for these input shapes (and values, of inputs that decide about shapes)."""

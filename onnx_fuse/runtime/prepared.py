@@ -20,6 +20,8 @@ from onnx_fuse.runtime.tensor import DeviceTensor, DeviceTensors, adopt
 if TYPE_CHECKING:
     from onnx_fuse.runtime.instance import Fetch, Instance
 
+_NOTHING = bytes(16)
+"""The memory of one element of any type."""
 OutputGroup = tuple[str, list[str], tuple[int, ...], np.dtype[Any], int]
 """Outputs of one shape and type in one block, which are usually released together, as those of a
 cache are: what it is called, names, shape, type, and the bytes from one to the next."""
@@ -79,7 +81,7 @@ class Prepared:
                 seen = look(value) if isinstance(side[name], DeviceTensor) else None
                 if seen is None:
                     return False
-                self._watched.append(_Watched(side, name, value, seen))
+                self._watched.append(_Watched(side, name, type(value), value, seen))
         return True
 
     def unchanged(self) -> bool:
@@ -130,7 +132,7 @@ class Prepared:
         """Feed another value from now on; False where it may have another type or rank."""
         for watched in self._watched:
             if watched.name == name and watched.side is self.feeds:
-                return type(value) is type(watched.value) and self._alike(watched, value)
+                return type(value) is watched.kind and self._alike(watched, value)
         return self._takes(name, value)
 
     def _takes(self, name: str, value: Any) -> bool:
@@ -160,6 +162,19 @@ class Prepared:
         self.made = made
         self.resized.clear()
 
+    def rest(self) -> None:
+        """Keep no memory of the feeds, all of which the next run feeds anew."""
+        for name, value in self.feeds.items():
+            if isinstance(value, DeviceTensor):
+                at = (value.address, value.shape, value.dtype, value.device_id, None)
+                self.feeds[name] = DeviceTensor(*at)
+            else:
+                steps = (0,) * value.ndim
+                self.feeds[name] = np.ndarray(value.shape, value.dtype, _NOTHING, strides=steps)
+        for watched in self._watched:
+            if watched.side is self.feeds:
+                watched.value = None
+
     def moves(self, name: str, place: DeviceTensor) -> bool:
         """Write an output that has a place to another one; False where it has none of this kind."""
         old = self.places.get(name)
@@ -187,5 +202,6 @@ class _Watched:
 
     side: dict[str, Any]
     name: str
+    kind: type
     value: Any
     seen: Look
