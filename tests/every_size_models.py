@@ -188,6 +188,10 @@ reversed sequences:
   to = Constant<value_ints = [1]>() dims = Shape(x) s = Slice(dims, at, to)
   end = Constant<value_ints = [2]>() b = Slice(dims, to, end) n = Expand(s, b)
   y = ReverseSequence<time_axis = 0, batch_axis = 1>(x, n) }
+scores of no queries:
+  <ir_version: 10, opset_import: ["" : 25]> agraph (float[B,4,S,8] q, float[B,2,K,8] k,
+  float[B,2,K,6] v, bool[S,K] m) => (float[B,4,S,6] y, float[B,4,S,K] p) {
+  y, , , p = Attention<qk_matmul_output_mode = 3>(q, k, v, m) }
 a Fourier transform:
   agraph (float[B,S,1] x) => (float[B,S,2] y) { axis = Constant<value_int = 1>()
   y = DFT(x, , axis) }

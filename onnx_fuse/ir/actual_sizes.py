@@ -77,6 +77,8 @@ def correct_types(
     """
     if not _is_concerned(node) or node.output[0] not in results:
         return []
+    if node.op_type == "Attention" and len(node.output) > 3 and node.output[3] in results:
+        _write_dims(results[node.output[3]], [3], [None] * 3 + [_keys(node, types)])
     first = types.get(node.input[0])
     rank = len(_dims(first) or ()) if node.op_type == "ConvTranspose" else 0
     shape = results[node.output[0]].tensor_type.shape
@@ -94,6 +96,15 @@ def correct_types(
     for name in {*node.output} & {*results}:
         _write_dims(results[name], axes, dims if write else None)
     return wrong
+
+
+def _keys(node: onnx.NodeProto, types: Types) -> int | str | None:
+    """The number of an Attention's keys, None if not known: the scores have 0 by inference then."""
+    names = [node.input[1], *filter(None, node.input[4:5])]
+    first, *past = [(_dims(types.get(name)) or [None, None])[-2] for name in names]
+    if not past:
+        return first
+    return first + past[0] if isinstance(first, int) and isinstance(past[0], int) else None
 
 
 def same_pads(
