@@ -323,3 +323,13 @@ def test_memory_that_is_kept_goes_to_whoever_lacks_it(
     assert device.Memory(64, "a weight").address
     assert not results
     assert gpu.counts["cuMemFreeAsync"] == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_input_declared_a_scalar_takes_any_shape() -> None:
+    """As in onnxruntime: a shape without dimensions is no shape there."""
+    model = text_model("agraph (float x) => (float y) { y = Relu(x) }")
+    sessions = [InferenceSession(model, device=device) for device in ("cpu", "cuda")]
+    for shape in ((), (2, 3), (1,), (0, 2), (4, 3)):
+        feed = {"x": np.full(shape, -0.5, np.float32)}
+        assert_same(*(session.run(None, feed) for session in sessions))

@@ -342,7 +342,7 @@ class Specializer:
             if name not in shapes or name in resident:
                 continue
             shape = shapes[name][0]
-            dims = list(value.shape) if value.shape is not None else [None] * len(shape)
+            dims = list(value.shape or [None] * len(shape))  # onnxruntime feeds any to a scalar
             for axis, (dim, _) in enumerate(zip(dims, shape, strict=True)):
                 if not isinstance(dim, int):
                     label = getattr(dim, "value", None)
