@@ -5,7 +5,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from lowering import with_values
-from support import assert_same, stock, table
+from support import answers, assert_near, assert_same, stock, table
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.ir.build import all_nodes, text_model
@@ -114,6 +114,39 @@ def test_positions_are_lowered_for_their_number_alone() -> None:
     with pytest.raises(NeedsValues) as needs:
         walk.lower(inner, shapes, H200)
     assert [shapes[name][0] for name in needs.value.names] == [(1,)]
+
+
+# onnxruntime makes what waits for values, and the sequences that this reads
+SEQUENCES = table(globals())("""
+a loop over an empty sequence, as long as values say: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[N,5,4] y, int64 l) { zero = Constant <value = int64 {0}> ()
+  count = Size (x) some = Less (zero, count) s = SequenceEmpty () q = Loop (, some, s)
+  <body = b (int64 i, bool t, seq(float[A,B]) a) => (bool more, seq(float[C,D]) e) {
+  row = Gather (x, i) w = ReduceSum <keepdims = 0> (row) more = Less (w, w)
+  e = SequenceInsert (a, row) }> l = SequenceLength (q)
+  y = ConcatFromSequence <axis = 0, new_axis = 1> (q) }
+branches that read a sequence: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[N,5,4] y, float[6,5,4] z) { a = Relu (x) s = SequenceConstruct (a, x)
+  m = ReduceMax <keepdims = 0> (x) big = Constant <value = float {99}> () c = Greater (m, big)
+  q = If (c) <then_branch = p () => (o) { o = SequenceInsert (s, x) }, else_branch = r () => (o) {
+  o = SequenceErase (s) }> y = ConcatFromSequence <axis = 0> (q)
+  z = ConcatFromSequence <axis = 0> (s) }
+an element whose place is computed: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[3,5,4] y) { a = Relu (x) s = SequenceConstruct (a, x)
+  t = Identity (s) m = ReduceMin <keepdims = 0> (a) i = Cast <to = 7> (m) e = SequenceAt (t, i)
+  y = Neg (e) }
+""")
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_onnxruntime_is_handed_no_sequence(name: str) -> None:
+    text, feeds = SEQUENCES[name]
+    model = text_model(f"agraph {text}")
+    for output in model.graph.outputs:
+        output.shape = None
+    program = with_values(model, feeds)
+    assert any(stage.host for stage in program.stages)
+    assert_near(interpret(program, feeds, {}, with_values), answers(stock(model), feeds))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -203,7 +203,9 @@ class Context(PassContext, ABC):
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """The value's element type; None for an absent value and for a later stage's."""
         slot = None if value is None else self.slots.get(value)
-        return None if value is None or slot is None or slot.later else self._type(value)[0]
+        if value is None or slot is None or slot.later or slot.items is not None:
+            return None
+        return self._type(value)[0]
 
     def _typed(self, value: ir.Value) -> onnx.TypeProto:
         """The value's type as ONNX has it, with names for open sizes."""
