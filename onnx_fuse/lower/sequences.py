@@ -6,12 +6,14 @@ meet them. Elsewhere onnxruntime runs what has to do with them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import MAKES_SEQUENCES
-from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.build import Builder, captured, required
 from onnx_fuse.lower.context import Slot
 from onnx_fuse.lower.control import Control
 
@@ -43,6 +45,21 @@ def followed(graph: ir.Graph) -> bool:
         elif reads:
             sequences.update(node.outputs)
     return bool(sequences) or any(node.op_type in READ for node in nodes)
+
+
+def sequences(low: Control, values: Sequence[ir.Value | None]) -> list[ir.Value]:
+    """Those among the values that are followed as tuples of slots."""
+    known = [v for v in values if v is not None and v in low.slots]
+    return [v for v in known if low.slots[v].items is not None]
+
+
+def leave(low: Control, node: ir.Node) -> None:
+    """Leave a node to a later stage, with what makes the sequences that it reads."""
+    for value in sequences(low, (*node.inputs, *captured(node))):
+        maker = value.producer()  # a body's input has none: its loop is left as a whole
+        if maker is not None and maker not in low.later:
+            leave(low, maker)
+    low.later.append(node)
 
 
 def sequence(low: Control, node: ir.Node) -> bool:

@@ -38,7 +38,7 @@ from onnx_fuse.lower.context import (
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED, is_flat_grid
 from onnx_fuse.lower.folds import Folds
-from onnx_fuse.lower.sequences import followed, sequence
+from onnx_fuse.lower.sequences import followed, leave, sequence, sequences
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.lower.updates import Updates, is_update
@@ -576,7 +576,7 @@ class Lowerer(Control):
         return True
 
     def _body(self, node: ir.Node) -> ir.Graph | None:
-        if any(self._sequences(node.inputs)):  # they have no type of a tensor
+        if sequences(self, node.inputs):  # they have no type of a tensor
             return None
         single = self._single(node)
         if carries_body(node):
@@ -647,8 +647,7 @@ class Lowerer(Control):
             return
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
         self.fallbacks.setdefault(name, reason)
-        of_sequences = any(self._sequences(node.inputs))
-        types = None if captured(node) or of_sequences else self.infer(node)
+        types = None if captured(node) or sequences(self, node.inputs) else self.infer(node)
         outputs = [(i, v) for i, v in enumerate(node.outputs) if v.name]
         found_types = [None if types is None else types[i] for i, _ in outputs]
         typed = all(t is not None and t[0] in ITEMSIZE for t in found_types)  # no strings
@@ -682,22 +681,10 @@ class Lowerer(Control):
             )
         )
 
-    def _sequences(self, values: Sequence[ir.Value | None]) -> Iterator[ir.Value]:
-        """Those among them that are sequences, which are followed as tuples of slots."""
-        return (v for v in values if v in self.slots and self.slots[v].items is not None)
-
     def _defer(self, node: ir.Node) -> None:
-        self._leave(node)
+        leave(self, node)
         for value in node.outputs:
             self.slots[value] = Slot(later=True)
-
-    def _leave(self, node: ir.Node) -> None:
-        """Leave a node to a later stage, with what makes the sequences that it reads."""
-        for value in self._sequences((*node.inputs, *captured(node))):
-            maker = value.producer()  # a body's input has none: its loop is left as a whole
-            if maker is not None and maker not in self.later:
-                self._leave(maker)
-        self.later.append(node)
 
     def _learns(self, node: ir.Node, reason: str) -> bool:
         """Whether a later stage can lower the node, once a small deciding operand is computed."""
