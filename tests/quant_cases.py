@@ -14,7 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import stock
+from support import stock, sums_saturate
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.kernels import Selection, candidates
@@ -58,6 +58,8 @@ class Quantized:
     def expected(self) -> list[np.ndarray]:
         if self.newest and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
             pytest.skip("onnxruntime before 1.32 quantizes such numbers otherwise")
+        if "('uint8', 'int8'" in self.name and sums_saturate():
+            pytest.skip("onnxruntime's sums of uint8 times int8 saturate on this CPU")
         return list(self.want or stock(self.model).run(None, self.feeds))
 
     def program(self, hw: Hardware = CHIPS["H200"]) -> Program:

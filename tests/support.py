@@ -202,6 +202,15 @@ def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> 
     return dict(zip(names, session.run(names, given), strict=True))
 
 
+@cache
+def sums_saturate() -> bool:
+    """Whether onnxruntime sums products of uint8 and int8 in 16 bits, as on CPUs without VNNI."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+      g (uint8[1,64] a, int8[64,16] b) => (int32[1,16] y) { y = MatMulInteger(a, b) }""")
+    feeds = {"a": np.full((1, 64), 255, np.uint8), "b": np.full((64, 16), 127, np.int8)}
+    return bool((answers(stock(model), feeds)["y"] != 64 * 255 * 127).any())
+
+
 def step_results(step: onnx_ir.Model, spec: Any, feeds: Mapping[str, Any]) -> list[Any]:
     """The loss and the next states of a training step; 0.5 is fed where nothing is given."""
     given = {v.name: feeds.get(str(v.name), np.array(0.5, np.float32)) for v in step.graph.inputs}

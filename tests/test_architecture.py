@@ -54,8 +54,8 @@ BUDGETS = {
     "program": 10918, "report": 2364, "rewrite": 4312, "runtime": 9474, "torch": 3767,
     "training": 7895, "validation": 4814,
     "generation": 1749,
-    "adapters": 1160, "quantization": 1236,
-    "tests": 55508, "tools": 10852,
+    "adapters": 1160, "quantization": 1250,
+    "tests": 55520, "tools": 10852,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
