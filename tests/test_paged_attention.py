@@ -201,6 +201,19 @@ def test_an_unmapped_page_is_neither_read_nor_written() -> None:
     assert changed.any(axis=(1, 2, 3)).sum() == 1  # the other sequence's page
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_in_a_sequence_stays_in_it(bad: float, device: str, gpu: FakeGpu) -> None:
+    case = CASES["mixed"]
+    feeds = feeds_of(case)
+    clean = reference(case, feeds)[0]
+    feeds["v"][3], feeds["k"][4] = bad, np.nan  # tokens of the second sequence
+    y, *_ = InferenceSession(model_of(case, feeds), device=device).run(None, feeds)
+    others = [0, *range(6, 9)]
+    np.testing.assert_allclose(y[others], clean[others], rtol=2e-6, atol=2e-6)
+    assert not np.isfinite(y[5]).any()
+
+
 def test_as_the_file_stands_a_body_replaces_the_kernel_that_the_cpu_lacks() -> None:
     case = CASES["mixed"]
     feeds = feeds_of(case)

@@ -1,8 +1,8 @@
 """PagedAttention: the tokens of several sequences side by side, over a cache that stands in pages.
 
 T tokens, B sequences, P pages a sequence at most, p places a page, N query heads, K key heads, h
-the size of a head. All sequences' pages are one row of keys, of which a token sees its own
-sequence's.
+the size of a head. Every sequence's keys meet every token, of which only its own count: what is no
+number in one sequence stays there.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _normalized(op: Body, x: ir.Value, gain: ir.Value | None) -> ir.Value:
     return op.to_like(op.Mul(op.Div(wide, root), op.to_like(gain, wide)), x)
 
 
-def _any(op: Body, x: ir.Value, keepdims: int) -> ir.Value:
-    """Whether a row of x [T, ·] has a true element; of none it has not."""
-    return op.Greater(op.ReduceSum(_int64(op, x), [1], keepdims=keepdims), [0])
+def _any(op: Body, x: ir.Value, axis: int) -> ir.Value:
+    """Whether x has a true element on an axis, which stays; of none it has not."""
+    return op.Greater(op.ReduceSum(_int64(op, x), [axis], keepdims=1), [0])
 
 
 def _inside(op: Body, x: ir.Value, end: ir.Value) -> ir.Value:
@@ -105,7 +105,7 @@ def paged_attention(
     count = op.Mul(pages, size)
     if slots is None:
         per, page = op.Shape(table, start=1, end=2), op.Div(place, size)
-        here = op.And(op.Less(page, per), _any(op, belongs, keepdims=0))
+        here = op.And(op.Less(page, per), op.Squeeze(_any(op, belongs, axis=1), [1]))
         entry = op.Where(here, op.Add(op.Mul(sequence, per), page), zero)
         # a table without entries has one that is none
         flat = op.Concat(op.Reshape(table, [-1]), op.constant([-1]), axis=0)
@@ -134,10 +134,9 @@ def paged_attention(
         written = op.Reshape(op.Slice(written, [0], count, [0]), op.Shape(cache), allowzero=1)
         caches.append(written)
         rows = op.Gather(written, index, axis=0)  # [B P, p, K, h]
-        every = op.Mul(op.Shape(index), size)
-        rows = op.Reshape(rows, op.vector([every, kv_heads, head]), allowzero=1)
-        rows = op.Where(op.Reshape(there, [-1, 1, 1]), rows, op.number(0.0, new))
-        rows = op.Unsqueeze(op.Transpose(rows, perm=[1, 0, 2]), [0])
+        rows = op.Reshape(rows, op.vector([op.Shape(past), within, kv_heads, head]), allowzero=1)
+        rows = op.Where(op.Unsqueeze(there, [2, 3]), rows, op.number(0.0, new))
+        rows = op.Transpose(rows, perm=[0, 2, 1, 3])
         read.append(shared_heads(op, rows, heads // kv_heads, heads, head))
     seen = op.And(op.Unsqueeze(belongs, [2]), there)  # [T, B, P p]
     if op.attr("is_causal", 1):
@@ -146,10 +145,7 @@ def paged_attention(
         window = op.attr("local_window_size", -1)
         if window > 0:
             seen = op.And(seen, op.Greater(column, op.Sub(last, [window])))
-    tokens = op.Shape(query, start=0, end=1)
-    seen = op.Reshape(
-        seen, op.Concat(tokens, op.Shape(op.Reshape(there, [-1])), axis=0), allowzero=1
-    )
+    seen = op.Unsqueeze(op.Transpose(seen, perm=[1, 0, 2]), [1])  # [B, 1, T, P p]
     q = op.Unsqueeze(op.Transpose(q, perm=[1, 0, 2]), [0])
     scores = scaled_scores(op, q, read[0], op.attr("scale"), head)
     cap = op.attr("softcap", 0.0)
@@ -157,9 +153,9 @@ def paged_attention(
         scores = op.formula("Tanh(scores / cap) * cap", scores=scores, cap=cap)
     scores = op.Where(seen, scores, op.number(lowest(q), q))
     y = op.MatMul(softmax_with_sink(op, scores, heads), read[1])
-    # a token that sees no key has 0
-    y = op.Where(_any(op, seen, keepdims=1), y, op.number(0.0, q))
-    y = op.Reshape(
-        op.Transpose(y, perm=[0, 2, 1, 3]), op.vector([tokens, heads * head]), allowzero=1
-    )
+    # a token has 0 from sequences of which it sees no key
+    y = op.Where(_any(op, seen, axis=3), y, op.number(0.0, q))
+    y = op.Transpose(op.ReduceSum(y, [0], keepdims=0), perm=[1, 0, 2])
+    tokens = op.Shape(query, start=0, end=1)
+    y = op.Reshape(y, op.vector([tokens, heads * head]), allowzero=1)
     return [y, *caches]
