@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiled import unclean
-from lowering import interpreted, program_of
+from lowering import interpreted, program_of, weights_of
 from quant_cases import (
     ATTENTION,
     CASES,
@@ -17,7 +17,7 @@ from quant_cases import (
     scales,
     values,
 )
-from support import assert_same, stock
+from support import assert_same, run, stock
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import to_proto
@@ -129,6 +129,24 @@ def test_sums_of_two_codes_in_steps_are_every_code() -> None:
     tails = [c.problem.tail for c in case.program().calls if c.problem.op == "IntegerConv"]
     assert ["Mul" in {step.name for step in t.expression.steps} for t in tails] == [False, True]
     assert _factors((-128.0, 127.0), (-128.0, 127.0), (4.0, 4.0), 0.5, (0.0, 255.0)) is None
+
+
+@pytest.mark.parametrize("at", ["e", "k"])
+def test_a_sum_of_codes_cast_to_integers_loses_its_fractions(at: str) -> None:
+    """The model's own Casts are none of those that a DequantizeLinear has."""
+    rng = np.random.default_rng(0)
+    w, x = rng.integers(-127, 128, 256), rng.normal(size=(8, 16), scale=4).astype(np.float32)
+    term, total = ("f", "k") if at == "e" else ("e", "f")
+    lines = [f"i = Cast <to = 6> ({at}) f = Cast <to = 1> (i)", f"k = Add({term}, d)"]
+    text = f"""agraph (float[8,16] x) => (int8[8,16] q)
+    <int8 o = {{0}}, float s = {{0.1}}, float t = {{0.031}}, float u = {{0.002}},
+     int8[16,16] w = {{{",".join(map(str, w))}}}>
+    {{ c = QuantizeLinear(x, s, o) d = DequantizeLinear(c, s, o) v = DequantizeLinear(w, u, o)
+      m = MatMul(d, v) p = QuantizeLinear(m, t, o) e = DequantizeLinear(p, t, o)
+      {" ".join(lines if at == "e" else lines[::-1])} q = QuantizeLinear({total}, t, o) }}"""
+    model = text_model(text)
+    program = program_of(model, {"x": x})
+    assert_same(interpret(program, {"x": x}, weights_of(model)).values(), run(model, {"x": x}))
 
 
 def test_what_stands_behind_codes_is_part_of_a_product_or_a_norm() -> None:

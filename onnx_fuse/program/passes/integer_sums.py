@@ -84,9 +84,11 @@ def _number(e: Expression, value: int) -> float:
 
 
 def _behind_casts(e: Expression, value: int) -> tuple[int, Operation | None]:
-    """The value that a float32 is Casts of, and the step that makes it."""
+    """The value that a float32 is Casts to float32 of, and the step that makes it."""
     first = e.loads + len(e.scalars)
     while value >= first and (step := e.steps[value - first]).name == "Cast":
+        if step.dtype != "float32":
+            break  # an integer: the model's own Cast drops a fraction, or wraps
         value = step.args[0]
     return value, e.steps[value - first] if value >= first else None
 
@@ -98,7 +100,7 @@ def _term(e: Expression, value: int, kinds: Sequence[str]) -> tuple[int, Ends, f
         return None
     integers, scale, zero = step.args[0], _number(e, step.args[1]), 0.0
     at, step = _behind_casts(e, integers)
-    if step is not None and step.name == "Sub":
+    if step is not None and (step.name, step.dtype) == ("Sub", "float32"):
         zero = _number(e, step.args[1])
         at, step = _behind_casts(e, step.args[0])
     if step is not None and step.name == "Code":
