@@ -352,6 +352,20 @@ def _quantized_rows() -> list[Row]:
               for alpha, by in TIES),
         ]  # fmt: skip
     bytes_ = whole(2, 5, 8, high=256, dtype=np.uint8), whole(8, 24, high=256, dtype=np.uint8)
+    tables = [whole(*shape, high=256, dtype=np.uint8)
+              for shape in ((50, 6), (9, 6), (2, 6), (6,), (6,))]  # fmt: skip
+    numbers = [number(scale) for scale in (0.02, 0.03, 0.01, 0.008, 0.005)]
+    points = [number(point, np.uint8) for point in (120, 0, 255, 3, 128)]
+    words, held = whole(2, 4, high=50, dtype=np.int32), tuple(range(2, 7))
+    seen = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.int32)
+    both = ("y", "m")
+    rows += [
+        Row("QEmbedLayerNormalization", (words, words % 2, *tables, seen, *numbers, *points), {},
+            both, held, limit=1e-5),
+        Row("QEmbedLayerNormalization", (words, None, *tables[:2], None, *tables[3:], None,
+            *numbers[:2], None, *numbers[3:], *points[:2], None, *points[3:]), {}, both, held,
+            name="without segments", limit=1e-5),
+    ]  # fmt: skip
     zero = number(128, np.uint8)
     attention = (*bytes_, random(24), *scales[:2])
     heads = {"num_heads": 2}

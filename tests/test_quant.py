@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiled import unclean
+from float8_cases import CODES8, FLOATS_OF_CODES
 from lowering import interpreted, program_of, weights_of
 from quant_cases import (
     ATTENTION,
@@ -36,7 +37,7 @@ from onnx_fuse.rewrite import optimize
 H200 = CHIPS["H200"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *CODES8, *FLOATS_OF_CODES], ids=lambda c: c.name)
 def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
     found = case.program()
     assert not found.fallbacks
@@ -185,6 +186,20 @@ def test_convolutions_of_codes_copy_no_windows() -> None:
         assert ("GemmInteger" in ops) == wider, case.name
 
 
+def test_codes_of_float8_are_multiplied_as_they_are() -> None:
+    for case in (*CODES8, *FLOATS_OF_CODES):
+        if " (0," in case.name:
+            continue
+        problems = [call.problem for call in case.program().calls]
+        products = [p for p in problems if p.op == "IntegerConv"]
+        assert bool(products) == (case in CODES8), case.name
+        if " Conv " not in case.name and "codes" in case.name and products:
+            assert products[0].tail.dtype == "float8_e4m3fn"
+        if "rows" in case.name:
+            assert (len(products), problems[-2].op) == (2, "Norm")
+            assert problems[-2].tail.dtype == "float8_e4m3fn"
+
+
 def test_codes_whose_sums_int32_does_not_hold_stay_floats() -> None:
     for depth, held in ((33024, True), (33040, False)):
         case = dequantized("Conv", (1, depth, 1, 1), (8, depth, 1, 1))
@@ -231,7 +246,8 @@ _THREE = Window((1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), (0, 1, 1))
 PROBLEMS = (
     IntegerConv(2, 1, 64, 64, (1, 9, 9), (1, 5, 5), _THREE, "int8", 5),
     IntegerConv(2, 1, 64, 63, (2, 9, 9), (2, 5, 5), _THREE, "uint8", 5),
-    *(call.problem for case in DEQUANTIZED if "192, 80" in case.name
+    *(call.problem for case in (*DEQUANTIZED, *CODES8)
+      if "192, 80" in case.name or "(137, 208) (208, 320) Gelu" in case.name
       for call in case.program().calls if isinstance(call.problem, IntegerConv)),
     PackedProduct(m=1, n=64, k=4096, dtype="float16", bits=4, block=32, blocks=128,
                zero="packed", static_b=True, epilogue=Epilogue(bias=True)),

@@ -1,6 +1,6 @@
 // conv/codes.cuh: elements four at a time, those of 8 bits in a word: as floats, and of integers that saturate to them.
 #pragma once
-#include "pointwise/math.cuh"
+#include "quant/e4m3.cuh"
 
 template <class E> struct Four {
     Vec<E, 4> of;
@@ -37,6 +37,16 @@ DEVICE float scaled(Code<u8> x, float scale) { return __fmaf_rn(x.raised(), scal
     };
 CODES_(u8, "u8")
 CODES_(signed char, "s8")
+#if __CUDA_ARCH__ >= 890
+template <> struct Four<e4m3fn> {
+    u32 word;
+    DEVICE float operator[](int k) const {
+        const float2 pair = from_e4m3_pair(word >> k / 2 * 16);
+        return k % 2 ? pair.y : pair.x;
+    }
+    DEVICE static Four made(float a, float b, float c, float d) { return {e4m3_pair(a, b) | e4m3_pair(c, d) << 16}; }
+};
+#endif
 
 // PIECE neighbours, by fours; of an operand, if there is one.
 template <class E, int PIECE> using Piece = Vec<Four<E>, PIECE / 4>;

@@ -15,9 +15,10 @@
 //            BORDER (taps fall outside, where x has no zeros), AHEAD (e1 is laid out as y and has 8 bits), WHOLE (filters
 //            are a multiple of BN), KEPT (the grid is a multiple of the columns of tiles), FLAT (y's pixels are x's, one
 //            behind another), else PATCH (the pixels of a line of a patch, or 0) and LINES (of y of a patch), or IM2COL
-//            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS.
+//            and gemm/im2col.cuh's; geometry.cuh's, suffix.cuh's, E1, E2, E3, ROWS_OF_E, NUMBERS;
+//            FLOAT8: x and the weights are e4m3fn, without PATCH, SHIFTED and BORDER, TEAMS 1.
 // Launch   : at most BLOCKS blocks a multiprocessor, of 2 BM TEAMS + 32 threads; fewer than 2^31 pixels.
-// Numerics : exact sums; y = fma(sum, scale, bias) is rounded once.
+// Numerics : exact sums (FLOAT8: those of BK products, of 14 bits, are added up in floats); y = fma(sum, scale, bias) is rounded once.
 // Bound    : bytes; the instructions of the epilogue; wgmma where there are many channels.
 #include "conv/codes.cuh"
 #include "conv/geometry.cuh"
@@ -25,6 +26,15 @@
 #include "gemm/im2col.cuh"
 #include "tma_ring.cuh"
 
+#ifndef FLOAT8
+#define FLOAT8 0
+#endif
+#if FLOAT8
+#define SUM float
+constexpr int PART = BN > 128 ? BN / 2 : BN;       // columns whose products are summed from zero at once
+#else
+#define SUM int
+#endif
 constexpr int WARPS = BM / 16, COPIER = TEAMS * WARPS, THREADS = 32 * COPIER + 32;  // warps of a team, which copies
 constexpr int CHUNKS = BK / 16, RUN = 16 / sizeof(TY), GROUP = 4 * RUN;
 constexpr int INNER = PATCH ? TAPS : 1;           // taps of a step
@@ -175,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int iz = (int)(sheet % od) * SD - PD;
         int tap = 0, c0 = 0;
 #endif
-        int acc[BN / 2];
+        SUM acc[BN / 2];
         sides.await();
         const u8* side = memory + SIDE_AT + sides.s * SIDE;
         const float* of_scale = (const float*)side + own_n;
@@ -189,6 +199,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 }
             }
 #endif
+#if FLOAT8
+        UNROLLED for (int e = 0; e < BN / 2; e++) acc[e] = 0;
+        ROLLED for (int step = 0; step < steps; step++, ring.next()) {
+            const u32 a = base + ring.s * STAGE + warp / 4 * 64 * BK;
+            const u32 b = base + (KEPT ? KEPT_AT + step * FILTERS : ring.s * STAGE + PLACE);
+            ring.await();
+            UNROLLED for (int n = 0; n < BN; n += PART) {
+                float sum[PART / 2];
+                wgmma_fence();
+                UNROLLED for (int k = 0; k < BK / 32; k++)
+                    WgmmaAlongK<1, PART>::run(sum, rows_at(a + k * 32), rows_at(b + n * BK + k * 32), k);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_hold(sum);
+                UNROLLED for (int e = 0; e < PART / 2; e++) acc[n / 2 + e] += sum[e];
+            }
+            ring.release(lane);
+        }
+#else
         int step = 0;
         if (TEAMS > 1) bar_sync(turn, 64 * WARPS);
         ring.multiply(steps, lane, [&](int s, bool more) {
@@ -219,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (TEAMS > 1 && after.row < rows) bar_arrive(9 - turn, 64 * WARPS);
         wgmma_wait<0>();
         ring.release_before(lane);
+#endif
         const u32 places[2] = {pixel_of(row), pixel_of(row + 8)};
         const u8* of_e = side + SLOT + row * 64;
         UNROLLED for (int u = 0; u < BN / GROUP; u++) {
@@ -242,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const auto by = load<4>(of_scale + u * GROUP + q), plus = load<4>(of_scale + BN + u * GROUP + q);
                 UNROLLED for (int i = 0; i < 2; i++) {
                     auto result = [&](int k) {
-                        const int sum = acc[(u * RUN + q + k) / 2 * 4 + i * 2 + k % 2];
+                        const SUM sum = acc[(u * RUN + q + k) / 2 * 4 + i * 2 + k % 2];
                         const float v = fmaf((float)sum, by.at[k], plus.at[k]);
                         return SUFFIX(v, widen(a[i].at[q / 4][k]), widen(b[i].at[q / 4][k]), widen(z[i].at[q / 4][k]));
                     };

@@ -1,7 +1,10 @@
 // layernorm/suffix.cuh: what a row kernel makes of a result v before it is stored: SUFFIX(v, v1, v2, v3)
-// of it and the first OPERANDS of the elements there of e1, e2, e3, in TY; v in T if not given.
+// of it and the first OPERANDS of the elements there of e1, e2, e3, in TY; v in T if not given. E4M3_STEPS: some are e4m3fn.
 #pragma once
 #include "pointwise/math.cuh"
+#ifdef E4M3_STEPS
+#include "quant/e4m3.cuh"
+#endif
 #ifndef SUFFIX
 #define OPERANDS 0
 #define SUFFIX(v0, v1, v2, v3) v0

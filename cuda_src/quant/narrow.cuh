@@ -4,15 +4,15 @@
 #pragma once
 #include "common.cuh"
 
-enum Beyond { INFINITE, ONE_NAN, NEGATIVE_ZERO_IS_NAN, FINITE };  // IEEE, fn, fnuz, no special value
+enum Beyond { HAS_INFINITY, ONE_NAN, NEGATIVE_ZERO_IS_NAN, FINITE };  // IEEE, fn, fnuz, no special value
 
 template <int EXP, int MAN, int BIAS, int KIND> struct Small {
     u8 bits;
-    static constexpr u32 LARGEST = (1u << (EXP + MAN)) - 1 - (KIND == INFINITE ? 1 << MAN : KIND == ONE_NAN);
-    static constexpr u32 NAN_BITS = KIND == NEGATIVE_ZERO_IS_NAN ? 0x80 : LARGEST + (KIND == INFINITE ? 3 : 1);
+    static constexpr u32 LARGEST = (1u << (EXP + MAN)) - 1 - (KIND == HAS_INFINITY ? 1 << MAN : KIND == ONE_NAN);
+    static constexpr u32 NAN_BITS = KIND == NEGATIVE_ZERO_IS_NAN ? 0x80 : LARGEST + (KIND == HAS_INFINITY ? 3 : 1);
 };
 typedef Small<4, 3, 7, ONE_NAN> e4m3fn;
-typedef Small<5, 2, 15, INFINITE> e5m2;
+typedef Small<5, 2, 15, HAS_INFINITY> e5m2;
 typedef Small<4, 3, 8, NEGATIVE_ZERO_IS_NAN> e4m3fnuz;
 typedef Small<5, 2, 16, NEGATIVE_ZERO_IS_NAN> e5m2fnuz;
 typedef Small<2, 1, 1, FINITE> e2m1fn;
@@ -36,7 +36,7 @@ template <int EXP, int MAN, int BIAS, int KIND> DEVICE float widen(Small<EXP, MA
     typedef Small<EXP, MAN, BIAS, KIND> E;
     const u32 magnitude = x.bits & ((1u << (EXP + MAN)) - 1), sign = x.bits >> (EXP + MAN) & 1;
     if (KIND == NEGATIVE_ZERO_IS_NAN ? x.bits == 0x80 : KIND != FINITE && magnitude > E::LARGEST)
-        return __uint_as_float(KIND == INFINITE && magnitude == E::LARGEST + 1 ? 0x7f800000u | sign << 31 : 0x7fc00000u);
+        return __uint_as_float(KIND == HAS_INFINITY && magnitude == E::LARGEST + 1 ? 0x7f800000u | sign << 31 : 0x7fc00000u);
     const float y = magnitude >> MAN ? __uint_as_float((magnitude << (23 - MAN)) + ((127u - BIAS) << 23))
                                      : (float)magnitude * power_of_two(1 - BIAS - MAN);
     return sign ? -y : y;
@@ -54,7 +54,7 @@ template <int EXP, int MAN, int BIAS, int KIND> DEVICE void round_to(Small<EXP, 
         y.bits = (code > E::LARGEST ? E::LARGEST : code) | sign;  // a NaN, which it lacks, becomes the largest
         return;
     }
-    const bool none = a > 0x7f800000u || (KIND != INFINITE && code > E::LARGEST);
+    const bool none = a > 0x7f800000u || (KIND != HAS_INFINITY && code > E::LARGEST);
     if (none) code = E::NAN_BITS;
     else if (code > E::LARGEST) code = E::LARGEST + 1;
     y.bits = KIND == NEGATIVE_ZERO_IS_NAN && (none || !code) ? code : code | sign;

@@ -6,6 +6,7 @@ C_TYPES = {
     "float32": "float", "float64": "double", "float16": "f16", "bfloat16": "bf16",
     "int8": "signed char", "uint8": "u8", "int16": "short", "uint16": "u16",
     "int32": "int", "uint32": "u32", "int64": "i64", "uint64": "u64", "bool": "bool",
+    "float8_e4m3fn": "e4m3fn",
 }  # fmt: skip
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Defines = tuple[tuple[str, str], ...]

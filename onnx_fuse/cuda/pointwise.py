@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.quantizing import WIDE_CODE, quantizing
+from onnx_fuse.cuda.quantizing import WIDE_CODE, in_steps, quantizing, to_float8
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
@@ -118,6 +118,7 @@ TABLE: dict[str, str] = {
     "Sqrt": "m_sqrt({0})",
     "Square": "{0} * {0}",
     "Sub": "{0} - {1}",
+    "Steps": "m_div({0}, {1})",  # in a type whose own steps are rounded to next; {2} is 1 / {1}
     "Swish": "{0} * m_sigmoid({1} * {0})",
     "Tan": "m_tan({0})",
     "ThresholdedRelu": "{0} > {1} ? {0} : ({t})0",
@@ -147,6 +148,7 @@ def includes(expression: Expression, dtypes: Sequence[str]) -> str:
     named = {*dtypes, *(step.dtype for step in expression.steps)}
     named |= {step.name.removeprefix("Cast") for step in expression.steps}
     more = '#include "quant/narrow.cuh"\n' if named & {*NARROW_FLOATS, *NARROW_INTS} else ""
+    more += '#include "quant/e4m3.cuh"\n' if "float8_e4m3fn" in named else ""
     return f'#include "pointwise/math.cuh"\n{more}'
 
 
@@ -210,7 +212,7 @@ def vector_width(
 def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[str]:
     """A statement a step; `values` names the loads and scalars and is extended by the steps.
 
-    The Code that is value `wide` is an integer that saturates to it.
+    The Code that is value `wide` is an integer that saturates to it, a float8 there a float.
     """
     body: list[str] = []
     for i, step in enumerate(expression.steps):
@@ -218,6 +220,10 @@ def _steps(expression: Expression, values: list[str], wide: int = -1) -> list[st
         if step.name == "Code" and len(values) == wide:
             ctype, text = "int", WIDE_CODE
         text, args = _contracted(expression, step) or quantizing(expression, step, text)
+        if step.name == "Castfloat8_e4m3fn":
+            text, args = to_float8(expression, step, text, len(values) == wide)
+        elif step.name == "Steps" and wide >= 0:
+            text, args = in_steps(expression, args)
         text = text.format(*(values[a] for a in args), t=ctype)
         body.append(f"const {ctype} t{i} = ({ctype})({text});")
         values.append(f"t{i}")
@@ -244,7 +250,7 @@ def inline(expression: Expression, loads: Sequence[str], numbers: Sequence[str] 
     """The one stored value as a C++ expression of `loads`; None where it can't be written.
 
     Its scalars are called by `numbers`, and are literals where these are none. A code of 8 bits is
-    an integer that saturates to it.
+    an integer that saturates to it, and a float8 a float.
     """
     if expression.rows or expression.counts:
         return None
@@ -265,10 +271,14 @@ def arithmetic(
     values += [f"s{i}" for i in range(len(expression.scalars))]
     body += [f"    const auto x{i} = widen(a{i}v.at[v]);" for i in range(expression.loads)]
     body += [f"    {line}" for line in _steps(expression, values)]
+    rounded = {len(values) - n for n, step in enumerate(reversed(expression.steps), 1)
+               if step.name == "Castfloat8_e4m3fn"}  # fmt: skip
     for i, (source, dtype) in enumerate(zip(expression.stores, stored, strict=True)):
         text = f"({compute_type(dtype)})({values[source]})"
         if source < expression.loads and loaded[source] == dtype:
             text = f"a{source}v.at[v]"  # the same bits, of a NaN too
+        elif dtype == "float8_e4m3fn" and source in rounded:
+            text = f"stored<e4m3fn>({text})"
         elif dtype in ("float16", "bfloat16", *NARROW_FLOATS):
             text = f"from_float<{STORAGE[dtype]}>({text})"
         elif dtype in NARROW_INTS:

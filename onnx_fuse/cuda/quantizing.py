@@ -51,6 +51,27 @@ def _maker(expression: Expression, value: int) -> str:
     return ""
 
 
+def in_steps(expression: Expression, args: Args) -> tuple[str, Args]:
+    """The quotient by a scale, of what a kernel sums in floats: in one product, or in none."""
+    steps = _in_steps(expression, args)
+    return ("{0} * {1}", (args[0], args[2])) if steps is None else ("{0}", steps[:1])
+
+
+def to_float8(expression: Expression, step: Operation, text: str, stored: bool) -> tuple[str, Args]:
+    """The text of a step to e4m3fn, which is `text` in general, and its operands.
+
+    What is `stored` saturates there, and a NaN takes the place of what does not.
+    """
+    first, at = expression.loads + len(expression.scalars), step.args[0]
+    ends = {expression.loads + i: value for i, (_, value) in enumerate(expression.scalars)}
+    for name, end in (("ClipMax", 448), ("ClipMin", -448)):
+        clip = expression.steps[at - first] if at >= first else step
+        if clip.name != name or ends.get(clip.args[1]) != end:
+            return "unsaturated_e4m3({0})" if stored else text, step.args
+        at = clip.args[0]
+    return "{0}" if stored else "round_e4m3({0})", (at,)
+
+
 def _clipped_once(expression: Expression, args: Args) -> Args:
     """The operands of a Quantize, of its Relu's where what is negative, or NaN, is the least."""
     first, at = expression.loads + len(expression.scalars), args[0]

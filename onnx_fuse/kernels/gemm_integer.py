@@ -32,6 +32,7 @@ from onnx_fuse.program.problems import IntegerConv
 from onnx_fuse.program.size import minimum
 
 BYTES = ("int8", "uint8")
+CODES = (*BYTES, "float8_e4m3fn")
 LINE = 16
 """Bytes that rows of operands are padded to."""
 TILES = {
@@ -120,14 +121,12 @@ def _is_filled(problem: IntegerConv) -> bool:
 def _copies_codes(problem: IntegerConv) -> bool:
     """Whether the first operand of its tail can be copied to shared memory."""
     tail = problem.tail
-    codes = tail is not None and tail.reads[:1] in (("int8",), ("uint8",)) and 0 not in tail.rows
-    return codes and problem.filters % LINE == 0
+    codes = tail is not None and {*tail.reads[:1]} & {*CODES} and 0 not in tail.rows
+    return bool(codes) and problem.filters % LINE == 0
 
 
 def served_bytes(problem: IntegerConv) -> str | None:
     """Why no kernel reads the images, or None if the kernels do."""
-    if problem.dtype not in BYTES:
-        return f"8-bit integers, not {problem.dtype}"
     steps = image_strides(problem)
     if any(step % LINE for step in steps) or (problem.groups > 1 and problem.channels % LINE):
         return f"pixels are no multiple of {LINE} bytes apart"
@@ -164,6 +163,8 @@ class MmaInt8Nhwc(Chosen):
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
+        if problem.dtype not in BYTES:
+            return f"8-bit integers, not {problem.dtype}"
         return served_bytes(problem) or HeuristicKernel.supports(self, problem, hw)
 
     def _vec(self, problem: IntegerConv) -> int:
@@ -257,6 +258,8 @@ class TmaInt8Nhwc(Chosen):
         width = ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
         if problem.groups > 1 or problem.filters * width % 16:
             return f"{problem.groups} groups of {problem.filters} filters (one, whole 16 bytes)"
+        if problem.dtype not in CODES:
+            return f"codes of 8 bits, not {problem.dtype}"
         reason = None if is_flat(problem) else unboxed(problem)
         return reason or served_bytes(problem) or HeuristicKernel.supports(self, problem, hw)
 
@@ -288,9 +291,7 @@ class TmaInt8Nhwc(Chosen):
     def _resident(self, problem: IntegerConv, tile: tuple[int, ...], hw: Hardware) -> int:
         """Blocks that a multiprocessor holds: by shared memory, and the registers of the sums."""
         bm, bn = tile[:2]
-        warps = (
-            bm // 16 * self._teams(tile) + 1
-        )  # which four schedulers share, with 2^14 registers each
+        warps = bm // 16 * self._teams(tile) + 1  # four schedulers share them, and 2^16 registers
         most = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
 
         def registers(blocks: int) -> int:
@@ -298,12 +299,17 @@ class TmaInt8Nhwc(Chosen):
 
         plain = not problem.border and (problem.tail is None or problem.tail.expression.loads == 1)
         more = 40 if bn == 64 else 32 if plain else 64
-        return max((n for n in range(1, most + 1) if registers(n) >= more + bn // 2), default=1)
+        more += bn // 2
+        if problem.dtype not in BYTES:  # sums that are added to others
+            more += bn // 2 if bn <= 128 else bn // 4
+        return max((n for n in range(1, most + 1) if registers(n) >= more), default=1)
 
     def _lines(self, problem: IntegerConv, bm: int) -> int:
         """Lines of y of which a patch makes a tile; 0 where there are none."""
         window = problem.window
         if prod(window.kernel) == 1 or is_deep(problem) or _is_filled(problem):
+            return 0
+        if problem.dtype not in BYTES:  # products of all taps at once are too many for 14 bits
             return 0
         if max(*window.strides, *window.dilations) > 1:
             return 0
@@ -322,6 +328,8 @@ class TmaInt8Nhwc(Chosen):
             KernelConfig.of(tile=way)
             for way in ways
             if self._smem(problem, way) <= hw.smem_per_block and self._at_once(problem, way, hw) > 0
+            # of float8 the sums of 256 columns fill the registers, and no teams take turns
+            if problem.dtype in BYTES or (way[1] < 256 and self._teams(way) == 1)
         ]
 
     def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
@@ -351,6 +359,8 @@ class TmaInt8Nhwc(Chosen):
         wide = 4 if problem.tail is None or ITEMSIZE[problem.tail.dtype] == 4 else 0
         copies = costs["line"] * (copied + wide * bm * bn / 128 * 3)
         products = 2 * bm * bn * bk * steps / (costs["math"] * problem.rate(hw) / hw.sm_count)
+        if problem.dtype not in BYTES:  # sums of other columns than 128 at once take longer
+            products *= 1.3 if bn < 128 else 1.02 if bn > 128 else 1.0
         each = costs["result"] + costs["operand"] * operands
         results = bm * min(bn, problem.filters) * each
         longest = max(products, copies, results)
@@ -379,7 +389,7 @@ class TmaInt8Nhwc(Chosen):
         line, pixel = row_of_filters(problem), image_strides(problem)[2]
         depth = prod(problem.window.kernel) * line
         if flat:
-            x = matrices("x", problem.dtype, problem.channels, rows, pixel, (bk, bm))
+            x = matrices("x", "uint8", problem.channels, rows, pixel, (bk, bm))
         elif lines:
             box = (bk, self._width(problem), lines + problem.window.kernel[1] - 1, 1)
             x = replace(gathered(problem, bm), box=box, window=())
@@ -391,9 +401,9 @@ class TmaInt8Nhwc(Chosen):
             Ptr("weight"), "int8", (depth, 2, 4, run // 2, -(-filters // (4 * run))),
             (depth, run * depth, 2 * depth, 4 * run * depth), (bk, 2, 4, run // 2, bn // (4 * run)),
         )  # fmt: skip
-        maps = [replace(x, swizzle=bk), replace(weight, swizzle=bk)]
+        maps = [replace(x, dtype="uint8", swizzle=bk), replace(weight, swizzle=bk)]
         if ahead := _copies_codes(problem) and not lines:
-            e1 = matrices("e1", problem.tail.reads[0], filters, rows, filters, (64, bm))
+            e1 = matrices("e1", "uint8", filters, rows, filters, (64, bm))
             maps.append(replace(e1, swizzle=0))
         made = args(
             "bias e1 e2 e3 y, u32 rows, i32 channels filters inner outer line, shift scale, "
@@ -408,6 +418,7 @@ class TmaInt8Nhwc(Chosen):
             BLOCKS=self._resident(problem, tile, hw), TEAMS=self._teams(tile), AHEAD=ahead,
             WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem), FLAT=flat,
             PATCH=self._width(problem) if lines else 0, **macros,
+            **({} if problem.dtype in BYTES else {"FLOAT8": 1}),
             **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
         )  # fmt: skip
 

@@ -242,6 +242,8 @@ def tail_macros(tail: Tail | None, numbers: Sequence[str] = ()) -> dict[str, Any
     text = tail_text(tail, numbers)
     assert text is not None
     short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] <= 2 else {}
+    if "e4m3" in text or "float8_e4m3fn" in (tail.dtype, *tail.reads):
+        short |= {"E4M3_STEPS": True}
     return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
             "TY": STORAGE[tail.dtype], **short}  # fmt: skip
 

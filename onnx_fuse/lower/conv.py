@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.context import Context, Lowering, Unserved, copy, floats
 from onnx_fuse.lower.linear import product
@@ -169,7 +170,9 @@ def convolution(
         weight, transposed = weight.permute((1, 0, *range(2, rank + 2))), False
         shape = replace(shape, transposed=False)
     if conv_nhwc.takes_integers(shape) and ctx.hw.cc >= 80 and (both := factors(ctx, node)):
-        return conv_nhwc.integers(ctx, node, shape, both, reads, y)
+        problem = conv_nhwc.of_codes(shape, both)
+        if both.x.dtype in BYTES or (shape.channels % LINE == 0 and ctx.serves(problem)):
+            return conv_nhwc.integers(ctx, node, shape, both, reads, y)
     if conv_nhwc.pays(ctx, shape, x):
         return conv_nhwc.convolution(ctx, node, shape, {"x": x, "weight": weight, **reads}, y)
     if conv_transpose.pays(ctx, shape, x, "bias" in reads):

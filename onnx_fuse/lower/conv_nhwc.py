@@ -105,11 +105,7 @@ def integers(
     y: Tensor,
 ) -> None:
     """y = act(Conv(x, weight) + bias) of the codes of x and weight, all images channels last."""
-    problem = IntegerConv(
-        shape.batch, shape.groups, shape.channels, shape.filters, shape.inner, shape.outer,
-        shape.window, both.x.dtype, both.zero,
-    )  # fmt: skip
-    x, weight = both.x, both.weight
+    problem, x, weight = of_codes(shape, both), both.x, both.weight
     if is_channels_last(x):
         ctx.channels_last.add(x.buffer)
     if (blocks := _in_blocks(ctx, node, problem, x, weight)) is not None:
@@ -124,6 +120,14 @@ def integers(
     operands = {**reads, "x": x, "weight": weight}
     act = (shape.act, shape.act_alpha)
     quantized.convolution(ctx, node, problem, both, operands, out, act)
+
+
+def of_codes(shape: Conv, both: quantized.IntegerOperands) -> IntegerConv:
+    """The convolution of the codes."""
+    return IntegerConv(
+        shape.batch, shape.groups, shape.channels, shape.filters, shape.inner, shape.outer,
+        shape.window, both.x.dtype, both.zero,
+    )  # fmt: skip
 
 
 def takes_integers(shape: Conv) -> bool:

@@ -28,7 +28,7 @@ from onnx_fuse.cuda.pointwise import (
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.kernels.gemm_integer import BYTES
+from onnx_fuse.kernels.gemm_integer import BYTES, CODES
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Codes, Context, Lowering, Rounded, Unserved, emit
 from onnx_fuse.program.call import Tensor, dtype_of
@@ -40,6 +40,7 @@ RANGES = {
 }  # fmt: skip
 """The range of each integer type that is quantized to."""
 FLOATS = ("float32", "float16", "bfloat16")
+E4M3 = "float8_e4m3fn"
 View = Callable[[Tensor], Tensor]
 
 
@@ -146,7 +147,12 @@ def quantize(ctx: Context, node: ir.Node) -> None:
                 emit(ctx, code, node, to_code(code, value, dtype, *numbers_of), elements(y))
                 ctx.rounded[y.buffer] = Rounded(y, x, *numbers_of)
                 continue
-            value = code.step("Div", "float32", value, divisor)
+            if dtype == E4M3 and (numbers_of := scalars(ctx, node)) is not None:
+                pair = (numbers_of[0], np.float32(1) / numbers_of[0])
+                ends = [code.scalar(number, "float32") for number in pair]
+                value = code.step("Steps", "float32", value, *ends)
+            else:
+                value = code.step("Div", "float32", value, divisor)
         else:
             value, divisor = (
                 operand
@@ -262,13 +268,14 @@ def dequantize(ctx: Context, node: ir.Node) -> None:
 
 def _remember(ctx: Context, node: ir.Node, q: Tensor, floats: Tensor) -> None:
     """Note the codes of what the node dequantizes, if nothing writes to scales and zero points."""
-    if q.dtype not in BYTES or ctx.attr(node, "block_size", 0):
+    if q.dtype not in CODES or ctx.attr(node, "block_size", 0):
         return
     held = [ctx.known(ctx.view(node, i)) for i in (1, 2) if ctx.has(node, i)]
     if not q.size or any(array is None for array in held):
         return
     scale, *points = (np.asarray(array) for array in held)
-    point = points[0] if points else np.zeros(scale.shape, np.int8)
+    integers = points and q.dtype in BYTES  # a zero point of a float is zero
+    point = points[0] if integers else np.zeros(scale.shape, np.int8)
     axis = None if scale.size == 1 and len(scale.shape) <= 1 else axis_of(ctx, node, q)
     ctx.codes[floats.buffer] = Codes(
         q, floats, scale.astype(np.float32).reshape(-1), _point(q, point).reshape(-1), axis
@@ -313,7 +320,7 @@ def _same_codes(ctx: Context, node: ir.Node, held: Codes) -> bool:
     if scale is None or point is None or dtype != held.q.dtype:
         return False
     kinds = {ctx.view(node, 0).dtype, ctx.view(node, 1).dtype}
-    alike = scale.size == point.size == 1 and kinds == {"float32"}
+    alike = scale.size == point.size == 1 and kinds == {"float32"} and dtype in BYTES
     if not alike or ctx.attr(node, "precision", 0) or held.axis is not None:
         return False
     if (scale != held.scale).any() or (_point(held.q, point) != held.zero).any():

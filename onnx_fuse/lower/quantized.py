@@ -1,8 +1,9 @@
-"""Convolutions and products between DequantizeLinear and QuantizeLinear, in integers.
+"""Convolutions and products between DequantizeLinear and QuantizeLinear, in codes of 8 bits.
 
 x = (q - zx) sx and w = (p - zw) sw give x * w = sx sw (Σ q (p - zw) - zx Σ (p - zw)): the sums are
 exact in int32, and one number a filter, its scale, makes them floats. What is quantized again
-behind it is part of the same call, as a tail.
+behind it is part of the same call, as a tail. Codes of float8 have no zero points; their sums are
+floats.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from onnx_fuse.cuda.pointwise import Code, cast_step
 from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower.context import Codes, Context, apply, emit
-from onnx_fuse.lower.quant import codes, scalars
+from onnx_fuse.lower.quant import E4M3, codes, scalars
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import IntegerConv, Window
@@ -33,7 +34,8 @@ ONE_TAP = Window((1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0))
 class IntegerOperands:
     """Both operands of a product in integers: x of one scale, filters of one each or one for all.
 
-    "weight" is int8 [filters, ...] less its zero points, "shift" and "scale" are rows of filters.
+    "weight" is int8 [filters, ...] less its zero points, or float8; "shift", which is read only
+    where x has a zero point, and "scale" are rows of filters.
     """
 
     x: Tensor
@@ -60,7 +62,10 @@ def factors_of(
         return None
     weight = w.q.permute(order) if order else w.q
     first = order[0] if order else 0
-    if w.axis not in (None, first) or weight.size // weight.shape[0] > LARGEST:
+    floats = E4M3 in (x.q.dtype, w.q.dtype)
+    if floats and x.q.dtype != w.q.dtype:
+        return None
+    if w.axis not in (None, first) or (not floats and weight.size // weight.shape[0] > LARGEST):
         return None
     with np.errstate(all="ignore"):
         scale = x.scale * w.scale
@@ -70,7 +75,12 @@ def factors_of(
     array = ctx.known(weight)
     if array is None or not regular.all():
         return None
-    zero, filters = w.zero.reshape(-1, *[1] * (len(weight.shape) - 1)), weight.shape[0]
+    filters = weight.shape[0]
+    row = ctx.constant(np.ascontiguousarray(np.broadcast_to(scale, (filters,))))
+    if floats:
+        packed = required(ctx.packed(weight, "filters first", lambda values: values))
+        return IntegerOperands(x.q, 0, packed, row, row)
+    zero = w.zero.reshape(-1, *[1] * (len(weight.shape) - 1))
     least, most = (int(end(array.astype(np.int32) - zero)) for end in (np.min, np.max))
     if not -128 <= least <= most <= 127:
         return None
@@ -87,7 +97,6 @@ def factors_of(
         required(ctx.packed(weight, f"{name} {digest}", make))
         for name, make in (("less zero points", signed), ("shift of sums", shifts))
     )
-    row = ctx.constant(np.ascontiguousarray(np.broadcast_to(scale, (filters,))))
     return IntegerOperands(x.q, int(x.zero[0]), less, shift, row)
 
 

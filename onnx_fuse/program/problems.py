@@ -293,13 +293,14 @@ class Conv(_Filtering):
 
 @dataclass(frozen=True)
 class IntegerConv(_Filtering):
-    """y = scale (x * weight + shift) + bias of 8-bit integers: sums in int32, y in float32.
+    """y = scale (x * weight + shift) + bias of codes of 8 bits: sums in int32, y in float32.
 
     x is [batch, *inner, groups * channels] of `dtype`, as a channels-last Conv's, and `border`
     around it; y alike. The weights are int8 [groups * filters, taps, channels], of whose last axis
     zeros fill up 16 bytes; of one group, zeros fill up the filters to 64. "scale" and "bias" are
     float32 [groups * filters], and "shift" int32, if `border`, the zero point of x, is not 0.
-    A product of rows has one tap.
+    A product of rows has one tap. Of float8_e4m3fn, the weights are that, too, sums are float32,
+    and there is no shift.
     """
 
     op = "IntegerConv"
@@ -315,6 +316,11 @@ class IntegerConv(_Filtering):
         x, weights = self.channels * prod(self.inner), self.filters * self.depth
         y = self.filters * prod(self.outer) * ITEMSIZE[self.tail.dtype if self.tail else "float32"]
         return self.groups * (self.batch * (x + y) + weights)
+
+    @property
+    def weights(self) -> str:
+        """The type of the weights."""
+        return "int8" if self.dtype in ("int8", "uint8") else self.dtype
 
     @property
     def columns(self) -> int:

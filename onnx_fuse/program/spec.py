@@ -156,7 +156,7 @@ def _integer_conv(p: problems.IntegerConv) -> Iterator[OperandRow]:
         """scale bias: float32 groups filters; x: dtype batch groups channels inner !x_strides""",
     )
     filters, pixels = p.groups * p.filters, p.batch * prod(p.outer)
-    yield "weight", "int8", p.columns * p.depth
+    yield "weight", p.weights, p.columns * p.depth
     if p.border:
         yield "shift", "int32", filters
     yield "y", p.tail.dtype if p.tail else "float32", filters * pixels

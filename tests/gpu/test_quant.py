@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from float8_cases import CODES8, FLOATS_OF_CODES
 from math_cases import only
 from quant_cases import CASES, FLOATS8, KINDS, Quantized, quantized
 
@@ -47,7 +48,7 @@ def run(model: bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     return list(got)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *CODES8, *FLOATS_OF_CODES], ids=lambda c: c.name)
 def test_case(case: Quantized) -> None:
     names = [v.name for v in onnx.load_from_string(case.model).graph.output]
     want = case.expected()

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known_rank
+from onnx_fuse.importer.contrib.table import (
+    Body,
+    Input,
+    Results,
+    Unwritable,
+    contrib,
+    known,
+    known_rank,
+)
 from onnx_fuse.ir.build import dim, rank
 
 
@@ -148,7 +156,7 @@ def embed_layer_norm(
     beta: ir.Value,
     mask: Input = None,
     positions: Input = None,
-) -> Results:
+) -> list[ir.Value | None]:
     """LayerNorm of the sum of word, position and segment embeddings; the rows' lengths."""
     total = op.Gather(word, ids)
     if positions is not None:
@@ -160,7 +168,7 @@ def embed_layer_norm(
             end = op.Max(op.Mul(end, op.Min(op.shape_of(ids, [0]), one)), one)
         total = op.Add(total, op.Slice(position, [0], end, [0]))
     if segments is not None:
-        total = op.Add(total, op.Gather(op.needed(4), segments))
+        total = op.Add(total, op.Gather(known(segment, "its segment embeddings"), segments))
     (y,) = layer_norm(op, total, gamma, beta, op.attr("epsilon", 1e-12))
     if mask is not None:
         one = op.formula("mask == 1", mask=mask)

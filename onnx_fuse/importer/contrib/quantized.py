@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.importer.contrib.attention import attention_of
+from onnx_fuse.importer.contrib.norms import embed_layer_norm
 from onnx_fuse.importer.contrib.table import (
     CONV,
     Body,
@@ -27,9 +28,12 @@ from onnx_fuse.ir.build import dim, rank
 INT8 = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
-def dequantized(op: Body, first: int, *, axis: int | None = None) -> ir.Value:
-    """The floats of the operand `first`, whose scale and zero point come next."""
-    x, scale, zero = op.needed(first), op.needed(first + 1), op.given(first + 2)
+def dequantized(
+    op: Body, first: int, places: tuple[int, int] = (1, 2), *, axis: int | None = None
+) -> ir.Value:
+    """The floats of the operand `first`, whose scale and zero point come `places` later."""
+    of_scale, of_zero = (first + place for place in places)
+    x, scale, zero = op.needed(first), op.needed(of_scale), op.given(of_zero)
     y: ir.Value = op.DequantizeLinear(x, scale, zero, axis=axis)
     if scale.dtype is not None:
         y.dtype = scale.dtype
@@ -243,6 +247,14 @@ def qattention(
     scale = op.Mul(x_scale, w_scale)
     qkv = _integer_product(op, x, weights, (x_zero, w_zero), scale, bias)
     return attention_of(op, op.to_like(qkv, bias), [columns // 3] * 3, mask=mask, past=past)
+
+
+@contrib("QEmbedLayerNormalization", recognized=False)
+def quantized_embed_layer_norm(op: Body, ids: ir.Value, segments: Input) -> Results:
+    word, position, gamma, beta = (dequantized(op, i, (6, 11)) for i in (2, 3, 5, 6))
+    segment = None if op.given(4) is None else dequantized(op, 4, (6, 11))
+    tables = (word, position, segment, gamma, beta)
+    return embed_layer_norm(op, ids, segments, *tables, op.given(7))[:2]
 
 
 # ---- weights of few bits ---------------------------------------------------------------------

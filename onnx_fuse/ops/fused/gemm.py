@@ -380,7 +380,8 @@ def dequantized_columns(w: ir.Value) -> list[np.ndarray] | None:
     if node is None or attribute(node, "block_size", 0) or attribute(node, "output_dtype", 0):
         return None
     codes, scale, zero = [const_array(given(node, i)) for i in range(3)]
-    if codes is None or scale is None or codes.dtype.name not in ("int8", "uint8"):
+    kinds = ("int8", "uint8", "float8_e4m3fn")
+    if codes is None or scale is None or codes.dtype.name not in kinds:
         return None
     if given(node, 2) is None:
         zero = np.zeros(scale.shape, codes.dtype)

@@ -153,10 +153,13 @@ def conv(p: Conv, of: CallOperands) -> Results:
 
 
 def integer_conv(p: IntegerConv, of: CallOperands) -> Results:
-    """The sums of integers, then scale and bias, rounded to float32 once, and the tail."""
-    w = of["weight"].reshape(p.columns, prod(p.window.kernel), -1)[: p.groups * p.filters]
+    """The sums of codes, then scale and bias, rounded to float32 once, and the tail."""
+    x, w = _images(p, of), of["weight"]
+    if p.weights != "int8":
+        x, w = x.astype(np.float32), w.astype(np.float32)
+    w = w.reshape(p.columns, prod(p.window.kernel), -1)[: p.groups * p.filters]
     w = w.reshape(p.groups, p.filters, *w.shape[1:])[..., : p.channels]
-    total = _sums(p, _images(p, of), w, p.border) + (of["shift"].reshape(-1) if p.border else 0)
+    total = _sums(p, x, w, p.border) + (of["shift"].reshape(-1) if p.border else 0)
     scale, bias = (of[name].reshape(-1).astype(np.float32) for name in ("scale", "bias"))
     with np.errstate(all="ignore"):
         y = (total.astype(np.float32).astype(np.float64) * scale + bias).astype(np.float32)

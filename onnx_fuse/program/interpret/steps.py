@@ -137,6 +137,7 @@ STEPS: dict[str, Any] = {
     "Silu": lambda x: x * _sigmoid(x),
     "Softplus": lambda x: np.logaddexp(0, x),
     "Softsign": lambda x: x / (1 + np.abs(x)),
+    "Steps": lambda x, scale, _: x / scale,
     "Sub": np.subtract,
     "Swish": lambda x, a: x * _sigmoid(a * x),
     "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),

@@ -34,7 +34,7 @@ from onnx_fuse.program.size import any_batch
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
 BARE = ("act", *_SUMS)
 """What leaves no room for an operand in the epilogue of a Gemm."""
-TAIL_TYPES = {*FLOATS, "int8", "uint8"}
+TAIL_TYPES = {*FLOATS, "int8", "uint8", "float8_e4m3fn"}
 """What a tail behind an IntegerConv reads and stores, and one behind a Norm stores."""
 _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 """Product -> its operand that is a bias of columns."""
