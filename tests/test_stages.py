@@ -149,6 +149,15 @@ def test_onnxruntime_is_handed_no_sequence(name: str) -> None:
     assert_near(interpret(program, feeds, {}, with_values), answers(stock(model), feeds))
 
 
+def test_a_sequence_may_have_been_made_in_any_number_of_steps() -> None:
+    steps = "".join(f"s{i + 1} = SequenceInsert (s{i}, x)\n" for i in range(1200))
+    model = text_model(f"""agraph (float[2] x) => (float[2] y) {{ s0 = SequenceConstruct (x)
+        {steps} m = ReduceMin <keepdims = 0> (x) i = Cast <to = 7> (m)
+        y = SequenceAt (s1200, i) }}""")
+    feeds = {"x": np.array([1, 2], np.float32)}
+    assert any(stage.host for stage in with_values(model, feeds).stages)
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_stages_give_onnxruntimes_results(name: str) -> None:
     text, feeds = GRAPHS[name]

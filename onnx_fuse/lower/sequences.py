@@ -55,11 +55,14 @@ def sequences(low: Control, values: Sequence[ir.Value | None]) -> list[ir.Value]
 
 def leave(low: Control, node: ir.Node) -> None:
     """Leave a node to a later stage, with what makes the sequences that it reads."""
-    for value in sequences(low, (*node.inputs, *captured(node))):
-        maker = value.producer()  # a body's input has none: its loop is left as a whole
-        if maker is not None and maker not in low.later:
-            leave(low, maker)
-    low.later.append(node)
+    waiting = [node]
+    while waiting:  # a chain of them may be longer than a recursion
+        read = sequences(low, (*waiting[-1].inputs, *captured(waiting[-1])))
+        makers = [value.producer() for value in read]  # a body's input has none: its loop is left
+        if first := [maker for maker in makers if maker is not None and maker not in low.later]:
+            waiting += first
+        elif (each := waiting.pop()) not in low.later:
+            low.later.append(each)
 
 
 def sequence(low: Control, node: ir.Node) -> bool:
