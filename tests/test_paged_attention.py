@@ -214,6 +214,22 @@ def test_what_is_no_number_in_a_sequence_stays_in_it(bad: float, device: str, gp
     assert not np.isfinite(y[5]).any()
 
 
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("smooth", [0, 1])
+@pytest.mark.parametrize("new", [(1, 2), (0, 0), ()])
+def test_a_table_without_entries_has_no_keys(
+    new: tuple[int, ...], smooth: int, optimize: bool
+) -> None:
+    case = Case(new, (0,) * len(new), {"smooth_softmax": smooth})
+    feeds = feeds_of(case)
+    feeds["table"] = feeds["table"][:, :0]
+    session = InferenceSession(model_of(case, feeds), device="cpu", optimize=optimize)
+    y, keys, _ = session.run(None, feeds)
+    assert y.shape == (sum(new), HEADS * HEAD)
+    assert not y.any()
+    np.testing.assert_array_equal(keys, feeds["key_cache"])
+
+
 def test_as_the_file_stands_a_body_replaces_the_kernel_that_the_cpu_lacks() -> None:
     case = CASES["mixed"]
     feeds = feeds_of(case)
