@@ -52,10 +52,10 @@ BUDGETS = {
     "": 5182, "autodiff": 1806, "cli": 3595, "cuda": 1967, "cuda_src": 15321, "distributed": 908,
     "importer": 5778, "ir": 2400, "kernels": 9803, "lower": 9411, "nn": 5154, "ops": 12552,
     "program": 10930, "report": 2364, "rewrite": 4312, "runtime": 9474, "torch": 3767,
-    "training": 7895, "validation": 4814,
+    "training": 7896, "validation": 4814,
     "generation": 1749,
     "adapters": 1160, "quantization": 1250,
-    "tests": 55698, "tools": 10852,
+    "tests": 55707, "tools": 10852,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

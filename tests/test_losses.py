@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxscript
 import pytest
 from onnxscript import FLOAT
@@ -18,7 +19,7 @@ from onnx_fuse.errors import DataError, ModelError, OnnxFuseError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.nn import functional as F
-from onnx_fuse.training import fit, optim
+from onnx_fuse.training import data, fit, optim
 from onnx_fuse.training.losses import Term
 from onnx_fuse.training.trainer import Trainer
 
@@ -565,6 +566,14 @@ def test_labels_of_any_type_are_those_of_the_scores(dtype: Any) -> None:
     for wrong in (np.full(3, 2**60 + 1), np.full(3, 0.1), np.full(3, 1j)):
         with pytest.raises(DataError, match=f"'labels' holds {wrong.dtype}, the model reads float"):
             trainer.step({**feeds, "labels": wrong})
+
+
+def test_labels_of_a_bfloat16_input_may_be_integers() -> None:
+    value = ir.Value(name="labels", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.BFLOAT16))
+    fitted = data.fit({"labels": np.array([1, -1])}, [value])["labels"]
+    assert fitted.dtype == ir.DataType.BFLOAT16.numpy()
+    with pytest.raises(DataError, match="'labels' holds int64, the model reads bfloat16"):
+        data.fit({"labels": np.array([257, 1])}, [value])
 
 
 def test_labels_of_a_sequence_are_checked() -> None:

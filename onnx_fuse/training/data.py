@@ -203,7 +203,8 @@ def fit(
 
 def _exact(array: Any, dtype: np.dtype[Any]) -> bool:
     """Whether numbers on the host are floats of a type, each of them."""
-    if isinstance(array, DeviceTensor) or array.dtype.kind not in "iuf" or dtype.kind != "f":
+    floats = dtype.kind == "f" or dtype.name == "bfloat16"
+    if isinstance(array, DeviceTensor) or array.dtype.kind not in "iuf" or not floats:
         return False
     with np.errstate(over="ignore", invalid="ignore"):
         again = np.asarray(array, dtype).astype(array.dtype)
