@@ -197,7 +197,7 @@ def range_(ctx: Context, node: ir.Node) -> None:
 
 _FOLDS = ("Max", "Min", "Sum", "Mean")
 _OTHER = ("Identity", "Iota", "Cast", "ClipMin", "ClipMax", "Square", "GeluTanh", "FMod",
-          "Saturate", "Scale", "Quantize", "Code", *_FOLDS)  # fmt: skip
+          "Saturate", "Scale", "Steps", "Quantize", "Code", *_FOLDS)  # fmt: skip
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", name): _simple(name)
     for name in (*TABLE, "BitShift")
