@@ -21,7 +21,7 @@ from onnx_fuse.importer.contrib.table import (
 from onnx_fuse.ir.build import dim
 
 
-def _int64(op: Body, x: ir.Value) -> ir.Value:
+def int64(op: Body, x: ir.Value) -> ir.Value:
     return op.Cast(x, to=ir.DataType.INT64)
 
 
@@ -39,7 +39,7 @@ def _flat(op: Body, x: ir.Value) -> ir.Value:
 
 def _tokens(op: Body, x: ir.Value, offset: ir.Value) -> ir.Value:
     """int64 [T]: the places of the rows of `x` [T, H], with which `offset` [B, S] begins."""
-    places = op.Reshape(_int64(op, offset), [-1])
+    places = op.Reshape(int64(op, offset), [-1])
     return op.Slice(places, [0], op.Shape(x, start=0, end=1), [0])
 
 
@@ -54,7 +54,7 @@ def _restored(op: Body, x: ir.Value, offset: ir.Value) -> ir.Value:
 
 @contrib("RemovePadding")
 def remove_padding(op: Body, x: ir.Value, counts: ir.Value) -> Results:
-    counts = _int64(op, counts)
+    counts = int64(op, counts)
     there = op.Reshape(_there(op, counts, op.Shape(x, start=1, end=2)), [-1])
     tokens, padding = (op.Squeeze(op.NonZero(v), [0]) for v in (there, op.Not(there)))
     shape = op.Shape(x, start=0, end=2)
@@ -100,7 +100,7 @@ def packed_parts(op: Body) -> Packed:
 def packed_attention(op: Body) -> Results:
     heads = op.count("num_heads")
     parts, sizes, offset, starts, added = packed_parts(op)
-    starts = _int64(op, starts)
+    starts = int64(op, starts)
     last = op.constant([2**31])
     counts = op.Sub(op.Slice(starts, [1], last, [0]), op.Slice(starts, [0], [-1], [0]))
     there = op.Unsqueeze(_there(op, counts, op.Shape(offset, start=1)), [1, 2])

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.contrib.attention import lowest, rotated, scaled_scores, steps
 from onnx_fuse.importer.contrib.grouped import shared_heads, softmax_with_sink
+from onnx_fuse.importer.contrib.padding import int64
 from onnx_fuse.importer.contrib.table import Body, Input, Results, Unwritable, contrib, known
 from onnx_fuse.ir.build import dim
 
@@ -30,10 +31,6 @@ def _refuse(op: Body, query: ir.Value, cache: ir.Value) -> None:
         raise Unwritable("it has a window that is not causal")
 
 
-def _int64(op: Body, x: ir.Value) -> ir.Value:
-    return op.Cast(x, to=ir.DataType.INT64)
-
-
 def _normalized(op: Body, x: ir.Value, gain: ir.Value | None) -> ir.Value:
     """x [T, N, h], each head divided by its root mean square and times `gain` [h]."""
     if gain is None:
@@ -46,7 +43,7 @@ def _normalized(op: Body, x: ir.Value, gain: ir.Value | None) -> ir.Value:
 
 def _any(op: Body, x: ir.Value, axis: int) -> ir.Value:
     """Whether x has a true element on an axis, which stays; of none it has not."""
-    return op.Greater(op.ReduceSum(_int64(op, x), [axis], keepdims=1), [0])
+    return op.Greater(op.ReduceSum(int64(op, x), [axis], keepdims=1), [0])
 
 
 def _inside(op: Body, x: ir.Value, end: ir.Value) -> ir.Value:
@@ -82,7 +79,7 @@ def paged_attention(
     q = _normalized(op, op.Reshape(query, [0, heads, head]), q_gain)
     k, v = (op.Reshape(x, [0, kv_heads, head]) for x in (key, value))
     k = _normalized(op, k, k_gain)
-    starts, past, table = (_int64(op, x) for x in (starts, past, table))
+    starts, past, table = (int64(op, x) for x in (starts, past, table))
     begins, ends = op.Slice(starts, [0], [-1], [0]), op.Slice(starts, [1], [2**31], [0])
     # of each token its sequence and its place there; none may have it
     token = op.Unsqueeze(steps(op, op.Shape(query, start=0, end=1)), [1])
@@ -113,7 +110,7 @@ def paged_attention(
         slot = op.Add(op.Mul(number, size), op.Mod(place, size))
         kept = op.And(here, _inside(op, number, pages))
     else:
-        slot = _int64(op, slots)
+        slot = int64(op, slots)
         kept = _inside(op, slot, count)
     slot = op.Unsqueeze(op.Where(kept, slot, count), [1])
     # what the tokens of a sequence see: its mapped pages, up to their own place
