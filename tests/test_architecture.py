@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 7896, "validation": 4814,
     "generation": 1749,
     "adapters": 1160, "quantization": 1250,
-    "tests": 55702, "tools": 10852,
+    "tests": 55711, "tools": 10852,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

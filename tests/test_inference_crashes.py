@@ -40,6 +40,15 @@ def test_a_size_below_0_is_refused_in_one_sentence(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_inference_that_runs_out_of_memory_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", out_of_memory)
+    with pytest.raises(ModelError, match=r"crashed .*\(out of memory\).* size below 0"):
+        onnx_fuse.optimize(onnx.parser.parse_model(HEAD + REFUSED["pool"]))
+
+
 UNTYPED = {
     "EyeLike": "y = EyeLike <dtype = 1> (a)",
     "RegexFullMatch": 'y = RegexFullMatch <pattern = "a"> (a)',

@@ -52,7 +52,7 @@ def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
         return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     try:
         return onnx.ModelProto.FromString(in_child(infer, silent=True))
-    except Crash as error:
+    except (Crash, ModelError) as error:  # it reads sizes outside its memory, a huge one at times
         for node in untyped:  # once more without them: only custom operators' results lack a type
             node.domain = _UNREAD
         if untyped:
