@@ -16,7 +16,7 @@ from typing import Any
 from onnx_fuse import progress, single_op_models, tune
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Selection, candidates, tuning
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Candidate
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.launch import Launches
 from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, KernelConfig
@@ -35,7 +35,7 @@ class Variant:
     that has its file's name.
     """
 
-    def __init__(self, kernel: Kernel, path: Path) -> None:
+    def __init__(self, kernel: Candidate, path: Path) -> None:
         self.name = f"{kernel.name} ({path})"
         self._kernel, self._file, self._text = kernel, path.name, path.read_text()
 
@@ -80,7 +80,7 @@ def of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Ca
     return calls[0]
 
 
-def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Kernel]:
+def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Candidate]:
     """The candidates; with `file` those alone that launch a source of this name, with it.
 
     Raises UsageError where no candidate does.
@@ -109,7 +109,7 @@ def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
 
 
 def check(
-    op: str, kernels: Sequence[Kernel], precision: str, hw: Hardware, until: float
+    op: str, kernels: Sequence[Candidate], precision: str, hw: Hardware, until: float
 ) -> Iterator[Row]:
     """Each configuration of the kernels, against the last candidate's results in all cases."""
     results: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
@@ -158,7 +158,7 @@ def _compared(
 
 
 def measure(
-    call: Call, kernels: Sequence[Kernel], sound: set[tuple[str, str]], hw: Hardware, top: int
+    call: Call, kernels: Sequence[Candidate], sound: set[tuple[str, str]], hw: Hardware, top: int
 ) -> list[tuple[Row, Selection]]:
     """Times of the `top` configurations of each kernel, best predicted first, of those `sound`."""
     problem = call.problem

@@ -52,7 +52,7 @@ _TAKEN = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsof
 _loaded: set[str] = set()
 
 
-class Kernel(HeuristicKernel):
+class Kernel(HeuristicKernel[Any]):
     """The base of kernels: a subclass gives a name, `supports`, `configs`, `cost` and `launch`."""
 
     waits: Waits = ""

@@ -22,7 +22,7 @@ from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import Selection, by_cost, candidates, select, tuning
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Candidate
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.passes.select import with_launches
@@ -107,7 +107,7 @@ def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Selection
 
 
 def ranked(
-    kernel: Kernel, problem: AnyProblem, hw: Hardware, why: str = "tuned"
+    kernel: Candidate, problem: AnyProblem, hw: Hardware, why: str = "tuned"
 ) -> list[Selection]:
     """The configurations of a kernel, best predicted first; none where it does not serve."""
     return [] if kernel.supports(problem, hw) else [*by_cost((kernel,), problem, hw, why)]

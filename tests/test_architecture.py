@@ -50,7 +50,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5182, "autodiff": 1806, "cli": 3595, "cuda": 1967, "cuda_src": 15321, "distributed": 908,
-    "importer": 5775, "ir": 2400, "kernels": 9803, "lower": 9411, "nn": 5154, "ops": 12552,
+    "importer": 5775, "ir": 2400, "kernels": 9807, "lower": 9411, "nn": 5154, "ops": 12552,
     "program": 10930, "report": 2364, "rewrite": 4312, "runtime": 9474, "torch": 3767,
     "training": 7896, "validation": 4814,
     "generation": 1749,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Candidate
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.launch import Launches
 from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Prefs
@@ -70,7 +70,7 @@ MODULES: dict[str, str] = {
 class Selection:
     """The selected kernel, its configuration, the predicted seconds and the reason for it."""
 
-    kernel: Kernel
+    kernel: Candidate
     config: KernelConfig
     seconds: float
     why: str
@@ -86,20 +86,20 @@ class Selection:
         return self.kernel.workspace(problem, self.config, hw)
 
 
-ADDED: dict[str, list[Kernel]] = {}
+ADDED: dict[str, list[Candidate]] = {}
 """The candidates that a user has registered (`plugins`), which come before the others."""
 
 
-def candidates(op: str) -> Sequence[Kernel]:
+def candidates(op: str) -> Sequence[Candidate]:
     """The candidates of `op`, best first; empty where the op has no kernel."""
     added = ADDED.get(op, ())
     if op not in MODULES:
         return added
-    kernels: Mapping[str, Sequence[Kernel]] = import_module(f"{__name__}.{MODULES[op]}").KERNELS
+    kernels: Mapping[str, Sequence[Candidate]] = import_module(f"{__name__}.{MODULES[op]}").KERNELS
     return (*added, *kernels[op]) if added else kernels[op]
 
 
-def named(op: str, name: str) -> Kernel:
+def named(op: str, name: str) -> Candidate:
     """The candidate of `op` with this name. Raises UsageError where there is none."""
     kernels = candidates(op)
     for kernel in kernels:
@@ -160,7 +160,7 @@ def same_choices() -> Iterator[None]:
         _CHOICES.reset(token)
 
 
-def _legal(op: str, problem: AnyProblem, hw: Hardware) -> list[Kernel]:
+def _legal(op: str, problem: AnyProblem, hw: Hardware) -> list[Candidate]:
     """The candidates that serve a problem, best first."""
     kernels = candidates(op)
     if kernels and not isinstance(kernels[0], HeuristicKernel):
@@ -226,7 +226,7 @@ def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
 
 
 def _by_rule(
-    kernels: Sequence[Kernel], problem: AnyProblem, hw: Hardware, why: str
+    kernels: Sequence[Candidate], problem: AnyProblem, hw: Hardware, why: str
 ) -> Selection | None:
     """The first kernel by its own rule, which looks at open sizes themselves and not at their
     class; the next one where its launch is none that a GPU takes. Those that are `compared` come by
@@ -258,7 +258,7 @@ def _first_that_fits(
     return next((c for c in fitting if not beyond(c.kernel, c.config, largest, hw)), None)
 
 
-def beyond(kernel: Kernel, how: KernelConfig, problem: AnyProblem, hw: Hardware) -> str:
+def beyond(kernel: Candidate, how: KernelConfig, problem: AnyProblem, hw: Hardware) -> str:
     """What of a kernel's launches is beyond a GPU's limits for a problem of plain sizes, or "".
 
     The limits are those of grids, blocks and shared memory, and of the arguments' types.
@@ -268,7 +268,7 @@ def beyond(kernel: Kernel, how: KernelConfig, problem: AnyProblem, hw: Hardware)
     return next((t for x in kernel.launch(problem, how, hw) for t in of_launch(x, hw)), "")
 
 
-def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
+def refusal(kernel: Candidate, problem: AnyProblem, hw: Hardware) -> str | None:
     """The answer of `supports`. Sizes in its text add no guard; sizes that it compares do."""
     if problem.trace is None:
         return kernel.supports(problem, hw)
@@ -358,7 +358,7 @@ def chosen_seconds(call: Call, hw: Hardware) -> float:
 
 @lru_cache(128)
 def by_cost(
-    kernels: tuple[Kernel, ...], problem: AnyProblem, hw: Hardware, why: str
+    kernels: tuple[Candidate, ...], problem: AnyProblem, hw: Hardware, why: str
 ) -> tuple[Selection, ...]:
     """Every configuration of `kernels`, the cheapest first."""
     priced = [

@@ -9,14 +9,14 @@ from math import prod
 
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.kernels import Selection, named
-from onnx_fuse.kernels.kernel import Kernel, Kernels
+from onnx_fuse.kernels.kernel import Candidate, Kernels
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.launch import Launch, Launches, Num, Ptr, Table
 from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig
 
 
-def free_axis(kernel: Kernel, launch: Launch) -> str | None:
+def free_axis(kernel: Candidate, launch: Launch) -> str | None:
     """A grid axis that the kernel does not look at and the launch does not use, None for none.
 
     A candidate declares those that its kernel does not look at as `free_axes`, of "y" and "z".
@@ -38,7 +38,7 @@ def can_batch(choice: Selection, problem: AnyProblem, hw: Hardware) -> bool:
     return plain and not alone and free_axis(choice.kernel, launch) is not None
 
 
-class BatchedKernel(HeuristicKernel):
+class BatchedKernel(HeuristicKernel[BatchedCalls]):
     """The kernel as a device function, which is called once for each row of a table of pointers."""
 
     name = "batched"
@@ -89,7 +89,7 @@ extern "C" __attribute__((global)) void {bounds}
         ),)  # fmt: skip
 
 
-class MultiTensor(HeuristicKernel):
+class MultiTensor(HeuristicKernel[PointwiseMany]):
     """A kernel generated for an expression, over a table of flat tensors."""
 
     name = "generated"
@@ -98,7 +98,7 @@ class MultiTensor(HeuristicKernel):
         return (launch_many(problem.expression, problem.shared, problem.items),)
 
 
-class MultiCopy(HeuristicKernel):
+class MultiCopy(HeuristicKernel[CopyMany]):
     """Runs of elements at strides, over a table of copies (cuda_src/indexing/pieces.cu)."""
 
     name, source = "pieces", "indexing/pieces.cu"

@@ -30,7 +30,7 @@ def row_macros(p: CacheAppend) -> dict[str, int]:
     }  # fmt: skip
 
 
-class Append(HeuristicKernel):
+class Append(HeuristicKernel[CacheAppend]):
     """sdpa/append.cu. Operands: q k v lengths cos sin q_scale k_scale positions past_key
     past_value key_step value_step, turned present_key present_value."""
 

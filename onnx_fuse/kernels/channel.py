@@ -12,7 +12,7 @@ from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, GroupGrad
 from onnx_fuse.program.size import coarse
 
 
-class ApplyChannelNorm(HeuristicKernel):
+class ApplyChannelNorm(HeuristicKernel[ChannelNorm]):
     """layernorm/channel.cu. Operands: x scale bias mean variance e1 e2 e3 y."""
 
     source = "layernorm/channel.cu"
@@ -37,7 +37,7 @@ class ApplyChannelNorm(HeuristicKernel):
         )  # fmt: skip
 
 
-class ChannelGradStages(HeuristicKernel):
+class ChannelGradStages(HeuristicKernel[ChannelGrad]):
     """layernorm/channel_grad.cu. Operands: x dy scale bias mean variance part dscale dbias
     sums dx."""
 
@@ -119,7 +119,7 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     return -(-length // chunk), chunk
 
 
-class Groups(HeuristicKernel):
+class Groups(HeuristicKernel[GroupGrad]):
     """layernorm/group_grad.cu. Operands: x dy scale bias mean variance part dscale dbias means
     dx."""
 

@@ -8,7 +8,7 @@ from onnx_fuse.program.launch import Launch, Launches, Ptr
 from onnx_fuse.program.problem import Collective, Hardware, KernelConfig
 
 
-class Nccl(HeuristicKernel):
+class Nccl(HeuristicKernel[Collective]):
     """A group of NCCL's calls, one a tensor. Operands: x.i y.i."""
 
     name = "nccl"

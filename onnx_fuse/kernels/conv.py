@@ -40,7 +40,7 @@ def _macros(problem: Conv) -> dict[str, Any]:
 _SIZES = "i32 groups channels filters inner outer"
 
 
-class DirectConv(HeuristicKernel):
+class DirectConv(HeuristicKernel[Conv]):
     """conv/direct.cu: an element of y a thread."""
 
     name = "direct"
@@ -64,7 +64,7 @@ class DirectConv(HeuristicKernel):
         )  # fmt: skip
 
 
-class _Tiled(Planned, HeuristicKernel):
+class _Tiled(Planned[Conv], HeuristicKernel[Conv]):
     """Implicit products of tiles, with the weights packed before and parts of k summed after.
 
     Configurations: `bm` filters a tile, `split` parts of the sum.

@@ -101,7 +101,7 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class ByMma(Planned, HeuristicKernel):
+class ByMma(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):
     """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
     Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
@@ -175,7 +175,7 @@ class _Way(NamedTuple):
         return self.parts == 1 and prod(problem.window.kernel) == 1
 
 
-class ByWgmma(Planned, HeuristicKernel):
+class ByWgmma(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
     Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
@@ -271,7 +271,7 @@ class ByWgmma(Planned, HeuristicKernel):
         return (*product, _total(problem, way.parts)), parts
 
 
-class PointwiseWeightGrad(Chosen):
+class PointwiseWeightGrad(Chosen[ConvWeightGrad]):
     """A filter of one tap: a Gemm of dy's and x's pixels, where its tiles are many."""
 
     name = "product"
@@ -311,7 +311,7 @@ class PointwiseWeightGrad(Chosen):
         return tuple(rename(launch, names) for launch in launches)
 
 
-class DepthwiseGrad(Planned, HeuristicKernel):
+class DepthwiseGrad(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):
     """conv/depthwise_weight_grad.cu: two channels a thread, their filters in registers."""
 
     name = "depthwise"

@@ -18,7 +18,7 @@ _SMEM = 100 << 10
 _REGISTERS = 81  # of a thread's weights
 
 
-class Grouped(Chosen, ChannelsLast):
+class Grouped(Chosen[Conv], ChannelsLast):
     """conv/grouped_sm80.cu: `tile` (rows, columns) of y at a time, the weights in registers.
 
     A block `stays` for several tiles, so that it loads the weights once, or makes one.

@@ -81,7 +81,7 @@ def finish(problem: Conv, size: int, filters: int, pixels: int, splits: int) -> 
     )  # fmt: skip
 
 
-class ChannelsLast(HeuristicKernel):
+class ChannelsLast(HeuristicKernel[Conv]):
     """What the candidates for channels-last images share."""
 
     planar = False  # whether x has its channels first
@@ -114,7 +114,7 @@ class ChannelsLast(HeuristicKernel):
         return super().supports(problem, hw)
 
 
-def unpaired(problem: Conv | ConvWeightGrad) -> str | None:
+def unpaired(problem: Images | ConvWeightGrad) -> str | None:
     """Why the channels are not each with a filter of its own, and in pairs; None if they are."""
     if not problem.depthwise:
         return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
@@ -274,7 +274,7 @@ class FewChannels(ChannelsLast):
         )  # fmt: skip
 
 
-class NhwcMma(Planned, Chosen, ChannelsLast):
+class NhwcMma(Planned[Conv], Chosen[Conv], ChannelsLast):
     """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few.
 
     A tile's k is that of 16 bits; of float32 it is half as many.
@@ -396,7 +396,7 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class Gathered(Chosen, ChannelsLast):
+class Gathered(Chosen[Conv], ChannelsLast):
     """A product of Hopper with a's tiles gathered by TMA: a step is 128 bytes of a tap's channels.
 
     Its operands are described as images and taps; what stands behind it is in its epilogue.
@@ -539,12 +539,12 @@ class Tf32Im2col(Gathered):
         return many.seconds(product, config, hw, read)
 
 
-def _axes(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
+def _axes(problem: Images | ConvWeightGrad) -> tuple[int, ...]:
     """The spatial axes of the images' tensor map, the innermost first."""
     return (2, 1, 0) if is_deep(problem) else (2, 1)
 
 
-def _corners(problem: Conv | ConvWeightGrad) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _corners(problem: Images | ConvWeightGrad) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Both corners of the box of a window's first taps, beyond the image, by `_axes`."""
     window = problem.window
     reach = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
@@ -552,7 +552,7 @@ def _corners(problem: Conv | ConvWeightGrad) -> tuple[tuple[int, ...], tuple[int
     return tuple(-window.before[i] for i in axes), tuple(window.after[i] - reach[i] for i in axes)
 
 
-def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
+def unboxed(problem: Images | ConvWeightGrad) -> str | None:
     """Why TMA cannot gather the pixels of x that a tap of the filter sees, or None if it can."""
     window, axes, (low, high) = problem.window, _axes(problem), _corners(problem)
     taps = [(window.kernel[i] - 1) * window.dilations[i] for i in axes]
@@ -566,12 +566,12 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathering(problem: Conv | ConvWeightGrad) -> dict[str, Any]:
+def gathering(problem: Images | ConvWeightGrad) -> dict[str, Any]:
     """The macro by which gemm/im2col.cuh gathers along three axes."""
     return {"DEEP": 1} if is_deep(problem) else {}
 
 
-def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
+def gathered(problem: Images | ConvWeightGrad, pixels: int) -> TensorMap:
     """The descriptor of the images x: a load gathers so many pixels, 128 bytes of channels each."""
     axes, (low, high) = _axes(problem), _corners(problem)
     images, row, pixel = image_strides(problem)

@@ -49,7 +49,7 @@ def version() -> int | str:
     return int(library.cublasLtGetVersion())
 
 
-class CublasLt(Kernel):
+class CublasLt(Kernel[GemmProblem]):
     """cublasLtMatmul: alpha a b + beta c + bias; the algorithm its heuristic puts first."""
 
     name = "cublaslt"

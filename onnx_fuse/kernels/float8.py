@@ -12,7 +12,7 @@ from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Float8
 
 
-class Rounding(HeuristicKernel):
+class Rounding(HeuristicKernel[Float8]):
     """quant/float8.cu. Operands: x history q qt scale next part."""
 
     source, waits = "quant/float8.cu", "later"

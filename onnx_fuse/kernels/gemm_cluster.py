@@ -24,7 +24,7 @@ from onnx_fuse.program.size import coarse, upper_bound
 BK = 64
 
 
-class Cluster(Kernel):
+class Cluster(Kernel[GemmProblem]):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "cluster"

@@ -22,7 +22,7 @@ OCCUPIED = 0.9
 """The time of a product beside that predicted for as many bytes of bfloat16 (H200, 2026-11)."""
 
 
-class EightBits(DelegatingKernel):
+class EightBits(DelegatingKernel[GemmProblem]):
     """y = "scale_a" "scale_b" a · b of float8 operands with k contiguous, and an epilogue.
 
     Both scales are one float32 on the device. Sums of 128 products are added up in float32.

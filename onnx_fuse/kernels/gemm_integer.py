@@ -28,7 +28,7 @@ from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, numbered_tail,
 from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.launch import Launches, Num, Ptr, TensorMap, args
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
-from onnx_fuse.program.problems import IntegerConv
+from onnx_fuse.program.problems import IntegerConv, PixelBlocks
 from onnx_fuse.program.size import minimum
 
 BYTES = ("int8", "uint8")
@@ -42,7 +42,7 @@ TILES = {
 """Tile of y -> warps along it, bytes of k a step, steps in shared memory."""
 
 
-class MmaInt8(Kernel):
+class MmaInt8(Kernel[IntegerProduct]):
     """The candidate of quant/mma_s8_sm80.cu, by mma.sync m16n8k32."""
 
     name = "mma_s8"
@@ -152,7 +152,7 @@ def _tail_of(problem: IntegerConv) -> tuple[list[Num], dict[str, Any]]:
     return numbers, macros
 
 
-class MmaInt8Nhwc(Chosen):
+class MmaInt8Nhwc(Chosen[IntegerConv]):
     """conv/integer_sm80.cu: convolutions and products of integers, from codes to codes."""
 
     name = "mma_s8_nhwc"
@@ -160,7 +160,7 @@ class MmaInt8Nhwc(Chosen):
     version = 4
     compared = True
 
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
+    def supports(self, problem: IntegerConv, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
         if problem.dtype not in BYTES:
@@ -183,7 +183,7 @@ class MmaInt8Nhwc(Chosen):
             return stages * (bm + bn) * bk + bm * (bn + 16)
         return max(stages * (bm + bn) * bk, bm * (bn * wide + 16))
 
-    def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def tiles(self, problem: IntegerConv, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds."""
         fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
         return [KernelConfig.of(tile=tile) for tile in fitting]
@@ -196,7 +196,7 @@ class MmaInt8Nhwc(Chosen):
         shared = (hw.smem_per_block + 1024) // (self._smem(problem, tile) + 1024)
         return max(1, min(2**16 // registers, shared, 2048 // threads))
 
-    def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def seconds(self, problem: IntegerConv, config: KernelConfig, hw: Hardware) -> float:
         """Waves of blocks that share a multiprocessor or wait for their own latency; bytes."""
         tile, costs = config.integers("tile"), self.numbers(hw)
         bm, bn, wm, wn, bk, _ = tile
@@ -215,7 +215,7 @@ class MmaInt8Nhwc(Chosen):
         took = waves * max(resident * work, alone) + (max(last * work, alone) if last else 0)
         return max(took, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: IntegerConv, config: KernelConfig, hw: Hardware) -> Launches:
         tile = self.ruled(problem, config, hw).integers("tile")
         bm, bn, wm, wn, bk, stages = tile
         rows, (sn, sy, sx) = problem.batch * prod(problem.outer), image_strides(problem)
@@ -244,7 +244,7 @@ PATCH_TILES = ((256, 64, 64, 2), (128, 64, 128, 2), (64, 64, 128, 2))
 """Those of patches."""
 
 
-class TmaInt8Nhwc(Chosen):
+class TmaInt8Nhwc(Chosen[IntegerConv]):
     """conv/integer_tma_sm90.cu: the same on wgmma, with copies by TMA, of one group."""
 
     name = "tma_s8_nhwc"
@@ -252,7 +252,7 @@ class TmaInt8Nhwc(Chosen):
     version = 4
     compared = True
 
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
+    def supports(self, problem: IntegerConv, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         width = ITEMSIZE[problem.tail.dtype if problem.tail else "float32"]
@@ -315,7 +315,7 @@ class TmaInt8Nhwc(Chosen):
             return 0
         return min(bm // self._width(problem), problem.outer[1], 257 - window.kernel[1])
 
-    def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def tiles(self, problem: IntegerConv, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds, by way of its copies."""
         ways = [(*tile, kept, 0) for tile in TMA_TILES for kept in (0, 1)]
         ways += [
@@ -332,7 +332,7 @@ class TmaInt8Nhwc(Chosen):
             if problem.dtype in BYTES or (way[1] < 256 and self._teams(way) == 1)
         ]
 
-    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
+    def ruled(self, problem: IntegerConv, config: KernelConfig, hw: Hardware) -> KernelConfig:
         """As of the others, but no patch of images of open sizes, which a patch's text has."""
         if config.attrs or all(isinstance(size, int) for size in problem.outer):
             return super().ruled(problem, config, hw)
@@ -340,7 +340,7 @@ class TmaInt8Nhwc(Chosen):
         ways = [how for how in self.tiles(largest, hw) if not how.integers("tile")[5]]
         return min(ways, key=lambda how: self.seconds(largest, how, hw))
 
-    def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def seconds(self, problem: IntegerConv, config: KernelConfig, hw: Hardware) -> float:
         """Tiles one behind another, each as long as its own latency or as what shares the
         multiprocessor takes: products, lines of copies and results, which overlap in part.
 
@@ -381,7 +381,7 @@ class TmaInt8Nhwc(Chosen):
             return problem.batch * -(-problem.outer[1] // lines)
         return -(-problem.batch * prod(problem.outer) // bm)
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: IntegerConv, config: KernelConfig, hw: Hardware) -> Launches:
         tile = self.ruled(problem, config, hw).integers("tile")
         bm, bn, bk, stages, kept, lines = tile
         rows, filters = problem.batch * prod(problem.outer), problem.filters
@@ -423,19 +423,19 @@ class TmaInt8Nhwc(Chosen):
         )  # fmt: skip
 
 
-class BlocksOfPixels(HeuristicKernel):
+class BlocksOfPixels(HeuristicKernel[PixelBlocks]):
     """conv/pixel_blocks.cu: images of a convolution with a stride, quantized as they are read."""
 
     name = "pixel_blocks"
     source = "conv/pixel_blocks.cu"
     version = 2
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: PixelBlocks, config: KernelConfig, hw: Hardware) -> Launches:
         """A thread for each block of pixels."""
         blocks = problem.batch * problem.tall * problem.width
         scale, zero = problem.quantize or (1.0, 0)
         ends = np.iinfo(problem.out_dtype)
-        numbers = map(float, (scale, 1 / np.float32(scale), zero, ends.min, ends.max))
+        numbers = map(float, (scale, float(1 / np.float32(scale)), zero, ends.min, ends.max))
         made = args(
             "x y, i64 blocks, i32 high columns tall width top first, i64 strides, u32 border, "
             "f32 numbers", problem, blocks=blocks, border=problem.border % 256,

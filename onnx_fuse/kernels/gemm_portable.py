@@ -244,7 +244,7 @@ def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Pt
     return parts
 
 
-class _Portable(Kernel, ABC):
+class _Portable(Kernel[GemmProblem], ABC):
     """What the two portable kernels share."""
 
     source: str

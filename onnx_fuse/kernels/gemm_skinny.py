@@ -22,7 +22,7 @@ from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelCon
 from onnx_fuse.program.size import coarse
 
 
-class SmallM(Kernel):
+class SmallM(Kernel[GemmProblem]):
     """A Gemm, or a LayerNormGemm with its statistics in the same launch."""
 
     name = "skinny"

@@ -113,7 +113,7 @@ def sum_of_parts(problem: GemmProblem, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class Wgmma(Kernel):
+class Wgmma(Kernel[GemmProblem]):
     """The candidate of gemm/wgmma_sm90.cu."""
 
     name = "wgmma"
@@ -468,7 +468,7 @@ class Wgmma(Kernel):
         return gemm if splits <= 1 else (*gemm, sum_of_parts(problem, splits))
 
 
-class SplitWgmma(DelegatingKernel):
+class SplitWgmma(DelegatingKernel[GemmProblem]):
     """fp32 operands as sums of bf16 planes, multiplied plane by plane by Wgmma.
 
     bf16x3: 2 planes, 3 products, 4e-6 relative error; bf16x6: 3 planes, 6 products, as fp32 itself.

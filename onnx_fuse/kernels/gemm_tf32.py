@@ -36,7 +36,7 @@ REST = 0.1
 """The share that counts of what takes less long than the longest."""
 
 
-class Tf32(Kernel):
+class Tf32(Kernel[GemmProblem]):
     """The candidate of gemm/tf32_sm90.cu.
 
     Configurations: `tile` (columns, blocks of a multiprocessor) and `splits` parts of k.

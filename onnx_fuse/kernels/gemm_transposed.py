@@ -44,7 +44,7 @@ def _transpose(name: str, rows: int, columns: int, step: int) -> TransposedOpera
     return TransposedOperand(name, ceil(4 * rows * pitch / 256) * 256, turning)
 
 
-class _TransposingGemm(DelegatingKernel, ABC):
+class _TransposingGemm(DelegatingKernel[GemmProblem], ABC):
     """The product of another candidate, for which operands are transposed into the workspace."""
 
     inner: Tf32 | SimtSplitK

@@ -26,7 +26,7 @@ STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
 
 
-class Gemv(Kernel):
+class Gemv(Kernel[GemmProblem]):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"

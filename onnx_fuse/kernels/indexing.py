@@ -66,7 +66,7 @@ def _long_tuples(problem: GatherND | ScatterND) -> str | None:
     return f"index tuples of {q}" if q > MAX_TUPLE else None
 
 
-class Tuples(HeuristicKernel):
+class Tuples(HeuristicKernel[GatherND]):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
@@ -137,7 +137,7 @@ def _uncombined(problem: Scatter) -> str | None:
     return None if problem.dtype in C_TYPES else f"rows of {problem.dtype}"
 
 
-class _Many(HeuristicKernel):
+class _Many(HeuristicKernel[Scatter]):
     """Kernels that find out which updates are for the same row of y."""
 
     source = "indexing/places.cu"
@@ -160,7 +160,7 @@ class _Many(HeuristicKernel):
         return {"IDX": _INDEX_TYPES[problem.index], "T": unit, "ELEMENTS": elements}
 
 
-class Last(Planned, _Many):
+class Last(Planned[Scatter], _Many):
     """indexing/places.cu: the last update of each row is written. Operands: y index update."""
 
     name = "last"
@@ -203,7 +203,7 @@ class Last(Planned, _Many):
         return clear + mark + write, 4 * updates.rows
 
 
-class WarpLines(HeuristicKernel):
+class WarpLines(HeuristicKernel[ScatterElements]):
     """indexing/scatter.cu: a line in a warp's shared memory. Operands: y index update."""
 
     name = "warp"
@@ -247,7 +247,7 @@ class WarpLines(HeuristicKernel):
         )  # fmt: skip
 
 
-class GroupedUpdates(Planned, HeuristicKernel):
+class GroupedUpdates(Planned[Scatter], HeuristicKernel[Scatter]):
     """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
 
     A configuration sets `part`, the sorted updates of a row that one block sums.
@@ -365,7 +365,7 @@ def _part(problem: Scatter) -> int:
     return 1 << max(6, (coarse(_ScatterUpdates.of(problem).count) - 1).bit_length() // 2)
 
 
-class Sorted(Planned, _Many):
+class Sorted(Planned[Scatter], _Many):
     """scan/radix.cu and indexing/row_sums.cu: any reduction of many. Operands: y index update."""
 
     name = "sorted"
@@ -430,7 +430,7 @@ class Sorted(Planned, _Many):
         )
 
 
-class ScatteredRows(HeuristicKernel):
+class ScatteredRows(HeuristicKernel[ScatterND]):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from onnx_fuse.cuda.arguments import MAP_BYTES
 from onnx_fuse.cuda.macros import Defines, defines
 from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, Table, TensorMap, Waits
-from onnx_fuse.program.problem import Hardware, KernelConfig
+from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig
 
 Blocks = int | tuple[int, int, int]
+P = TypeVar("P", bound=AnyProblem, contravariant=True)
 
 
 def launch(
@@ -91,11 +92,11 @@ def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
     return replace(launch, args=tuple(changed(arg) for arg in launch.args))
 
 
-class Kernel(Protocol):
+class Kernel(Protocol[P]):
     """What select, the tuner, the lab, the tests and the runtime need of a candidate.
 
-    A candidate names the type of its operator's problems where this says Any. It derives from this
-    class, whose other members are right for most.
+    P is the type of its operator's problems. A candidate derives from this class, whose other
+    members are right for most.
     """
 
     name: str
@@ -110,27 +111,27 @@ class Kernel(Protocol):
         """A number that is raised once its compiled code is another: records are of one version."""
         return 1
 
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
+    def supports(self, problem: P, hw: Hardware) -> str | None:
         """The reason why this kernel can't serve `problem`, or None: no other place states it."""
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         """The legal configurations, the default first."""
 
-    def fits(self, problem: Any, config: KernelConfig) -> bool:
+    def fits(self, problem: P, config: KernelConfig) -> bool:
         """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
 
         Each comparison with an open size is a guard. True unless a kernel says otherwise.
         """
         return True
 
-    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def cost(self, problem: P, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
 
     def numbers(self, hw: Hardware) -> Mapping[str, float]:
         """The numbers of its cost on this GPU, by name."""
         return hw.costs(self.source)
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: P, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel calls, in order."""
 
     def one(self, entry: str, blocks: Blocks, threads: int, *args: Arg, **how: Any) -> Launches:
@@ -138,10 +139,12 @@ class Kernel(Protocol):
         facts: dict[str, Any] = {"waits": self.waits, "early": self.early}
         return (launch(self.source, entry, blocks, threads, *args, **facts, **how),)
 
-    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
+    def workspace(self, problem: P, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace", none by default, which may hold anything."""
         return 0
 
 
-Kernels: TypeAlias = Mapping[str, Sequence[Kernel]]
+Candidate: TypeAlias = Kernel[Any]
+"""One of an operator whose problems' type is known to its candidates alone."""
+Kernels: TypeAlias = Mapping[str, Sequence[Candidate]]
 """Operator -> its candidates: what each module of kernels has as KERNELS."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
@@ -64,15 +64,17 @@ def stats_seconds(problem: GemmProblem, hw: Hardware) -> float:
     return hw.launch_seconds + size / hw.bandwidth
 
 
-def _rows(problem: GemmProblem, **how: Any) -> Launch:
+def _rows(
+    problem: GemmProblem, *, norm: bool = False, planes: int = 0, out_dtype: str = "bfloat16"
+) -> Launch:
     """The pass over x that makes the statistics of its rows."""
     return row_stats(
         problem.m, problem.k, problem.dtype, epsilon=problem.epsilon, rms=problem.rms,
-        align=problem.align, **how,
+        align=problem.align, norm=norm, planes=planes, out_dtype=out_dtype,
     )  # fmt: skip
 
 
-class FoldWeights(DelegatingKernel):
+class FoldWeights(DelegatingKernel[GemmProblem]):
     """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
 
     def __init__(self, inner: Wgmma | Mma) -> None:
@@ -171,7 +173,7 @@ Product: TypeAlias = (
 )
 
 
-class ApplyNorm(DelegatingKernel):
+class ApplyNorm(DelegatingKernel[GemmProblem]):
     """The plain way: rows normalised into the workspace, then any Gemm; serves every problem.
 
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.

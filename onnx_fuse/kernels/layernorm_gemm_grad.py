@@ -41,7 +41,7 @@ Part: TypeAlias = tuple[K, GemmProblem, KernelConfig]
 """A product's kernel, problem and configuration."""
 
 
-class TwoGemms(Planned):
+class TwoGemms(Planned[GemmProblem]):
     """The gradients on Hopper's GEMM."""
 
     name = "two_gemms"

@@ -75,7 +75,7 @@ TILES = {
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-class FewRowsGrad(Planned):
+class FewRowsGrad(Planned[GemmProblem]):
     """Two launches; a third before them where there is an activation."""
 
     name = "few_rows"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.kernel import Kernels
@@ -23,9 +23,10 @@ from onnx_fuse.program.size import minimum, upper_bound
 _MOST = 512  # threads a row
 _LONG = 64 << 10  # bytes of a row, of which a multiprocessor's shared memory holds three at most
 _NONE_IGNORED = -(2**62)
+S = TypeVar("S", LabelScore, ExpRows)
 
 
-class LossRows(HeuristicKernel):
+class LossRows(HeuristicKernel[CrossEntropy]):
     """loss/cross_entropy.cu. Operands: x target weight loss rows log_prob slope dx."""
 
     name = "row"
@@ -66,7 +67,7 @@ class LossRows(HeuristicKernel):
         return self.one(entry, -(-problem.rows * threads // block), block, *made, **macros)
 
 
-class Chunk(HeuristicKernel):
+class Chunk(HeuristicKernel[CrossEntropyChunk]):
     """loss/chunk.cu. Operands: x target weight rows."""
 
     name = "block"
@@ -116,19 +117,19 @@ class Chunk(HeuristicKernel):
         )  # fmt: skip
 
 
-class _OfProduct(HeuristicKernel):
+class _OfProduct(HeuristicKernel[S]):
     """What loss/exp_rows.cu makes beside a product of scores whose epilogue takes exponentials."""
 
     name = "exp"
     source = "loss/exp_rows.cu"
 
-    def supports(self, problem: LabelScore | ExpRows, hw: Hardware) -> str | None:
+    def supports(self, problem: S, hw: Hardware) -> str | None:
         if problem.dtype != "bfloat16":
             return f"exponentials of {problem.dtype} have no room for any score"
         sizes = (problem.ldx, problem.ldw, problem.classes)
         return "too many classes" if any(size >= 2**30 for size in sizes) else None
 
-    def macros(self, problem: LabelScore | ExpRows) -> dict[str, Any]:
+    def macros(self, problem: S) -> dict[str, Any]:
         """The types, how x and W are read, and the macros of the other entry as it needs none."""
         steps = (problem.k, problem.ldx, *(() if problem.turned else (problem.ldw,)))
         vec = min(access_width(step, problem.dtype) for step in steps)
@@ -138,7 +139,7 @@ class _OfProduct(HeuristicKernel):
         }  # fmt: skip
 
 
-class Label(_OfProduct):
+class Label(_OfProduct[LabelScore]):
     """Its entry label_score. Operands: those of LabelScore."""
 
     def launch(self, problem: LabelScore, config: KernelConfig, hw: Hardware) -> Launches:
@@ -147,7 +148,7 @@ class Label(_OfProduct):
         return self.one("label_score", -(-problem.rows // 8), 256, *made, **self.macros(problem))
 
 
-class Exp(_OfProduct):
+class Exp(_OfProduct[ExpRows]):
     """Its entry exp_rows. Operands: those of ExpRows."""
 
     def cost(self, problem: ExpRows, config: KernelConfig, hw: Hardware) -> float:

@@ -22,7 +22,7 @@ ROWS = 8
 """The rows of a that one block of `FewRows` multiplies: further blocks read the weights again."""
 
 
-class FewRows(Kernel):
+class FewRows(Kernel[PackedProduct]):
     """Weights unpacked in registers on their way to the tensor cores (quant/matmul_nbits.cu)."""
 
     name = "mma"
@@ -98,7 +98,7 @@ class FewRows(Kernel):
         )  # fmt: skip
 
 
-class TiledRows(Kernel):
+class TiledRows(Kernel[PackedProduct]):
     """Constant weights in an mma's order, all of a block's on their way at once
     (quant/tiled_nbits.cu).
     """
@@ -214,10 +214,10 @@ GATED = ("wgmma", "mma")
 """Kernels whose gates are columns of the accumulators, however b lies in memory."""
 
 
-class Unpacked(DelegatingKernel):
+class Unpacked(DelegatingKernel[PackedProduct]):
     """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
 
-    def __init__(self, inner: Kernel) -> None:
+    def __init__(self, inner: Kernel[GemmProblem]) -> None:
         self.inner = inner
         self.name = f"unpack_{inner.name}"
 

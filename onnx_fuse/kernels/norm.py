@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import pow2
-from onnx_fuse.kernels.kernel import Kernels
+from onnx_fuse.kernels.kernel import Kernels, P
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
@@ -96,7 +96,7 @@ def _macros(problem: Norm) -> dict[str, Any]:
     return types | {"RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine}
 
 
-class NormChunks(Planned, HeuristicKernel):
+class NormChunks(Planned[Norm], HeuristicKernel[Norm]):
     """layernorm/parts.cu: few long rows. Operands: those of `NormRow` without w, c and z."""
 
     name = "parts"
@@ -133,7 +133,7 @@ class NormChunks(Planned, HeuristicKernel):
         return parts + each("norm_apply", names, ", f32 epsilon"), 24 * problem.rows * chunks
 
 
-class NormRow(HeuristicKernel):
+class NormRow(HeuristicKernel[Norm]):
     """layernorm/row.cu. Operands: x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
 
     name = "row"
@@ -188,7 +188,7 @@ def _grad_macros(problem: NormGrad) -> dict[str, Any]:
     return types | {"RMS": problem.rms, "SKIP": problem.skip}
 
 
-class _NormGradKernel(HeuristicKernel):
+class _NormGradKernel(HeuristicKernel[P]):
     """A candidate of layernorm/grad.cu."""
 
     name = "row"
@@ -200,7 +200,7 @@ class _NormGradKernel(HeuristicKernel):
         return _grad_macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads}
 
 
-class GradRow(_NormGradKernel):
+class GradRow(_NormGradKernel[NormGrad]):
     """Operands: x dy scale mean rstd ds e1 e2 e3 b dx part."""
 
     def supports(self, problem: NormGrad, hw: Hardware) -> str | None:
@@ -245,7 +245,7 @@ def _chunk_macros(problem: NormGrad) -> dict[str, Any]:
     return _grad_macros(problem) | {"VEC": vec, "BLOCK": _THREADS} | tail_macros(problem.tail)
 
 
-class GradChunks(Planned, HeuristicKernel):
+class GradChunks(Planned[NormGrad], HeuristicKernel[NormGrad]):
     """layernorm/grad_parts.cu: few long rows. Operands: those of `GradRow` without b."""
 
     name = "parts"
@@ -290,7 +290,7 @@ class GradChunks(Planned, HeuristicKernel):
         return sums + strips if problem.dx else strips, 16 * rows * (chunks + 1)
 
 
-class GradRounds(HeuristicKernel):
+class GradRounds(HeuristicKernel[NormGradSums]):
     """The one part that few long rows leave, rounded. Operands: part dscale dbias."""
 
     name = "parts"
@@ -308,7 +308,7 @@ class GradRounds(HeuristicKernel):
         return self.one("round_params", grid, _THREADS, *made, **_chunk_macros(grad))
 
 
-class GradSums(_NormGradKernel):
+class GradSums(_NormGradKernel[NormGradSums]):
     """The sums of the parts. Operands: part dscale dbias."""
 
     def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:

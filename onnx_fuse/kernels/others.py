@@ -21,7 +21,7 @@ from onnx_fuse.program.launch import Launches, args
 from onnx_fuse.program.problem import Hardware, KernelConfig
 
 
-class RowsOfLanes(HeuristicKernel):
+class RowsOfLanes(HeuristicKernel[Determinant]):
     """linalg/det_rows.cu. Operands: x y."""
 
     name = "rows"
@@ -40,7 +40,7 @@ class RowsOfLanes(HeuristicKernel):
         )  # fmt: skip
 
 
-class Elimination(Planned, HeuristicKernel):
+class Elimination(Planned[Determinant], HeuristicKernel[Determinant]):
     """linalg/det.cu. Operands: x y."""
 
     source = "linalg/det.cu"
@@ -59,7 +59,7 @@ class Elimination(Planned, HeuristicKernel):
         return self.one("det", problem.count, 256, *made, **macros), copies
 
 
-class Stockham(HeuristicKernel):
+class Stockham(HeuristicKernel[Fourier]):
     """linalg/fourier.cu. Operands: x table window y."""
 
     source = "linalg/fourier.cu"
@@ -93,7 +93,7 @@ class Stockham(HeuristicKernel):
         )  # fmt: skip
 
 
-class MinMax(Planned, HeuristicKernel):
+class MinMax(Planned[Range], HeuristicKernel[Range]):
     """quant/range.cu. Operands: x scale zero."""
 
     source = "quant/range.cu"

@@ -33,7 +33,7 @@ READ_APART, WRITTEN_APART = 12, 56
 and what other rows of the tensor find of it in the L2 is gone before they write (H200, 2026-11)."""
 
 
-class TurnedCopy(HeuristicKernel):
+class TurnedCopy(HeuristicKernel[Pointwise]):
     """A candidate of indexing/transpose.cu, or of transpose_short.cu."""
 
     free_axes = "yz"
@@ -68,7 +68,7 @@ def _bytes_moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:
     return size * (apart if step >= 32 else min(apart, step))
 
 
-class Generated(HeuristicKernel):
+class Generated(HeuristicKernel[Pointwise]):
     """A kernel whose text is the expression; sizes and strides are its arguments."""
 
     name = "generated"
@@ -84,7 +84,7 @@ class Generated(HeuristicKernel):
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 
-class GeneratedSums(HeuristicKernel):
+class GeneratedSums(HeuristicKernel[PointwiseSums]):
     """A kernel whose text is the expression, with the sums of one result. Operands: a0 y0 sum."""
 
     name = "generated"

@@ -23,7 +23,7 @@ from onnx_fuse.program.problems import MaxPoolGrad, Pool, Resample
 _KINDS = ("max", "average", "lp")
 
 
-class Windows(HeuristicKernel):
+class Windows(HeuristicKernel[Pool]):
     """pool/pool.cu. Operands: x y indices."""
 
     source = "pool/pool.cu"
@@ -53,7 +53,7 @@ class Windows(HeuristicKernel):
         )  # fmt: skip
 
 
-class MaxGrad(Planned, HeuristicKernel):
+class MaxGrad(Planned[MaxPoolGrad], HeuristicKernel[MaxPoolGrad]):
     """pool/max_pool_grad.cu. Operands: x dy dx."""
 
     source = "pool/max_pool_grad.cu"
@@ -87,7 +87,7 @@ class MaxGrad(Planned, HeuristicKernel):
         return codes + sums, outputs * wide_code
 
 
-class Taps(HeuristicKernel):
+class Taps(HeuristicKernel[Resample]):
     """pool/resample.cu. Operands: x source weight y; of rows above above_weight."""
 
     version = 3

@@ -44,7 +44,7 @@ def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, i
     return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
 
-class RecurrentSteps(HeuristicKernel):
+class RecurrentSteps(HeuristicKernel[Recurrence]):
     """recurrent/steps.cu and recurrent/steps_grad.cu.
 
     Operands: z rt rn bn h0 c0 lengths y h c; of the gradient z z2 before r rn c0 lengths dy dh_T

@@ -76,7 +76,7 @@ def _team(problem: Reduce) -> int:
     return team_size(rows, longest, _vec(problem))
 
 
-class RowReduce(HeuristicKernel):
+class RowReduce(HeuristicKernel[Reduce]):
     """reduce/reduce.cu, along the last axis. Operands: x x2 y y2."""
 
     name = "row"
@@ -99,7 +99,7 @@ class RowReduce(HeuristicKernel):
         )  # fmt: skip
 
 
-class ColumnReduce(HeuristicKernel):
+class ColumnReduce(HeuristicKernel[Reduce]):
     """reduce/reduce.cu, along another axis. Operands: x x2 y y2."""
 
     name = "column"
@@ -126,7 +126,7 @@ class ColumnReduce(HeuristicKernel):
         )  # fmt: skip
 
 
-class Squares(Planned, HeuristicKernel):
+class Squares(Planned[SumSquares], HeuristicKernel[SumSquares]):
     """reduce/sum_squares.cu: a launch for 1024 tensors of a type, and one that adds their sums up.
 
     Operands: x.0, x.1, ... y.

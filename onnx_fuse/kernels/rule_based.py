@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import SCALAR, STORAGE, inline
-from onnx_fuse.kernels.kernel import Kernel, rename
+from onnx_fuse.kernels.kernel import Kernel, P, rename
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.launch import Launches, Num, Ptr, args
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, KernelConfig
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import any_batch, coarse
 
@@ -25,24 +25,24 @@ Plan: TypeAlias = tuple[Launches, int]
 """Launches, and the bytes of the workspace."""
 
 
-class Planned(Kernel):
+class Planned(Kernel[P]):
     """A candidate whose launches and workspace are worked out together."""
 
-    def plan(self, problem: Any, config: KernelConfig, hw: Hardware) -> Plan:
+    def plan(self, problem: P, config: KernelConfig, hw: Hardware) -> Plan:
         """The launches, and the bytes of the workspace."""
         raise TypeError(f"{type(self).__name__} has no launches")
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: P, config: KernelConfig, hw: Hardware) -> Launches:
         return self.plan(problem, config, hw)[0]
 
-    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
+    def workspace(self, problem: P, config: KernelConfig, hw: Hardware) -> int:
         return self.plan(problem, config, hw)[1]
 
 
-class DelegatingKernel(Kernel):
+class DelegatingKernel(Kernel[P]):
     """A candidate that leaves the product inside its problem to another candidate."""
 
-    inner: Kernel
+    inner: Kernel[GemmProblem]
     own_version = 0
 
     @property
@@ -50,38 +50,38 @@ class DelegatingKernel(Kernel):
         """That of the product's candidate, and its own, which is raised in the same way."""
         return self.own_version + self.inner.version
 
-    def _gemm(self, problem: Any) -> AnyProblem:
+    def _gemm(self, problem: P) -> GemmProblem:
         """The problem of the product."""
         raise TypeError(f"{type(self).__name__} has no product")
 
-    def _own_bytes(self, problem: Any) -> int:
+    def _own_bytes(self, problem: P) -> int:
         """The bytes of scratch in front of the product's own."""
         return 0
 
-    def _before(self, problem: Any, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
+    def _before(self, problem: P, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
         """The launches in front of the product's, and where its operands are."""
         return (), {}
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: P, config: KernelConfig, hw: Hardware) -> Launches:
         """The candidate's own launches, then the product's."""
         before, names = self._before(problem, hw)
         names["workspace"] = Ptr("workspace", self._own_bytes(problem))
         product = self.inner.launch(self._gemm(problem), config, hw)
         return (*before, *(rename(call, names) for call in product))
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         return self.inner.configs(self._gemm(problem), hw)
 
-    def fits(self, problem: Any, config: KernelConfig) -> bool:
+    def fits(self, problem: P, config: KernelConfig) -> bool:
         return self.inner.fits(self._gemm(problem), config)
 
-    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
+    def workspace(self, problem: P, config: KernelConfig, hw: Hardware) -> int:
         """The candidate's own bytes, then the product's."""
         nbytes = self.inner.workspace(self._gemm(problem), config, hw)
         return self._own_bytes(problem) + nbytes
 
 
-class HeuristicKernel(Kernel):
+class HeuristicKernel(Kernel[P]):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name
@@ -92,88 +92,86 @@ class HeuristicKernel(Kernel):
     compared = False
     """Whether the cheapest is chosen, where all that serve a problem say so."""
 
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
+    def supports(self, problem: P, hw: Hardware) -> str | None:
         """Every problem of its operator whose tail is one."""
         tail = getattr(problem, "tail", None)
         return None if tail is None or tail_text(tail) else "its steps are no C expression"
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's own."""
         return (KernelConfig.of(),)
 
-    def moved(self, problem: Any) -> int:
+    def moved(self, problem: P) -> int:
         """The bytes that its launches read and write together: the problem's, unless it says so."""
-        total: int = problem.bytes
-        return total
+        return problem.bytes
 
-    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def cost(self, problem: P, config: KernelConfig, hw: Hardware) -> float:
         """What the chip needs at least or its threads to move the bytes, and the launches.
 
         A thread has ACCESS bytes on their way at a time, and a multiprocessor has a limit as well:
         few threads or blocks leave most of the memory's rate unused, however fast the chip is.
         """
-        typed: AnyProblem = problem
         launches = self.launch(problem, config, hw)
         threads = max(prod(x.grid) * prod(x.block) for x in launches)
         blocks = max(prod(x.grid) for x in launches)
         rate = min(hw.bandwidth, threads * ACCESS / LATENCY,
                    2 * blocks * hw.bandwidth / hw.sm_count)  # fmt: skip
-        took = max(typed.floor(hw), self.moved(problem) / rate)
+        took = max(problem.floor(hw), self.moved(problem) / rate)
         return took + len(launches) * hw.launch_seconds
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: P, config: KernelConfig, hw: Hardware) -> Launches:
         raise TypeError(f"{type(self).__name__} has no launch")
 
 
-class Chosen(HeuristicKernel):
+class Chosen(HeuristicKernel[P]):
     """A candidate whose rule is the cheapest of its configurations."""
 
-    def tiles(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def tiles(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations that the problem admits."""
         raise TypeError(f"{type(self).__name__} has no tiles")
 
-    def seconds(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def seconds(self, problem: P, config: KernelConfig, hw: Hardware) -> float:
         """The time of one of them."""
         raise TypeError(f"{type(self).__name__} has no cost")
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
+    def configs(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         return [KernelConfig.of(), *self.tiles(problem, hw)]
 
-    def ruled(self, problem: Any, config: KernelConfig, hw: Hardware) -> KernelConfig:
+    def ruled(self, problem: P, config: KernelConfig, hw: Hardware) -> KernelConfig:
         """The configuration itself, or the cheapest for the class of the problem."""
         if config.attrs:
             return config
         largest = problem.upper_bound()
         return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
 
-    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
+    def cost(self, problem: P, config: KernelConfig, hw: Hardware) -> float:
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
 
-class Each(HeuristicKernel):
+class Each(HeuristicKernel[P]):
     """A kernel of one launch, whose blocks have `per` elements each of the fields `count`."""
 
     free_axes = "yz"
     version = 1
 
     def __init__(
-        self, source: str, entry: str, args: str, macros: Callable[[Any], dict[str, Any]],
+        self, source: str, entry: str, args: str, macros: Callable[[P], dict[str, Any]],
         *, count: str = "size", per: int = BLOCK, threads: int = BLOCK, version: int = 1,
     ) -> None:  # fmt: skip
         """`args` is text as `program.launch.args` reads it, `macros` are those of a problem."""
         self.source, self.entry, self.args, self.macros = source, entry, args, macros
         self.count, self.per, self.threads, self.version = count.split(), per, threads, version
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: P, config: KernelConfig, hw: Hardware) -> Launches:
         blocks = -(-prod(getattr(problem, name) for name in self.count) // self.per)
         made, macros = args(self.args, problem), self.macros(problem)
         return self.one(self.entry, blocks, self.threads, *made, **macros)
 
 
-def typed(problem: Any, **fields: str) -> dict[str, Any]:
+def typed(problem: AnyProblem, **fields: str) -> dict[str, Any]:
     """The macros T and ACC of a problem's dtype, and those of the types in other fields."""
-    types = {name: C_TYPES[getattr(problem, field)] for name, field in fields.items()}
-    return {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype), **types}
+    types = {name: getattr(problem, field) for name, field in {"T": "dtype", **fields}.items()}
+    return {"ACC": accumulator(types["T"]), **{k: C_TYPES[dtype] for k, dtype in types.items()}}
 
 
 def access_width(length: int, *dtypes: str, most: int = 16) -> int:

@@ -41,7 +41,7 @@ def chunk_length(blocks: int, length: int, least: int = CHUNK, multiple: int = 4
     return -(-length // (chunks * multiple)) * multiple
 
 
-class Cumulative(Planned, HeuristicKernel):
+class Cumulative(Planned[CumulativeSum], HeuristicKernel[CumulativeSum]):
     """scan/cumsum.cu. Operands: x y."""
 
     source = "scan/cumsum.cu"
@@ -92,7 +92,7 @@ class Cumulative(Planned, HeuristicKernel):
         return one(entry, "x y parts"), 0
 
 
-class InBlock(HeuristicKernel):
+class InBlock(HeuristicKernel[TopK]):
     """scan/topk.cu: a block a row, or a chunk of few long rows. Operands: x values indices."""
 
     name = "block"
@@ -175,7 +175,7 @@ class InBlock(HeuristicKernel):
         return launches
 
 
-class WholeRows(Planned, HeuristicKernel):
+class WholeRows(Planned[TopK], HeuristicKernel[TopK]):
     """scan/radix.cu: rows are sorted whole. Operands: x values indices."""
 
     name = "sort"
@@ -206,7 +206,7 @@ class WholeRows(Planned, HeuristicKernel):
         return keys + sort.launches() + take, sort.end
 
 
-class BitonicSort(Planned, HeuristicKernel):
+class BitonicSort(Planned[SortedRows], HeuristicKernel[SortedRows]):
     """scan/sort.cu. Operands: x indices."""
 
     name = "sort"
@@ -243,7 +243,7 @@ class BitonicSort(Planned, HeuristicKernel):
         return launches, 4 * padded
 
 
-class Votes(Planned, HeuristicKernel):
+class Votes(Planned[Kept], HeuristicKernel[Kept]):
     """scan/compact.cu. Operands: keep first, or keep first position."""
 
     source = "scan/compact.cu"

@@ -139,7 +139,7 @@ def common_macros(p: Attention) -> dict[str, object]:
     }  # fmt: skip
 
 
-class _Attention(Planned, ABC):
+class _Attention(Planned[Attention], ABC):
     """What both candidates share: the launches of forward and backward."""
 
     source: str
@@ -372,7 +372,7 @@ _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
 }  # fmt: skip
 
 
-class Wgmma(Kernel):
+class Wgmma(Kernel[Attention]):
     """sdpa/wgmma_sm90.cu: the forward in 16-bit floats on Hopper's wgmma and TMA."""
 
     name, source, version, waits = "wgmma", "sdpa/wgmma_sm90.cu", 2, "later"
@@ -524,7 +524,7 @@ class Simt(_Attention):
         return {**common_macros(p), "ACC": accumulator(p.dtype)}
 
 
-class OneQuery(Kernel):
+class OneQuery(Kernel[Attention]):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
     name, source, version, waits = "one_query", "sdpa/one_query.cu", 7, "later"
@@ -632,7 +632,7 @@ class OneQuery(Kernel):
         )  # fmt: skip
 
 
-class Direct(Kernel):
+class Direct(Kernel[Attention]):
     """sdpa/direct_sm80.cu: the forward of few keys in 16-bit floats, nothing staged."""
 
     name, source = "direct", "sdpa/direct_sm80.cu"

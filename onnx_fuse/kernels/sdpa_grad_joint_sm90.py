@@ -20,7 +20,7 @@ _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
 
-class WgmmaGradJoint(Planned):
+class WgmmaGradJoint(Planned[Attention]):
     """sdpa/wgmma_grad_joint_sm90.cu: dq, dk, dv in 16-bit floats by five products a tile.
 
     `split` blocks of a cluster share the keys of a head; clusters take one head after another.

@@ -33,7 +33,7 @@ _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 """An SM's rate by the warpgroups on it, in parts of that with four."""
 
 
-class WgmmaGrad(Planned):
+class WgmmaGrad(Planned[Attention]):
     """sdpa/wgmma_grad_sm90.cu: dq, dk, dv in 16-bit floats on Hopper's wgmma and TMA.
 
     Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.

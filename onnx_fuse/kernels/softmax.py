@@ -34,7 +34,7 @@ def _macros(problem: Softmax) -> dict[str, Any]:
     return typed(problem) | {"LOG": problem.log}
 
 
-class RowSoftmax(HeuristicKernel):
+class RowSoftmax(HeuristicKernel[Softmax]):
     """softmax/row.cu. Operands: x y."""
 
     name = "row"
@@ -62,7 +62,7 @@ class RowSoftmax(HeuristicKernel):
         )  # fmt: skip
 
 
-class PartsSoftmax(Planned, HeuristicKernel):
+class PartsSoftmax(Planned[Softmax], HeuristicKernel[Softmax]):
     """softmax/parts.cu: few long rows, each by many blocks. Operands: x y."""
 
     name = "parts"
@@ -96,7 +96,7 @@ class PartsSoftmax(Planned, HeuristicKernel):
         return parts + each("softmax_apply", "x y workspace"), 16 * problem.outer * chunks
 
 
-class ColumnSoftmax(HeuristicKernel):
+class ColumnSoftmax(HeuristicKernel[Softmax]):
     """softmax/column.cu. Operands: x y."""
 
     name = "column"

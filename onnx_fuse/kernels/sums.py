@@ -10,7 +10,7 @@ from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
-class SlopeOfProduct(HeuristicKernel):
+class SlopeOfProduct(HeuristicKernel[SlopeProduct]):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
@@ -27,7 +27,7 @@ class SlopeOfProduct(HeuristicKernel):
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
 
-class SumOfParts(HeuristicKernel):
+class SumOfParts(HeuristicKernel[PartSums]):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
@@ -37,7 +37,7 @@ class SumOfParts(HeuristicKernel):
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 
-class Merged(HeuristicKernel):
+class Merged(HeuristicKernel[MergedMoments]):
     """norm/merge_moments.cu. Operands: part mean variance."""
 
     source = "norm/merge_moments.cu"
@@ -54,7 +54,7 @@ class Merged(HeuristicKernel):
         )  # fmt: skip
 
 
-class Columns(HeuristicKernel):
+class Columns(HeuristicKernel[Fold]):
     """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
 
     source, waits = "norm/fold.cu", "later"

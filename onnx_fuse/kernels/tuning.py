@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse import config
-from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.kernel import Candidate
 from onnx_fuse.program import call, contractions, data_movement, expression, problems
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import AnyProblem, Contraction, GemmProblem, Hardware, KernelConfig
@@ -194,8 +194,8 @@ def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
 
 
 def lookup(
-    op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Kernel]
-) -> tuple[Kernel, KernelConfig, float] | None:
+    op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Candidate]
+) -> tuple[Candidate, KernelConfig, float] | None:
     """The record for (op, problem, GPU) by one of `legal` of the same version."""
     record = load(hw).get(key(op, problem))
     if record is None:
@@ -215,7 +215,7 @@ def _config(record: Mapping[str, Any]) -> KernelConfig:
 
 
 def record(
-    problem: AnyProblem, kernel: Kernel, how: KernelConfig, us: float, hw: Hardware
+    problem: AnyProblem, kernel: Candidate, how: KernelConfig, us: float, hw: Hardware
 ) -> dict[str, Any]:
     """One record: which kernel and config won, its time, and which version was measured."""
     return {
@@ -228,7 +228,7 @@ def record(
 
 
 def is_current(
-    name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Kernel]
+    name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Candidate]
 ) -> bool:
     """Whether one of `kernels` is the record's, of its version, and has its configuration.
 
@@ -249,7 +249,7 @@ def save(
     records: Iterable[tuple[str, AnyProblem, dict[str, Any]]],
     hw: Hardware,
     folder: Path,
-    candidates: Callable[[str], Sequence[Kernel]],
+    candidates: Callable[[str], Sequence[Candidate]],
 ) -> Path:
     """Merge `records` into this GPU's file in `folder`, without those of other versions.
 
