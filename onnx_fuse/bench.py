@@ -75,6 +75,8 @@ class Comparison:
     feeds: dict[str, list[int]]
     rounds: list[tuple[float, float]]
     """Milliseconds of the original and of the fused model in each round."""
+    clock: str = ""
+    """What was measured: GPU time, wall-clock time, or the CPU time of one thread."""
     memory: tuple[int | None, int | None] = (None, None)
     """Bytes of GPU memory that each takes, weights, states and temporaries; None on the CPU."""
 
@@ -130,7 +132,7 @@ def compare(
 
         # besides the model's inputs a step reads labels
         feeds = data.with_labels(feeds, Trainer(graph.clone(), loss=loss).spec().feeds)
-        makers = [partial(_step_clock, graph, feeds, loss, level, device, precision, mode)
+        makers = [partial(_step_clock, graph, feeds, loss, level, device, precision, mode, threads)
                   for level in (0, None)]  # fmt: skip
     elif grad:
         both, feeds = _backwards(graph, feeds)
@@ -155,6 +157,7 @@ def compare(
         memory = [getattr(clock, "memory", None) for clock in clocks]
     times = np.concatenate(groups)
     ratios = [float(np.divide(*np.median(t, 0)[::-1])) for t in (times, *groups)]
+    here = "CPU time of one thread" if threads == 1 else "wall-clock time"
     return Comparison(
         timing(times[:, 0]),
         timing(times[:, 1]),
@@ -162,6 +165,7 @@ def compare(
         (min(ratios), max(ratios)),
         {name: list(array.shape) for name, array in feeds.items()},
         [(1e3 * float(a), 1e3 * float(b)) for a, b in times],
+        "GPU time" if device == "cuda" and mode == "kernel" else here,
         (memory[0], memory[1]),
     )
 
@@ -221,7 +225,11 @@ def _clock(
     run = partial(ort.run, session, feeds)
     if bound and providers[0] in _IN_GPU_MEMORY:
         run = partial(session.run_with_iobinding, _bound(session, feeds, "cuda"))
-    return partial(_mean, run, time.process_time if threads == 1 else time.perf_counter)
+    return partial(_mean, run, _now(threads))
+
+
+def _now(threads: int) -> Callable[[], float]:
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 _IN_GPU_MEMORY = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
@@ -287,11 +295,14 @@ def _step_clock(
     device: str,
     precision: str,
     mode: str,
+    threads: int,
 ) -> Clock:
     """A clock over the steps of a new Trainer."""
     from onnx_fuse.training.trainer import Trainer
 
-    trainer = Trainer(graph.clone(), loss=loss, precision=precision, device=device, level=level)
+    trainer = Trainer(
+        graph.clone(), loss=loss, precision=precision, device=device, level=level, threads=threads
+    )
 
     def step() -> float:
         return float(trainer.step(feeds))
@@ -303,7 +314,7 @@ def _step_clock(
         update = states._executables["update"]
         held = states._home.weights.nbytes
         return _GpuClock(update, update.instances()[0], step if mode == "end2end" else None, held)
-    return partial(_mean, step, time.perf_counter)
+    return partial(_mean, step, _now(threads))
 
 
 def _session(model: Path | ir.Model, threads: int, providers: Sequence[Any]) -> Any:

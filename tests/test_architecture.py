@@ -49,13 +49,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5182, "autodiff": 1806, "cli": 3595, "cuda": 1967, "cuda_src": 15321, "distributed": 908,
-    "importer": 5775, "ir": 2400, "kernels": 9807, "lower": 9411, "nn": 5154, "ops": 12552,
-    "program": 10930, "report": 2364, "rewrite": 4312, "runtime": 9474, "torch": 3767,
-    "training": 7896, "validation": 4814,
+    "": 5193, "autodiff": 1806, "cli": 3603, "cuda": 1967, "cuda_src": 15321, "distributed": 908,
+    "importer": 5775, "ir": 2401, "kernels": 9807, "lower": 9411, "nn": 5155, "ops": 12552,
+    "program": 10930, "report": 2384, "rewrite": 4312, "runtime": 9474, "torch": 3767,
+    "training": 7897, "validation": 4815,
     "generation": 1749,
     "adapters": 1160, "quantization": 1250,
-    "tests": 55711, "tools": 10852,
+    "tests": 55739, "tools": 10852,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -1,6 +1,7 @@
 """The check is fair: like with like, the original's own spread, steps of quantization, bfloat16."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ def test_a_notebook_shows_outputs_and_a_log_shows_steps(caplog: pytest.LogCaptur
         check = check_outputs(shifted(1), shifted(2))
     assert ("onnx_fuse", "running the original") in [(r.name, r.message) for r in caplog.records]
     assert "<td>y</td><td>False</td><td>1</td>" in check._repr_html_()
+    empty = replace(check.differences[0], where="y", max_abs=0.0, limit=0.0)
+    first = replace(empty, where="y[0]", limit=1e-4)
+    assert "<td>y[0]</td>" in replace(check, differences=[first, empty])._repr_html_()
 
 
 def test_sessions_of_a_check_read_large_weights_where_they_are() -> None:

@@ -149,6 +149,8 @@ def test_explain_for_a_gpu_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
     half = cli.report("optimize", path, "--precision", "fp16", "-o", path.with_name("half.onnx"))
     assert half["check"]["tolerance"]["reason"].startswith("float16")
     assert half["bytes"]["after"] < 0.6 * half["bytes"]["before"]
+    err = cli.fails(3, "validate", path.with_name("half.onnx"), "--against", path)
+    assert "--rtol 0.02 allows for its coarser types" in err
     for text in ("the 10 slowest of 19 calls on NVIDIA H200", "floor", "19 calls, predicted"):
         assert text in told
     explained = cli("optimize", path, *options, "--explain").out
@@ -373,7 +375,8 @@ def test_bench_times_a_training_step(cli: Cli, tmp_path: Path) -> None:
     array = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
     onnx.save(proto, model)
-    data = cli.report("bench", model, "--train", "--repeat", 2)
+    data = cli.report("bench", model, "--train", "--repeat", 2, "--threads", 1)
+    assert data["clock"] == "CPU time of one thread"
     assert data["feeds"]["labels"] == data["feeds"]["x"][:1]
     assert data["memory"] == [None, None]
 
@@ -561,6 +564,7 @@ USAGE = [
     ("bench", ENCODER, "--precision", "fp16"),
     ("bench", ENCODER, "--device", "cuda", "--threads", 1),
     ("bench", ENCODER, "--device", "tpu"),
+    ("validate", ENCODER, "--op"),
     ("validate", ENCODER, "--precision", "fp16"),
     ("validate", ENCODER, "--precision", "fp16", "--grad"),
     ("validate", ENCODER, "--precision", "fp16", "--device", "cuda", "--blame"),

@@ -66,7 +66,7 @@ def test_an_optimizer_has_a_name() -> None:
     assert run.optimizer == optim.Adam()
     history = run.fit(arrays(), validation=arrays())
     assert repr(run) == "Trainer(Adam, 16 weights in 2 tensors, 1 steps, device='cpu')"
-    assert repr(history).startswith("History(1 steps, 1 epochs, loss ")
+    assert repr(history).startswith("History(1 steps, 1 epochs, last loss ")
     table = history._repr_html_()
     assert table.count("<tr>") == 2
     assert "<th>validation_loss</th>" in table
@@ -197,7 +197,7 @@ def test_a_stream_is_told_the_epoch() -> None:
 
 WRONG: dict[str, tuple[Any, type[OnnxFuseError], str]] = {
     "number": (7, UsageError, "training data of type int"),
-    "too many": ([(1, 2, 3)], DataError, "a batch of 3 arrays: the model reads 'x', 'labels'"),
+    "too many": ([(1, 2, 3)], DataError, "'x', 'labels': 2 arrays, and the batch has 3"),
     "ragged": ([{"x": [[1.0], [1.0, 2.0]], "labels": [0]}], DataError, "'x' holds lists of diff"),
     "text": ([{"x": ["a"], "labels": [0]}], DataError, "'x' holds no numbers"),
     "float labels": ([{"x": [[1.0, 2, 3]], "labels": [0.5]}], DataError, "'labels' holds float64"),

@@ -29,9 +29,15 @@ def test_every_option_and_command_has_a_sentence(name: str) -> None:
     bad = {
         option: text
         for option, text in texts.items()
-        if len(text.split()) < 4 or not text[0].isupper() or not text.rstrip().endswith(".")
+        if len(text.split()) < 4 or not text[0].isupper() or not text.rstrip().endswith((".", "]"))
     }
     assert not bad
+
+
+def test_a_range_without_its_end_is_shown() -> None:
+    texts = {p.name: p.help for p in ROOT.commands["generate"].params}  # type: ignore[attr-defined]
+    assert texts["top_p"].endswith("together.  [0<x<=1]")
+    assert texts["repetition_penalty"].endswith("factor.  [x>0]")
 
 
 def test_a_shell_completes_commands_and_options() -> None:

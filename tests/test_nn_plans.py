@@ -46,7 +46,7 @@ def test_a_plan_runs_again_and_again_and_gives_what_it_saves() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"op": "Nonsense"}, "no fused operator 'Nonsense'"),
+        ({"op": "LayerNormGem"}, r"no fused operator 'LayerNormGem' \(did you mean 'LayerNormGemm"),
         ({"op": "LayerNormGemm_mean"}, "no fused operator"),
         ({"shapes": {"x": (4, 8)}}, "operands x, scale, bias, w, c"),
         ({"save": ("middle",)}, "no inner value 'middle'"),

@@ -459,11 +459,25 @@ def test_compare_refuses_reports_of_two_commands(cli: Cli, tmp_path: Path, saved
     assert "a.json is a report of run, b.json of inspect" in cli.fails(1, "compare", a, b)
 
 
+def test_compare_names_settings_that_differ_and_refuses_two_kinds_of_time(
+    cli: Cli, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    report = {"command": "bench", "model": "m.onnx", "clock": "GPU time", "feeds": {"x": [2, 3]}}
+    a.write_text(json.dumps(report))
+    b.write_text(json.dumps(report | {"model": "n.onnx", "feeds": {"x": [4, 3]}}))
+    text = cli.done("compare", a, b)
+    assert "not the same model: a.json has m.onnx, b.json has n.onnx" in text
+    assert "not the same feeds: a.json has x [2, 3], b.json has x [4, 3]" in text
+    b.write_text(json.dumps(report | {"clock": "wall-clock time"}))
+    assert "two of one kind of time" in cli.fails(1, "compare", a, b)
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_compare_refuses_what_is_no_report(cli: Cli, tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    assert "is no report of --json" in cli.fails(1, "compare", path, path)
+    assert "not a report that --json has written" in cli.fails(1, "compare", path, path)
 
 
 def test_the_printer_remembers_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,10 +123,10 @@ def bench(
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
         for name, t in ((first, result.original), ("fused", result.fused))
     ]
-    cpu = "onnxruntime, CPU time of one thread" if threads == 1 else "onnxruntime, CPU"
-    where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else cpu
-    where = f"onnxruntime, {request.place}" if request.providers else where
-    printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
+    where = f"onnxruntime, {request.place}"
+    if request.place == "cuda":
+        where = f"{hardware_of('cuda').name}, {precision}"
+    printer.table(f"{where}: {result.clock}", ["model", "median ms", "10 %", "90 %"], rows)
     printer.text(show.inputs(result.feeds))
     for name, nbytes in zip((first, "fused"), result.memory, strict=True):
         if nbytes is not None:
@@ -150,7 +150,7 @@ def bench(
 
     reports.write(
         printer,
-        {"model": str(model)} | result.to_dict(),
+        {"model": str(model), "where": where} | result.to_dict(),
         overview=overview.benched(model, device, first, result),
         device=where,
         sections=sections,

@@ -27,6 +27,7 @@ def compare(*, a: Path, b: Path, reports: show.Reports) -> None:
     left, right = comparison.read(a), comparison.read(b)
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
     comparison.check_alike(names, left, right)
+    printer.text(*comparison.settings(names, left, right))
     rows = comparison.rows(left, right)
     printer.table("", ["", *names, "change"], rows)
     if not rows:

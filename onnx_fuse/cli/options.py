@@ -109,7 +109,10 @@ def _parsed(kind: object, option: Option) -> Any:
     if option.flag is None:
         return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]
     flags, metavar, text = option.flag.split(", "), option.metavar, option.help
-    least, most = None if option.above else option.least, option.most
+    least, most = option.least, option.most
+    if option.above:  # the parser has no open ranges; check_types refuses `least` itself
+        text += f"  [x>{least}]" if most is None else f"  [{least}<x<={most}]"
+        least = most = None
     return Annotated[kind, typer.Option(*flags, metavar=metavar, min=least, max=most, help=text)]
 
 

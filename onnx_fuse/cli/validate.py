@@ -121,6 +121,7 @@ def _compare(
     from onnx_fuse import report
     from onnx_fuse.importer.load import read
     from onnx_fuse.report import overview
+    from onnx_fuse.validation.compare import tolerance_of
     from onnx_fuse.validation.request import Request
 
     printer = show.printer()
@@ -150,6 +151,9 @@ def _compare(
     if not checked.ok:
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
+        usual = tolerance_of(files.load(model, str(model)))
+        if options.rtol is None and usual.rtol > tolerance_of(source).rtol:
+            failure += f"; --rtol {usual.rtol:g} allows for its coarser types"
     elif grad:
         gradients = checking.gradients(model, None, request, inputs)
         data["gradients"] = gradients.to_dict()

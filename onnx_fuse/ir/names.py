@@ -107,7 +107,8 @@ class FusedName:
 def _read(op_type: str) -> FusedName:
     base, *exposed = op_type.split("_")
     match = _PARTS.fullmatch(base)
-    assert match is not None  # every part may be absent
+    if match is None:  # such as a path
+        return FusedName(op_type)
     part = {key: text or "" for key, text in match.groupdict().items()}
     return FusedName(
         base.removesuffix("Grad"), part["norm"], bool(part["skip"]), part["place"], part["family"],

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
+from onnx_fuse.errors import UsageError, did_you_mean
+from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.nn import dispatch
 from onnx_fuse.nn.arrays import DType, is_float, np_name
@@ -50,7 +50,8 @@ class OperatorPlan:
     ) -> None:
         body = body_of(op)
         if FusedName.of(op).exposed or body is None:
-            raise UsageError(f"this package has no fused operator '{op}'")
+            names = (name for domain, name in BODIES if domain == FUSE)
+            raise UsageError(f"there is no fused operator '{op}'{did_you_mean(op, names)}")
         function = body((), CANONICAL_OPSET, "")
         self.operands = [str(value.name) for value in function.inputs]
         """The names of the operands, in the order of `forward`."""

@@ -34,9 +34,9 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise DataError(f"{path}: is no report of --json: {error}") from error
+        raise DataError(f"{path}: not a report that --json has written: {error}") from error
     if not isinstance(report, dict):
-        raise DataError(f"{path}: is no report of --json, which holds an object")
+        raise DataError(f"{path}: not a report that --json has written")
     return report
 
 
@@ -66,12 +66,30 @@ def _spread(key: str, numbers: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def check_alike(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
-    """Raise DataError for the reports of two commands, which have nothing to compare."""
-    first, second = a.get("command"), b.get("command")
-    if first and second and first != second:
-        raise DataError(
-            f"{names[0]} is a report of {first}, {names[1]} of {second}: compare two of one command"
-        )
+    """Raise DataError for the reports of two commands, or of CPU time and wall-clock time."""
+    for key, noun in (("command", "command"), ("clock", "kind of time")):
+        first, second = a.get(key), b.get(key)
+        if first and second and first != second:
+            raise DataError(
+                f"{names[0]} is a report of {first}, {names[1]} of {second}: "
+                f"compare two of one {noun}"
+            )
+
+
+def settings(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that differs: the model, the place, the sizes of the inputs."""
+    both = [(key, a.get(key), b.get(key)) for key in ("model", "where", "feeds")]
+    return [
+        f"not the same {key}: {names[0]} has {_said(x)}, {names[1]} has {_said(y)}"
+        for key, x, y in both
+        if x and y and x != y
+    ]
+
+
+def _said(setting: Any) -> str:
+    if not isinstance(setting, Mapping):
+        return str(setting)
+    return ", ".join(f"{name} {value}" for name, value in setting.items())
 
 
 def overview(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> Overview:
@@ -125,6 +143,8 @@ def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
     table = rows(a, b)
     if not table:
         return [*parts, Section("Numbers", [Lines(["these reports have no numbers in common"])])]
+    if differing := settings(names, a, b):
+        parts.insert(0, Section("Settings that differ", [Lines(differing)]))
     return [*parts, Section("Numbers", [Table("", ["", *names, "change"], table)])]
 
 

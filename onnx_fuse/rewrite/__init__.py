@@ -130,7 +130,7 @@ def optimize(
         if name not in FUSIONS:
             raise UsageError(unknown("fusion", name, sorted(FUSIONS)))
     if level not in LEVELS:
-        raise UsageError(f"there is no level {level}; there are 0 to {max(LEVELS)}")
+        raise UsageError(f"the level is {level!r}: it must be 0, 1, 2 or 3")
 
     def wanted(name: str, lowest: int) -> bool:
         return name not in skip and (lowest <= level or name in fuse)

@@ -39,7 +39,7 @@ class History:
 
     def __repr__(self) -> str:
         last = self.metrics[-1] if self.metrics else {}
-        ends = {"loss": self.losses[-1]} if self.losses else {}
+        ends = {"last loss": self.losses[-1]} if self.losses else {}
         ends |= {name: value for name, value in last.items() if name not in ("step", "epoch")}
         shown = "".join(f", {name} {value:.4g}" for name, value in ends.items())
         return f"History({len(self.losses)} steps, {len(self.epochs)} epochs{shown})"

@@ -289,7 +289,8 @@ def as_feeds(batch: object, inputs: Sequence[ir.Value]) -> dict[str, Array]:
         flat = list(_flattened(batch))
         if len(flat) != len(names):
             raise DataError(
-                f"a batch of {len(flat)} arrays: the model reads {', '.join(map(repr, names))}"
+                f"the model reads {', '.join(map(repr, names))}: {len(names)} arrays, "
+                f"and the batch has {len(flat)}"
             )
         batch = dict(zip(names, flat, strict=True))
     if names and names[-1] not in batch and "label" in batch:

@@ -95,8 +95,9 @@ class Check:
 
     def _repr_html_(self) -> str:
         """The worst difference of each output as a table, in a notebook."""
-        worst = {d.output: d for d in sorted(self.differences, key=severity)}
-        rows = [[n, d.ok, f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where] for n, d in worst.items()]
+        names = dict.fromkeys(d.output for d in self.differences)
+        worst = [max((d for d in self.differences if d.output == n), key=severity) for n in names]
+        rows = [[d.output, d.ok, f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where] for d in worst]
         return html_table(repr(self), ["output", "ok", "difference", "limit", "where"], rows)
 
     def to_dict(self) -> dict[str, Any]:
