@@ -102,7 +102,7 @@ def optimize(
             types. What is beyond float16's range, and attention whose mask has such numbers, stays
             float32.
         report: True also returns a Report: the number of fused operators by name (`fusions`), the
-            nodes that could have been fused, with the reasons (`not_fused`), `notes`, and the
+            nodes that were not fused, each with `reason` and `code` (`not_fused`), `notes`, and the
             numbers of nodes by operator, `before` and `after`.
 
     Returns:

@@ -91,7 +91,7 @@ class FusionCase:
     """A graph in ONNX text and the fused operators it becomes.
 
     Inputs beside those in `fed` are weights: random initializers. `fused` are the operators of
-    domain onnx_fuse in the result, in order; `reason` is part of what is said of a near miss;
+    domain onnx_fuse in the result, in order; `reason` is that of a near miss, see `support.says`;
     `gone` are ai.onnx operators that must not be left. `spares` are hostile numbers left out, with
     the reason: a feed of hostile.py ("empty"), a type ("float16"), or both ("float16:huge").
     """
@@ -142,11 +142,10 @@ class FusionCase:
 def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
     """Rows written as
 
-        name: Fused Operators; fed x r; gone Add; level 1  # a comment
+        name: Fused Operators; fed x r; gone Add; stays ranks; level 1  # a comment
           (inputs) => (output)
           nodes, where `c = float {0.5}` and `axes = [1]` stand for a Constant
           spares empty: the reason
-          reason: why the graph stays as it is
 
     $NAME stands for a text of `parts` or of PARTS.
     """
@@ -154,12 +153,13 @@ def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
     tensor, numbers = r"(?<!value )= (\w+(?:\[[\d,]*\])? \{[^}]*\})", r"= (\[[^\]]*\])(?=\s|$)"
     for name, about, row in entries(re.sub(r"(?m)  #.*$", "", text)):
         lines = Template(row).substitute(parts).splitlines()
-        said = [re.fullmatch(r"(reason|spares (\S+)): (.*)", line) for line in lines]
-        options: dict[str, Any] = {"spares": tuple((m[2], m[3]) for m in said if m and m[2])}
-        options["reason"] = "".join(m[3] for m in said if m and not m[2])
+        said = [re.fullmatch(r"spares (\S+): (.*)", line) for line in lines]
+        options: dict[str, Any] = {"spares": tuple(m.groups() for m in said if m)}
         for word, *values in (part.split() for part in about.split(";") if part.strip()):
             if word in ("level", "opset"):
                 options[word] = int(values[0])
+            elif word == "stays":
+                options["reason"] = " ".join(values)
             elif word in ("fed", "gone"):
                 options[word] = tuple(values)
             else:

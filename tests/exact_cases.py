@@ -1,6 +1,6 @@
 """Graphs that nearly are what a rule rewrites: each row breaks one thing that a rule relies on.
 
-`fused` are the operators that may be left in spite of it, `reason` what must be said.
+`fused` are the operators that may be left in spite of it, `reason` the code of why the graph stays.
 """
 
 from cases import fusion_rows
@@ -11,7 +11,6 @@ PARTS = {
     "X": "float[B,T,8] x",
     "OUT": "float[B,T,8] y",
     "RAISED": "float[P,B,T,8] y",
-    "WITHIN": "it contains a Cast or a constant of more axes",
     "KEPT_WIDE": "onnxruntime keeps float32 between what it has no float16 for",
     "FLAG": "float[B,T,8] x, bool flag",
     "AFFINE": "float[8] g, float[8] b",
@@ -22,63 +21,54 @@ PARTS = {
 }
 ROWS = """
 # --- norms: types ---------------------------------------------------------------------------
-ln_in_double_between_casts:
+ln_in_double_between_casts: stays norm-type: LayerNormalization
   ($X) => ($OUT)
   xd = Cast <to = 11> (x)  axes = int64[1] {-1}  eps = double {1e-05}  mu = ReduceMean (xd, axes)
   d = Sub (xd, mu)  sq = Mul (d, d)  $STD  n = Div (d, std)  y = CastLike (n, x)
-  reason: LayerNormalization computes in float32
-rms_in_double_between_casts:
+rms_in_double_between_casts: stays not-float32: its epsilon 1e-06
   ($X) => ($OUT)
   d = Cast <to = 11> (x)  axes = int64[1] {-1}  eps = double {1e-06}  sq = Mul (d, d)  $STD
   n = Div (d, std)  y = CastLike (n, x)
-  reason: its epsilon 1e-06 is a double
-ln_variance_rounded:
+ln_variance_rounded: stays norm-form
   ($X) => ($OUT)
   axes = int64[1] {-1}  eps = float {1e-05}  mu = ReduceMean (x, axes)  d = Sub (x, mu)
   sq = Mul (d, d)  v = ReduceMean (sq, axes)  vh = Cast <to = 10> (v)  vf = CastLike (vh, v)
   ve = Add (vf, eps)  std = Sqrt (ve)  y = Div (d, std)
   spares float16: $KEPT_WIDE
-  reason: $WITHIN
 ln_mean_rounded: RMSNormalization  # of the deviation from the rounded mean
   ($X) => ($OUT)
   axes = int64[1] {-1}  eps = float {1e-05}  mf = ReduceMean (x, axes)  mh = Cast <to = 10> (mf)
   mu = CastLike (mh, x)  d = Sub (x, mu)  sq = Mul (d, d)  $STD  y = Div (d, std)
   spares float16: $KEPT_WIDE
-rms_root_rounded:
+rms_root_rounded: stays norm-form
   ($X) => ($OUT)
   axes = int64[1] {-1}  eps = float {1e-05}  d = Identity (x)  sq = Mul (d, d)
   v = ReduceMean (sq, axes)  ve = Add (v, eps)  s = Sqrt (ve)  sh = Cast <to = 10> (s)
   std = CastLike (sh, s)  y = Div (d, std)
   spares float16: $KEPT_WIDE
-  reason: $WITHIN
-ln_in_float16:
+ln_in_float16: stays norm-type: float16
   (float16[B,T,8] x) => (float16[B,T,8] y)
   axes = int64[1] {-1}  e32 = float {1e-05}  eps = Cast <to = 10> (e32)  $CENTRE  sq = Mul (d, d)
   $STD  y = Div (d, std)
   spares float16: $KEPT_WIDE
-  reason: computed in float16
 ln_deviation_rounded_before_an_rms_norm: RMSNormalization; opset 23
   (float16[B,T,8] x, float16[8] g) => (float16[B,T,8] y)
   $AXES  mu = ReduceMean (x, axes)  d = Sub (x, mu)  y = RMSNormalization (d, g)
 # --- norms: shapes --------------------------------------------------------------------------
-ln_epsilon_raises_the_rank:
+ln_epsilon_raises_the_rank: stays norm-form
   ($X) => ($RAISED)
   $AXES  eps = float[1,1,1,1] {0.001}  $CENTRE  sq = Mul (d, d)  $STD  y = Div (d, std)
-  reason: $WITHIN
-ln_exponent_raises_the_rank:
+ln_exponent_raises_the_rank: stays norm-form
   ($X) => ($RAISED)
   $AXES  two = float[1,1,1,1] {2.0}  $EPS  $CENTRE  sq = Pow (d, two)  $STD  y = Div (d, std)
-  reason: $WITHIN
-ln_root_raises_the_rank:
+ln_root_raises_the_rank: stays norm-form
   ($X) => ($RAISED)
   axes = int64[1] {-1}  h = float[1,1,1,1] {0.5}  eps = float {1e-05}  $CENTRE  sq = Mul (d, d)
   v = ReduceMean (sq, axes)  ve = Add (v, eps)  std = Pow (ve, h)  y = Div (d, std)
-  reason: $WITHIN
-ln_one_raises_the_rank:
+ln_one_raises_the_rank: stays norm-form
   ($X) => ($RAISED)
   $AXES  one = float[1,1,1,1] {1.0}  $EPS  $CENTRE  sq = Mul (d, d)  $STD  r = Div (one, std)
   y = Mul (d, r)
-  reason: $WITHIN
 ln_scale_of_one_element:
   ($X, float[1] g, float[1] b) => ($OUT)
   $AXES  $EPS  $CENTRE  sq = Mul (d, d)  $STD  n = Div (d, std)  s = Mul (n, g)  y = Add (s, b)
@@ -102,11 +92,10 @@ shape_of_the_mean: LayerNormGemm
   (float[B,8] x, float[8,5] w, float[8] g, float[8] b) => (float[B,5] y, int64[2] s, int64[2] t)
   n, mean, rstd = LayerNormalization <axis = -1> (x, g, b)  y = MatMul (n, w)  s = Shape (mean)
   t = Shape (rstd)
-skip_norm_scaled_by_its_own_sum: fed x r
+skip_norm_scaled_by_its_own_sum: fed x r; stays computed: its scale
   ($X, float[B,T,8] r, float[8] b) => ($OUT)
   s = Add (x, r)  axes = int64[2] {0, 1}  g = ReduceMean <keepdims = 0> (s, axes)
   y = LayerNormalization <axis = -1> (s, g, b)
-  reason: scale is computed in the graph
 # --- activations ----------------------------------------------------------------------------
 gelu_$name: ; name, half, one, root in half_raises_the_rank float[1,1,1,1] float float |
 one_raises_the_rank float float[1,1,1,1] float | root_raises_the_rank float float float[1,1,1,1]
@@ -115,17 +104,15 @@ one_raises_the_rank float float[1,1,1,1] float | root_raises_the_rank float floa
 quick_gelu_factor_raises_the_rank:
   ($X) => ($RAISED)
   a = float[1,1,1,1] {1.702}  u = Mul (x, a)  s = Sigmoid (u)  y = Mul (x, s)
-gelu_with_a_$name: ; name, half, one, root in half_of_0.5009 0.5009 1.0 0.70710678 |
+gelu_with_a_$name: stays near: Gelu; name, half, one, root in half_of_0.5009 0.5009 1.0 0.70710678 |
 half_of_0.5000001 0.50000012 1.0 0.70710678 | root_of_four_digits 0.5 1.0 0.7071 |
 one_of_1.0005 0.5 1.0005 0.70710678
   ($X) => ($OUT)
   half = float {$half}  one = float {$one}  r = float {$root}  $GELU_OF_X
-  reason: near those of Gelu
-gelu_as_a_sum:  # -0.0 · ½ + -0.0 · ½ · erf is 0.0
+gelu_as_a_sum: stays unlike  # -0.0 · ½ + -0.0 · ½ · erf is 0.0
   ($X) => ($OUT)
   half = float {0.5}  one = float {1.0}  r = float {0.70710678}  u = Mul (x, r)  e = Erf (u)
   e1 = Add (e, one)  h = Mul (x, half)  he = Mul (h, e)  y = Add (h, he)
-  reason: loses a sign
 gelu_that_overflows:
   ($X) => ($OUT)
   half = float {5e-31}  large = float {1e+30}  one = float {1.0}  r = float {0.70710678}
@@ -134,18 +121,16 @@ gelu_that_overflows:
 silu_of_1.0019: QuickGelu
   ($X) => ($OUT)
   a = float {1.0019}  u = Mul (x, a)  s = Sigmoid (u)  y = Mul (x, s)
-quick_gelu_divided:  # 1 / 0.6 is no float32
+quick_gelu_divided: stays not-float32: its factor  # 1 / 0.6 is no float32
   ($X) => ($OUT)
   a = float {0.6}  u = Div (x, a)  s = Sigmoid (u)  y = Mul (x, s)
-  reason: that a float32 holds
 # --- products -------------------------------------------------------------------------------
 gemm_transposed_by_2: GemmRelu
   (float[B,8] x, float[8,8] w) => (float[B,8] y)
   z = Gemm <transB = 2> (x, w)  y = Relu (z)
-gemm_beta_0_and_a_bias:
+gemm_beta_0_and_a_bias: stays scaled: beta
   (float[B,8] x, float[8,6] w, float[6] c) => (float[B,6] y)
   z = Gemm <beta = 0.0> (x, w, c)  y = Relu (z)
-  reason: beta other than 1
 bias_per_row_makes_more_rows:
   (float[B,8] x, float[8,6] w, float[5,1] c) => (float[P,6] y)
   at = int64[1] {0}  h = ReduceMean (x, at)  z = MatMul (h, w)  a = Add (z, c)  y = Relu (a)
@@ -244,26 +229,22 @@ nested_branches: fed x flag
   t = Relu (i) },
   else_branch = no () => (float[B,T,8] o) { o = Neg (s) }>
 # --- losses ---------------------------------------------------------------------------------
-cross_entropy_of_a_rounded_softmax_stays: fed x labels
+cross_entropy_of_a_rounded_softmax_stays: fed x labels; stays log-of-zero
   (float[B,24] x, int64[B] labels) => (float y)
   p = Softmax <axis = 1> (x)  l = Log (p)  y = NegativeLogLikelihoodLoss (l, labels)
-  reason: where Softmax rounds to 0
-loss_against_its_own_best_guess:
+loss_against_its_own_best_guess: stays labels-computed
   (float[B,8] x) => (float y, float[B,8] l)
   l = LogSoftmax <axis = 1> (x)  k = ArgMax <axis = 1, keepdims = 0> (l)
   y = NegativeLogLikelihoodLoss (l, k)
-  reason: worked out from the probabilities
 # --- batch norms ----------------------------------------------------------------------------
-batch_norm_of_two_types:
+batch_norm_of_two_types: stays batch-dtypes: float and float16
   (float16[B,4,S,T] x, float16[6,4,3,3] w, float[6] g, float[6] b, float[6] m)
   => (float16[B,6,P,Q] y)
   $VARIANCE  z = Conv (x, w)  y = BatchNormalization (z, g, b, m, var)
-  reason: its parameters are of float and float16
-batch_norm_of_a_convolution_of_the_weight_with_itself:
+batch_norm_of_a_convolution_of_the_weight_with_itself: stays other-readers: the weight 'w'
   (float[B,6,S,T] x, float[6,6,3,3] w, $BN) => (float[B,6,S,T] y)
   $VARIANCE  z = Conv <pads = [1, 1, 1, 1]> (w, w)  n = BatchNormalization (z, g, b, m, var)
   y = Conv <pads = [1, 1, 1, 1]> (x, n)
-  reason: more than this reads the weight 'w'
 batch_norm_beside_a_tensor_named_as_the_bias: gone BatchNormalization
   ($IMAGE, float[6] w_bias, $BN) => (float[B,6,P,Q] y)
   $VARIANCE  z = Conv (x, w)  n = BatchNormalization (z, g, b, m, var)  at = int64[2] {1, 2}
@@ -272,11 +253,10 @@ batch_norms_with_one_bias: ConvAdd; gone BatchNormalization
   ($IMAGE, float[6,4,3,3] w1, float[6] c, $BN) => (float[B,6,P,Q] y)
   $VARIANCE  z = Conv (x, w, c)  n = BatchNormalization (z, g, b, m, var)  z1 = Conv (x, w1, c)
   n1 = BatchNormalization (z1, b, g, m, var)  y = Add (n, n1)
-batch_norm_of_no_variance:
+batch_norm_of_no_variance: stays not-finite
   ($IMAGE, $BN) => (float[B,6,P,Q] y)
   var = float[6] {0.0, -1.0, 2.0, 1.5, 0.7, 3.0}  z = Conv (x, w)
   y = BatchNormalization (z, g, b, m, var)
-  reason: not finite
 batch_norm_behind_grouped_transposed_convolution: gone BatchNormalization
   (float[B,4,S,T] x, float[4,3,2,2] w, $BN) => (float[B,6,P,Q] y)
   $VARIANCE  z = ConvTranspose <group = 2> (x, w)  y = BatchNormalization (z, g, b, m, var)
@@ -288,60 +268,48 @@ batch_norm_behind_a_gemm_with_bias_per_row:
   (float[5,8] x, float[8,6] w, float[5,1] c, $BN) => (float[5,6] y)
   $VARIANCE  z = Gemm <alpha = 0.5, beta = 2.0> (x, w, c)  y = BatchNormalization (z, g, b, m, var)
 # --- attention: sizes -----------------------------------------------------------------------
-attention_of_one_head_with_a_mask_of_more: fed q k v mask
+attention_of_one_head_with_a_mask_of_more: fed q k v mask; stays mask-grows
   (float[B,1,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v, float[B,H,S,T] mask) => (float[B,H,S,8] y)
   kt = Transpose <perm = [0,1,3,2]> (k)  s = MatMul (q, kt)  z = Add (s, mask)  p = Softmax (z)
   y = MatMul (p, v)
-  reason: makes the scores larger
 # --- gated products: what must be the halves of one -------------------------------------------
-gate_whose_half_is_read_elsewhere: Silu
+gate_whose_half_is_read_elsewhere: Silu; stays other-readers: what is split
   ($X, float[8,16] w) => ($OUT)
   $GLU  $SILU  t = Mul (o, u)  y = Add (t, u)
-  reason: other nodes read the result before or after the split
-gate_whose_product_is_an_output: Silu
+gate_whose_product_is_an_output: Silu; stays other-readers: what is split
   ($X, float[8,16] w) => (float[B,T,8] y, float[B,T,16] z)
   $GLU  $SILU  y = Mul (o, u)
-  reason: other nodes read the result before or after the split
-gate_that_lets_through_one_column: Silu
+gate_that_lets_through_one_column: Silu; stays gate-halves
   ($X, float[8,9] w) => ($OUT)
   z = MatMul (x, w)  n = [8, 1]  q, u = Split <axis = -1> (z, n)  $SILU  y = Mul (o, u)
-  reason: are not the halves of a matrix multiplication
-gate_among_three_parts: Silu
+gate_among_three_parts: Silu; stays gate-halves
   ($X, float[8,24] w) => ($OUT)
   z = MatMul (x, w)  q, u, t = Split <axis = -1, num_outputs = 3> (z)  $SILU  y = Mul (o, t)
-  reason: are not the halves of a matrix multiplication
-gate_on_itself:
+gate_on_itself: stays gate-halves
   ($X, float[8,16] w) => ($OUT)
   $GLU  o = Tanh (q)  y = Mul (o, q)
-  reason: are not the halves of a matrix multiplication
-gate_of_other_rows:
+gate_of_other_rows: stays gate-halves
   (float[B,6,8] x, float[8,16] w) => (float[B,3,16] y)
   z = MatMul (x, w)  q, u = Split <axis = 1, num_outputs = 2> (z)  o = Sigmoid (q)  y = Mul (o, u)
-  reason: along another axis
-gate_and_up_of_one_column: Gemm
+gate_and_up_of_one_column: Gemm; stays gate-widths
   ($X, float[8,8] w, float[8,1] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)
-  reason: its two matrix multiplications differ in width
-gate_and_up_with_a_computed_weight: GemmTanh; fed x w1
+gate_and_up_with_a_computed_weight: GemmTanh; fed x w1; stays computed: its weights
   ($X, float[8,8] w, float[8,8] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)
-  reason: its weights are computed
-gate_and_up_that_is_read_elsewhere: Gemm
+gate_and_up_that_is_read_elsewhere: Gemm; stays other-readers: its two matrix multiplications
   ($X, float[8,8] w, float[8,8] w1) => ($OUT)
   q = MatMul (x, w)  u = MatMul (x, w1)  o = Tanh (q)  t = Mul (o, u)  y = Add (t, u)
-  reason: other nodes read one of its two matrix multiplications, too
-gate_and_up_with_a_bias_of_each_row: GemmTanh
+gate_and_up_with_a_bias_of_each_row: GemmTanh; stays bias-shape
   (float[B,4,8] x, float[8,8] w, float[4,1] c, float[8,8] w1) => (float[B,4,8] y)
   m = MatMul (x, w)  q = Add (m, c)  u = MatMul (x, w1)  o = Tanh (q)  y = Mul (o, u)
-  reason: the bias is not one number a column
 gate_and_up_behind_norms_of_their_own: LayerNormGemm LayerNormGemmTanh
   ($X, float[8] g, float[8] b, float[8] g1, float[8,8] w, float[8,8] w1) => ($OUT)
   n = LayerNormalization (x, g, b)  n1 = LayerNormalization (x, g1, b)  q = MatMul (n, w)
   u = MatMul (n1, w1)  o = Tanh (q)  y = Mul (o, u)
-gate_behind_a_norm_that_is_read_elsewhere: LayerNormGemm_n
+gate_behind_a_norm_that_is_read_elsewhere: LayerNormGemm_n; stays other-readers: its norm
   ($X, $AFFINE, float[8,16] w) => ($OUT)
   n = LayerNormalization (x, g, b)  z = MatMul (n, w)  q, u = Split <axis = -1, num_outputs = 2> (z)
   o = Tanh (q)  t = Mul (o, u)  y = Add (t, n)
-  reason: other nodes read its norm, too
 """
 EXACT_CASES = tuple(fusion_rows(ROWS, **PARTS))

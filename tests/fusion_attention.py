@@ -60,13 +60,12 @@ attention_where_before_the_scale: SdpaWhere; fed q k v mask
   ($QKV, bool[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  $SCALE  low = float {-3.4028235e+38}  zm = Where (mask, s, low)  z = Mul (zm, f)
   p = Softmax (z)  y = MatMul (p, v)
-attention_mask_$name: fed q k v mask;
+attention_mask_$name: fed q k v mask; stays mask-scaled: $told;
 name, scale, told in before_a_scale_that_rounds 0.35355339 0.353553 |
 enlarged_by_the_scale 2.0 2
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  f = float {$scale}  zm = Add (s, mask)  z = Mul (zm, f)  p = Softmax (z)
   y = MatMul (p, v)
-  reason: a mask is added before the scores are scaled by $told
 attention_scaled_operands: Sdpa; fed q k v
   (float[B,S,4,8] q, float[B,T,4,8] k, float[B,T,4,8] v) => (float[B,4,S,8] y)
   f = float {0.59460355}  qt = Transpose <perm = [0,2,1,3]> (q)  qs = Mul (qt, f)
@@ -191,11 +190,10 @@ attention_conditions_of_one_fill: SdpaWhere; fed q k v mask drop
 attention_mask_subtracted: SdpaMask; fed q k v mask
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  zm = Sub (s, mask)  p = Softmax (zm)  y = MatMul (p, v)
-attention_three_masks: fed q k v mask m2 m3
+attention_three_masks: fed q k v mask m2 m3; stays masks: 3
   ($QKV, float[B,1,S,T] mask, float[S,T] m2, float[B,1,1,T] m3) => (float[B,H,S,8] y)
   $SCORES  z1 = Add (s, mask)  z2 = Add (z1, m2)  z3 = Add (z2, m3)  p = Softmax (z3)
   y = MatMul (p, v)
-  reason: 3 masks and conditions follow each other
 attention_mask_added_twice: SdpaMaskMask; fed q k v mask  # as swinv2's of shifted windows
   (float[B,H,S,8] q, float[B,H,5,8] k, float[B,H,5,8] v, float[B,1,S,5] mask) => (float[B,H,S,8] y)
   $SCORES  m = float[1,1,1,5] {0, -100, 0, -100, -100}  z1 = Add (s, mask)  z2 = Add (z1, m)
@@ -207,35 +205,30 @@ attention_mask_in_parts: SdpaMaskMask; fed q k v a mask
   apart = int64[5] {-1, 2, 3, 2, 3}  whole = int64[3] {-1, 6, 6}
   kt = Transpose <perm = [0,2,1]> (k)  s = MatMul (q, kt)  s5 = Reshape (s, apart)  z1 = Add (s5, a)
   z2 = Add (mask, z1)  z = Reshape (z2, whole)  p = Softmax (z)  y = MatMul (p, v)
-attention_fed_mask_added_twice_stays: fed q k v mask
+attention_fed_mask_added_twice_stays: fed q k v mask; stays masks: 3
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  z1 = Add (s, mask)  z2 = Add (z1, mask)  z3 = Add (z2, mask)  p = Softmax (z3)
   y = MatMul (p, v)
-  reason: 3 masks and conditions follow each other
-halves_with_scores_in_float32_stay: fed q k v  # as GPT-J's in 16 bits
+halves_with_scores_in_float32_stay: fed q k v; stays mixed-types  # as GPT-J's in 16 bits
   (float16[B,4,S,8] q, float16[B,4,T,8] k, float16[B,4,T,8] v) => (float16[B,4,S,8] y)
   qw = Cast <to = 1> (q)  kw = Cast <to = 1> (k)  kt = Transpose <perm = [0,1,3,2]> (kw)
   s = MatMul (qw, kt)  p = Softmax (s)  h = Cast <to = 10> (p)  y = MatMul (h, v)
-  reason: in float32, weights and values in 16 bits
 attention_learned_temperature: Sdpa; fed q k v
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
-attention_temperature_fed: fed q k v t
+attention_temperature_fed: fed q k v t; stays tensor-scale: of any magnitude
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
-  reason: of any magnitude
-attention_temperature_by_key: fed q k v
+attention_temperature_by_key: fed q k v; stays tensor-scale: differs by key
   (float[B,4,S,8] q, float[B,4,5,8] k, float[B,4,5,8] v, float[4,1,5] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
-  reason: which differs by key
 attention_values_first: Sdpa; fed q k v  # v pᵀ
   (float[B,2,8,S] q, float[B,2,8,T] k, float[B,2,6,T] v) => (float[B,2,6,S] y)
   qt = Transpose <perm = [0,1,3,2]> (q)  s = MatMul (qt, k)  $SCALE  z = Mul (s, f)
   p = Softmax (z)  pt = Transpose <perm = [0,1,3,2]> (p)  y = MatMul (v, pt)
-attention_over_queries_stays: fed q k v
+attention_over_queries_stays: fed q k v; stays softmax-axis
   (float[B,2,5,8] q, float[B,2,5,8] k, float[B,2,5,8] v) => (float[B,2,5,8] y)
   $SCORES  p = Softmax <axis = 2> (s)  y = MatMul (p, v)
-  reason: the softmax is not over the keys
 attention_softcap_and_mask: SdpaSoftcapMask; fed q k v mask
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  $SCALE  cap = float {3.0}  z = Mul (s, f)  c = Div (z, cap)  t = Tanh (c)
@@ -244,10 +237,9 @@ attention_softcap_alone: SdpaSoftcap; fed q k v mask
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  $SCALE  cap = float {3.0}  z = Mul (s, f)  c = Div (z, cap)  t = Tanh (c)
   u = Mul (t, cap)  m = Identity (u)  p = Softmax (m)  y = MatMul (p, v)
-attention_tanh_behind_a_mask: fed q k v mask
+attention_tanh_behind_a_mask: fed q k v mask; stays tanh
   ($QKV, float[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  m = Add (s, mask)  t = Tanh (m)  p = Softmax (t)  y = MatMul (p, v)
-  reason: a Tanh after a mask
 attention_in_windows: SdpaMask; fed q k v
   (float[2,3,2,4,8] q, float[2,3,2,5,8] k, float[2,3,2,5,6] v, float[2,4,5] bias)
   => (float[B,3,2,4,6] y)
@@ -283,20 +275,17 @@ attention_of_one_head: SdpaMask; fed q k v mask
   (float[B,1,S,8] q, float[B,1,T,8] k, float[B,T,8] v, float[B,S,T] mask) => (float[B,1,S,8] y)
   $SCORES  one = int64[1] {1}  w = Squeeze (s, one)  m = Add (w, mask)  p = Softmax (m)
   p4 = Unsqueeze (p, one)  v4 = Unsqueeze (v, one)  y = MatMul (p4, v4)
-attention_weights_are_an_output: fed q k v
+attention_weights_are_an_output: fed q k v; stays other-readers: the weights
   ($QKV) => (float[B,H,S,8] y, float[B,H,S,T] p)
   $SCORES  p = Softmax (s)  y = MatMul (p, v)
-  reason: are an output of the model
 attention_mild_where: SdpaWhere; fed q k v mask
   ($QKV, bool[B,1,S,T] mask) => (float[B,H,S,8] y)
   $SCORES  low = float {-100.0}  zm = Where (mask, s, low)  p = Softmax (zm)  y = MatMul (p, v)
-attention_weights_of_more_axes_stay: fed q k v
+attention_weights_of_more_axes_stay: fed q k v; stays ranks
   ($QKV) => (float[1,B,H,S,8] y)
   $SCORES  p = Softmax (s)  first = int64[1] {0}  u = Unsqueeze (p, first)  y = MatMul (u, v)
-  reason: the weights differ in rank from what they multiply
-activation_outside_the_table: Gemm
+activation_outside_the_table: Gemm; stays activation: Softsign
   ($X, $LIN)
   $PLAIN  y = Softsign (z)
-  reason: Softsign is not one of the fused activations
 """
 ATTENTION = tuple(fusion_rows(ROWS))

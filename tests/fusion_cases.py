@@ -25,11 +25,10 @@ relu Relu Relu
 norm_of_groups_in_half: GroupNormRelu
   (float16[B,8,T] x, float16[8] g, float16[8] b) => (float16[B,8,T] y)
   z = GroupNormalization <num_groups = 2> (x, g, b)  y = Relu (z)
-group_norm_with_scales_of_groups_stays:
+group_norm_with_scales_of_groups_stays: stays group-scale
   (float[B,8,S] x, float[4] g, float[4] b, float[8,1] u, float[8,1] w) => (float[B,8,S] y)
   to = int64[3] {0, 4, -1}  v = Reshape (x, to)  i = InstanceNormalization (v, g, b)
   size = Shape (x)  n = Reshape (i, size)  m = Mul (n, u)  y = Add (m, w)
-  reason: are a group's, not a channel's
 conv_relu_without_bias: ConvRelu
   (float[B,3,S,T] x, float[6,3,3,3] w) => (float[B,6,P,Q] y)
   z = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w)  y = Relu (z)
@@ -83,11 +82,10 @@ conv_clip_from_0_to_$name: ConvClippedRelu; name, high in 6 6 | half 0.5
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
   low = float {0}  high = float {$high}  z = Conv <pads = [1,1,1,1]> (x, w, c)
   y = Clip (z, low, high)
-conv_clip_$name: ; name, low, high, of in from_minus_1 -1 6 z, low, high | to_0 0 0 z, low, high |
-without_bounds 0 6 z | without_a_low_bound 0 6 z, , high
+conv_clip_$name: stays activation; name, low, high, of in from_minus_1 -1 6 z, low, high |
+to_0 0 0 z, low, high | without_bounds 0 6 z | without_a_low_bound 0 6 z, , high
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
   low = float {$low}  high = float {$high}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip ($of)
-  reason: not one of the activations
 conv_sum_that_is_no_bias_of_columns:
   (float[B,3,S,6] x, float[6,3,3,3] w, float[1,1,1,6] b) => (float[B,6,S,6] y)
   z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, b)  y = Relu (s)
@@ -105,10 +103,9 @@ conv_add_of_two_convolutions: ConvAddRelu; fed x u; gone Add Relu
   (float[B,3,S,T] x, float[B,6,S,T] u, float[6,3,1,1] w1, float[6,6,3,3] w, float[6] c)
   => (float[B,6,S,T] y)
   d = Conv (x, w1)  z = Conv <pads = [1,1,1,1]> (u, w, c)  s = Add (d, z)  y = Relu (s)
-conv_add_broadcast_stays: fed x r
+conv_add_broadcast_stays: fed x r; stays follows: an Add
   (float[B,3,S,T] x, float[B,1,S,T] r, float[6,3,3,3] w) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, r)  y = Relu (s)
-  reason: it follows an Add
 convolution_of_single_taps_behind_a_norm_narrow: LayerNormGemmRelu; gone Conv
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
   $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Relu (z)
@@ -117,10 +114,9 @@ convolution_of_single_taps_behind_a_norm_and_another: LayerNormGemmGelu; gone Co
   => (float[B,8,S,T] y)
   $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  h = Gelu (z)
   y = Conv (h, v)
-convolution_of_single_taps_behind_a_norm_wide:
+convolution_of_single_taps_behind_a_norm_wide: stays transpose-cost: 32
   (float[B,8,S,T] x, float[8] g, float[8] b, float[32,8,1,1] w, float[32] c) => (float[B,32,S,T] y)
   $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  y = Neg (z)
-  reason: the Transpose would move 32 numbers a pixel, not 8
 convolution_of_single_taps_behind_a_norm_of_groups:
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,4,1,1] w) => (float[B,8,S,T] y)
   $IMAGE_NORM  z = Conv <group = 2, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
@@ -138,10 +134,9 @@ convolution_of_single_taps_behind_a_norm_turned:
   t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
   u = Transpose <perm = [0,3,2,1]> (n)
   z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
-convolution_of_single_taps_behind_a_norm_read_twice:
+convolution_of_single_taps_behind_a_norm_read_twice: stays other-readers: the norm or its Transpose
   (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
   $IMAGE_NORM  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Mul (z, u)
-  reason: other nodes read the norm or its Transpose
 conv_prelu: ConvPRelu; gone PRelu
   (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w, c)  y = PRelu (z, a)
@@ -157,10 +152,9 @@ prelu_of_one_slope: GemmLeakyRelu
 prelu_of_a_slope_that_adds_an_axis_stays: Gemm
   ($X, $LIN) => (float[1,B,T,24] y)
   a = float[1,1,1,1] {0.25}  $PLAIN  y = PRelu (z, a)
-prelu_of_a_negative_slope_stays: Gemm  # the sign of a zero
+prelu_of_a_negative_slope_stays: Gemm; stays activation: PRelu  # the sign of a zero
   ($X, $LIN)
   a = float {-0.25}  $PLAIN  y = PRelu (z, a)
-  reason: PRelu is not one of the fused activations
 conv_activation_behind_views: ConvGelu
   (float[B,3,S,T] x, float[6,3,3,3] w) => (float[B,N,6] y)
   to = int64[3] {0, 6, -1}  z = Conv <pads = [1,1,1,1]> (x, w)  f = Reshape (z, to)
@@ -168,10 +162,10 @@ conv_activation_behind_views: ConvGelu
 cross_entropy_written_out: fed x labels; gone LogSoftmax NegativeLogLikelihoodLoss
   (float[2,6,T] x, int64[2,T] labels) => (float y)
   l = LogSoftmax <axis = 1> (x)  y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)
-cross_entropy_of_rows_that_may_be_none_stays: fed x labels; gone SoftmaxCrossEntropyLoss
+cross_entropy_of_rows_that_may_be_none_stays: fed x labels; stays no-rows;
+gone SoftmaxCrossEntropyLoss
   (float[B,24] x, int64[B] labels) => (float y)
   l = LogSoftmax <axis = 1> (x)  y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)
-  reason: there may be no rows
 linear_cross_entropy: LinearCrossEntropy; fed x labels; gone MatMul SoftmaxCrossEntropyLoss
   (float[B,T,8] x, float[2051,8] w, int64[B,T] labels) => (float y)
   wt = Transpose <perm = [1, 0]> (w)  l = MatMul (x, wt)  to = int64[2] {-1, 2051}

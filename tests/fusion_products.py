@@ -65,10 +65,9 @@ norm_with_casts_between: LayerNormGemm
   xf = Cast <to = 1> (x)  $NUMBERS  mu = ReduceMean (xf, axes)  d = Sub (xf, mu)  sq = Pow (d, two)
   $STD  p = Div (d, std)  ph = Cast <to = 10> (p)  q = Mul (ph, g)  n = Add (q, b)  $LINEAR
   y = Identity (z)
-norm_over_two_axes_stays: Gemm
+norm_over_two_axes_stays: Gemm; stays norm-axis: from axis 1
   (float[B,5,16] x, float[5,16] g, float[5,16] b, float[16,24] w, float[24] c) => (float[B,5,24] y)
   n = LayerNormalization <axis = 1> (x, g, b)  $LINEAR  y = Identity (z)
-  reason: normalizes from axis 1
 # --- RMSNormalization -------------------------------------------------------------------------
 rms_pow_div: RMSNormGemm
   (float[B,T,16] x, float[16] g, $LIN)
@@ -82,11 +81,10 @@ rms_without_epsilon: RMSNormGemm  # which dynamo's exporter takes for zero where
   ($X, float[16] g, $LIN)
   $NUMBERS  d = Identity (x)  sq = Mul (d, d)  v = ReduceMean (sq, axes)  ve = Add (v, eps)
   std = Sqrt (v)  r = Reciprocal (std)  p = Mul (r, d)  n = Mul (g, p)  $LINEAR  y = Identity (z)
-rms_between_casts_with_its_scale_in_float32_stays: RMSNormalization Gemm
+rms_between_casts_with_its_scale_in_float32_stays: RMSNormalization Gemm; stays norm-cast
   (float16[B,T,16] x, float[16] g, float16[16,24] w, float16[24] c) => (float16[B,T,24] y)
   d = Cast <to = 1> (x)  $NUMBERS  sq = Mul (d, d)  $STD  r = Reciprocal (std)  p = Mul (r, d)
   f = Mul (g, p)  n = Cast <to = 10> (f)  $LINEAR  y = Identity (z)
-  reason: a Cast between it and the matrix multiplication rounds
 rms_node: RMSNormGemm; opset 23
   ($X, float[16] g, $LIN)
   n = RMSNormalization <axis = -1> (x, g)  $LINEAR  y = Identity (z)
@@ -109,10 +107,9 @@ residual_is_no_bias: fed x r
 gemm_transposed_weight: GemmTanh
   (float[B,16] x, float[24,16] w, float[24] c) => (float[B,24] y)
   z = Gemm <transB = 1> (x, w, c)  y = Tanh (z)
-gemm_with_alpha_stays:
+gemm_with_alpha_stays: stays scaled: alpha
   (float[B,16] x, float[24,16] w, float[24] c) => (float[B,24] y)
   z = Gemm <transB = 1, alpha = 0.5> (x, w, c)  y = Tanh (z)
-  reason: alpha other than 1
 activation_$name: Gemm$op; name, op, body in leaky_relu LeakyRelu y = LeakyRelu <alpha = 0.2> (z) |
 relu_6 ClippedRelu o = float {0}  six = float {6}  y = Clip (z, o, six) |
 sigmoid Sigmoid y = Sigmoid (z) |
@@ -157,10 +154,9 @@ activation_gelu_tanh_fast: GemmGeluTanh
 activation_behind_a_reshape: GemmRelu
   ($X, $LIN) => (float[N,24] y)
   $PLAIN  to = int64[2] {-1, 24}  f = Reshape (z, to)  y = Relu (f)
-activation_input_read_twice: Gemm
+activation_input_read_twice: Gemm; stays other-readers
   ($X, $LIN)
   $PLAIN  t = Tanh (z)  y = Mul (t, z)
-  reason: other reader
 norm_and_activation: LayerNormGemmGelu
   ($IN)
   $LN  $LINEAR  y = Gelu (z)
@@ -171,10 +167,9 @@ scale_of_columns: GemmRelu; gone Mul; level 1
 scale_of_a_gemm: GemmTanh; gone Mul; level 3
   (float[B,16] x, float[24,16] w, float[24] c, float[24] s) => (float[B,24] y)
   z = Gemm <transB = 1> (x, w, c)  t = Mul (z, s)  y = Tanh (t)
-scale_of_a_gemm_with_a_bias_of_rows_stays: level 3  # as many rows as columns
+scale_of_a_gemm_with_a_bias_of_rows_stays: level 3; stays bias-shape  # as many rows as columns
   (float[24,16] x, float[16,24] w, float[24,1] c, float[24] s) => (float[24,24] y)
   z = Gemm (x, w, c)  t = Mul (z, s)  y = Tanh (t)
-  reason: not one number a column
 scale_behind_nchw: Gemm; fed x r; gone Mul; level 3
   (float[B,4,6,16] x, float[16,24] w, float[24] c, float[B,24,4,6] r, float[24,1,1] s)
   => (float[B,24,4,6] y)
@@ -183,10 +178,9 @@ scale_behind_a_convolution: ConvAdd; fed x r; gone Mul Add; level 3
   (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c, float[6,1,1] s)
   => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w, c)  t = Mul (z, s)  y = Add (t, r)
-scale_of_what_is_read_twice_stays: Gemm; level 3
+scale_of_what_is_read_twice_stays: Gemm; level 3; stays other-readers: the matrix
   ($X, $LIN, float[24] s)
   $PLAIN  t = Mul (s, z)  y = Add (t, z)
-  reason: layer scale that is not folded
 scale_of_rows_stays: Gemm; level 3
   (float[5,16] x, float[16,24] w, float[24] c, float[5,1] s) => (float[5,24] y)
   $PLAIN  y = Mul (s, z)
@@ -217,10 +211,9 @@ norm_through_windows_of_nchw: LayerNormGemm
   six = int64[6] {-1, 16, 2, 2, 3, 2}  rows = int64[3] {-1, 4, 16}  $LN
   u = Transpose <perm = [0,3,1,2]> (n)  s = Reshape (u, six)
   t = Transpose <perm = [0,2,4,3,5,1]> (s)  r = Reshape (t, rows)  m = MatMul (r, w)  y = Add (m, c)
-norm_through_rows_that_are_mixed_stays: Gemm  # the last axis is 16, but of other elements
+norm_through_rows_that_are_mixed_stays: Gemm; stays norm-mixed  # 16 others on the last axis
   (float[B,16,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c) => (float[B,16,24] y)
   $LN  u = Transpose <perm = [0,2,1]> (n)  m = MatMul (u, w)  y = Add (m, c)
-  reason: mix its rows
 norm_without_bias_through_a_pad: LayerNormGemm
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  n = LayerNormalization (x, g)  p = Pad (n, pads)
@@ -229,15 +222,13 @@ rms_through_a_pad: RMSNormGemm
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  $NUMBERS  d = Identity (x)  sq = Pow (d, two)  $STD
   p = Div (d, std)  n = Mul (g, p)  q2 = Pad (n, pads)  m = MatMul (q2, w)  y = Add (m, c)
-norm_of_no_epsilon_through_a_pad_stays: Gemm  # zeros become NaN
+norm_of_no_epsilon_through_a_pad_stays: Gemm; stays zero-rows/unknown  # zeros become NaN
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  n = LayerNormalization <epsilon = 0.0> (x, g)
   p = Pad (n, pads)  m = MatMul (p, w)  y = Add (m, c)
-  reason: a Pad between
-norm_with_bias_through_a_pad_stays: Gemm
+norm_with_bias_through_a_pad_stays: Gemm; stays zero-rows/unknown
   ($IN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  $LN  p = Pad (n, pads)  m = MatMul (p, w)  y = Add (m, c)
-  reason: a Pad between adds rows of zeros
 # [2, 3] padded to windows of [3, 3]
 norm_with_bias_before_a_pad_of_many_rows: LayerNormGemm
   (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
@@ -265,22 +256,19 @@ norm_with_bias_before_a_pad_whose_sizes_are_asked_for: LayerNormGemm
   $PADDED_NORM  s = Shape (v)  f = Cast <to = 1> (s)  e = ReduceSum <keepdims = 0> (f)
   d = Shape <start = 1> (t)  h = Cast <to = 1> (d)  i = ReduceMax <keepdims = 0> (h)  j = Div (e, i)
   m = MatMul (v, w)  z = Add (m, c)  y = Div (z, j)
-norm_with_bias_before_a_pad_of_many_columns_stays: Gemm
+norm_with_bias_before_a_pad_of_many_columns_stays: Gemm; stays zero-rows/padded-cost
   (float[B,2,3,16] x, $AFFINE, float[16,120] w, float[120] c) => (float[U,9,120] y)
   $PADDED_NORM  $PADDED
-  reason: costs more than the norm's
 norm_with_bias_before_a_pad_and_others_stays:
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
   $PADDED_NORM  e = Exp (v)  f = Add (v, e)  y = MatMul (f, w)
-norm_with_bias_before_a_pad_and_its_bias_of_rows_stays: Gemm
+norm_with_bias_before_a_pad_and_its_bias_of_rows_stays: Gemm; stays zero-rows/bias-shape
   (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
   $PADDED_NORM  k = float[9,1] {1,2,3,4,5,6,7,8,9}  m = MatMul (v, w)  y = Add (m, k)
-  reason: not one number a column
-norm_through_a_pad_of_ones_stays: Gemm
+norm_through_a_pad_of_ones_stays: Gemm; stays norm-mixed
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  one = float {1.0}  n = LayerNormalization (x, g)
   p = Pad (n, pads, one)  m = MatMul (p, w)  y = Add (m, c)
-  reason: mix its rows
 residual_then_norm: SkipLayerNorm; fed x r
   ($X, float[B,T,16] r, $AFFINE) => (float[B,T,16] y)
   x2 = Add (x, r)  n = LayerNormalization (x2, g, b)  t = Tanh (n)  y = Add (t, x2)

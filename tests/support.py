@@ -27,6 +27,7 @@ from onnx_fuse.cuda.source import source_text
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.formula import written_out
+from onnx_fuse.rewrite import Report
 
 # made once, not for each command that a test runs: it reads the signatures of all commands
 typer.main.get_command = cache(typer.main.get_command)
@@ -139,6 +140,12 @@ def table(scope: dict[str, Any], at: int = 0) -> Callable[[str], dict[str, Any]]
         return rows
 
     return read
+
+
+def says(report: Report, reason: str) -> bool:
+    """Whether nodes stayed for a reason, "code" or "code: words of its values"; "" is any."""
+    code, _, words = reason.partition(": ")
+    return not reason or any(r.code == code and words in r.reason for r in report.not_fused)
 
 
 def with_weights(

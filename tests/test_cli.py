@@ -83,7 +83,7 @@ def test_optimize_writes_a_checked_file_and_a_table(cli: Cli, tmp_path: Path) ->
     assert f"{sum(report['fusions'].values())} fused operators" in (tmp_path / "r.html").read_text()
     assert report["check"]["where"].startswith(("last_hidden_state[", "pooler_output["))
     assert any(name.startswith("LayerNormGemm") for name in report["fusions"])
-    assert all(set(r) == {"nodes", "reason"} for r in report["not_fused"])
+    assert all(set(r) == {"nodes", "reason", "code"} for r in report["not_fused"])
     assert "LayerNormGemm" in (tmp_path / "r.html").read_text()
 
 

@@ -180,7 +180,9 @@ def optimize(
         "input": str(model),
         "output": None if failed and not keep else str(output),
         "fusions": dict(fused.fusions),
-        "not_fused": [{"nodes": list(r.nodes), "reason": r.reason} for r in fused.not_fused],
+        "not_fused": [
+            {"nodes": list(r.nodes), "reason": r.reason, "code": r.code} for r in fused.not_fused
+        ],
         "notes": list(fused.notes),
         "nodes": {"before": before.nodes, "after": after.nodes},
         "bytes": {"before": before.bytes, "after": after.bytes},

@@ -30,6 +30,7 @@ from onnx_fuse.ops.activations import signature
 from onnx_fuse.ops.formula import written_out
 from onnx_fuse.ops.opdef import OpDef
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, is_float, producer, scalar
+from onnx_fuse.reasons import Reason
 
 Bound = dict[Any, Any]
 """Values of a graph by those of a pattern, attributes by name, and under _MISS why it is none."""
@@ -79,11 +80,12 @@ def text_rule(name: str, level: int, formulas: Sequence[Formula], conditions: st
                 continue
             pattern, result = formula.parsed
             for top, bound in pattern.around(node):
-                reason = bound.get(_MISS, "").format(result[-1].op_type)
+                op_type, miss = result[-1].op_type, bound.get(_MISS)
+                reason = miss(op_type) if miss else None
                 if not reason and "readers" in conditions.split():
                     reason = other_reader(inside(top, [*node.inputs, *pattern.inputs(bound)]))
                 if not reason and not pattern.computed(top, bound):
-                    reason = f"it overflows, or loses a sign, where {result[-1].op_type} does not"
+                    reason = Reason("unlike", op=op_type)
                 if not reason:
                     op = Builder()
                     y = _written(result, op, pattern, bound)
@@ -148,12 +150,12 @@ def inside(top: ir.Value, leaves: Sequence[ir.Value | None]) -> list[ir.Node]:
     return list(nodes)
 
 
-def other_reader(nodes: Sequence[ir.Node]) -> str:
-    """Why the nodes after the first would stay; "" where nothing else reads what they compute."""
+def other_reader(nodes: Sequence[ir.Node]) -> Reason | None:
+    """Why the nodes after the first would stay; None where nothing else reads their results."""
     for value in (v for node in nodes[1:] for v in node.outputs):
         if value.is_graph_output() or any(use.node not in nodes for use in value.uses()):
-            return f"another node reads '{value.name}'"
-    return ""
+            return Reason("other-readers", what=f"'{value.name}'")
+    return None
 
 
 class _Pattern:
@@ -429,16 +431,16 @@ def _compared(p: Polynomial, q: Polynomial, bound: Bound) -> Iterator[Bound]:
         if all(p[k] == c and np.signbit(p[k]) == np.signbit(c) for k, c in q.items()):
             yield bound
         elif all(math.isclose(p[k], c, rel_tol=_NEAR) for k, c in q.items()):
-            near = "its constants are near those of {}, but not the same"
-            yield {**bound, _MISS: bound.get(_MISS) or near}
+            yield {**bound, _MISS: bound.get(_MISS) or (lambda op_type: Reason("near", op=op_type))}
 
 
-def _no_attribute(factor: float, like: ir.Value) -> str:
-    """Why an attribute, of float32, cannot hold a constant of the type of `like`; "" if it can."""
+def _no_attribute(factor: float, like: ir.Value) -> Callable[[str], Reason] | None:
+    """Why an attribute, of float32, cannot hold a constant of the type of `like`."""
     dtype = like.dtype or ir.DataType.FLOAT
     if all(float(np.asarray(factor, kind)) == factor for kind in (np.float32, dtype.numpy())):
-        return ""
-    return f"its factor {factor} is no {dtype.name.lower()} that a float32 holds"
+        return None
+    reason = Reason("not-float32", what="factor", number=factor, dtype=dtype.name.lower())
+    return lambda op_type: reason
 
 
 def _stored(number: object, like: ir.Value) -> float:

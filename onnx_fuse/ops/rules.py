@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -32,6 +32,7 @@ from onnx_fuse.ir.build import (
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import REARRANGES
+from onnx_fuse.reasons import Reason
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `rewrite.params`."""
@@ -54,8 +55,8 @@ class Refusal:
     """The name of the fusion."""
     nodes: tuple[str, ...]
     """The labels of the nodes."""
-    reason: str
-    """Why they stay, as `--explain` prints it."""
+    reason: Reason
+    """Why they stay."""
     ops: tuple[str, ...] = ()
     """The operators of the nodes, by which they are found again in the result."""
 
@@ -115,10 +116,14 @@ class Rewriter:
         """The main graph of the model."""
         return self.model.graph
 
-    def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: str) -> bool:
-        """Record why nodes that nearly match stay as they are; return False for the rule."""
+    def refuse(self, fusion: str, nodes: Sequence[ir.Node], reason: Reason | str) -> Literal[False]:
+        """Record why nodes that nearly match stay as they are; return False for the rule.
+
+        The reason of a plug-in's rule is a sentence.
+        """
         names, ops = tuple(label(n) for n in nodes), tuple(n.op_type for n in nodes)
-        refusal = Refusal(fusion, names, reason, ops)
+        why = Reason("plugin", text=reason) if isinstance(reason, str) else reason
+        refusal = Refusal(fusion, names, why, ops)
         if refusal not in self.refusals:
             self.refusals.append(refusal)
         return False

@@ -25,6 +25,7 @@ from onnx_fuse.ops.rules import (
     row_axis,
     typed,
 )
+from onnx_fuse.reasons import Reason
 
 FOLD_BATCH_NORM = "FoldBatchNorm"
 """The name of the rewrite in reports and for --fuse and --skip."""
@@ -72,24 +73,25 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     chain = [product, *([add] if add is not None else []), *views]
     between = [v.outputs[0] for v in chain]
     if any(v.is_graph_output() or len(readers(v)) > 1 for v in between):
-        return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read its input")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, Reason("other-readers", what="its input"))
     x, w, *rest = product.inputs
     b = rest[0] if rest else None
     if add is not None:
         b = other_operand(add, product.outputs[0])
     parameters = [w, b, *norm.inputs[1:]]
     if w is None or not all(v is None or is_initializer(v) for v in parameters):
-        return rw.refuse(FOLD_BATCH_NORM, nodes, "its weights or statistics are not constants")
+        reason = Reason("computed", what="its weights or statistics")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, reason)
     if len(w.uses()) > 1:  # one node may read it twice
-        return rw.refuse(FOLD_BATCH_NORM, nodes, f"more than this reads the weight '{w.name}'")
+        reason = Reason("other-readers", what=f"the weight '{w.name}'")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, reason)
     types = {v.dtype for v in parameters if v is not None}
     if len(types) > 1 or not types <= {ir.DataType.FLOAT, ir.DataType.DOUBLE}:
         names = " and ".join(sorted(t.name.lower() for t in types if t is not None))
-        reason = f"its parameters are of {names}: the folded weights would be rounded once more"
-        return rw.refuse(FOLD_BATCH_NORM, nodes, reason)
+        return rw.refuse(FOLD_BATCH_NORM, nodes, Reason("batch-dtypes", dtypes=names))
     folded = _folded(product, b, norm)
     if folded is None:
-        return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, Reason("not-finite"))
     weight, bias = folded
     fresh = Names.of(rw.graph).fresh
     b = add_initializer(rw.graph, fresh(f"{w.name}_folded_bias"), bias)

@@ -23,6 +23,7 @@ from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.rules import REGION, Refusal, is_float, label
+from onnx_fuse.reasons import Reason
 
 
 def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
@@ -56,8 +57,7 @@ def expand_where_fused(
         if own_kernels or not entry.whole(node):
             nodes.append(node)
         else:
-            reason = "onnxruntime's CPU runs it faster whole; a session on a GPU looks into it"
-            stay.append(Refusal(node.op_type, (label(node),), reason))
+            stay.append(Refusal(node.op_type, (label(node),), Reason("whole-cpu")))
     if not nodes:
         return stay
     for i, node in enumerate(nodes):
@@ -69,7 +69,7 @@ def expand_where_fused(
         if node.metadata_props[REGION] not in chosen:
             del node.metadata_props[REGION]
     contrib.expand(model, lambda node: REGION in node.metadata_props)
-    stay += [Refusal(name, (name,), f"it stays whole: {why}") for name, why in reasons.items()]
+    stay += [Refusal(name, (name,), Reason("whole", why=why)) for name, why in reasons.items()]
     return stay
 
 

@@ -17,7 +17,7 @@ from onnx_fuse.ir.build import rank
 from onnx_fuse.ir.constants import FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import REARRANGES
-from onnx_fuse.ops.activations import OPERATORS
+from onnx_fuse.ops.activations import ACTIVATIONS, OPERATORS
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gated import NAME as GATED
 from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
@@ -35,6 +35,7 @@ from onnx_fuse.ops.rules import (
     producer,
     scalar,
 )
+from onnx_fuse.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Leftover:
 
     nodes: tuple[str, ...]
     reason: str
+    code: str
 
 
 _ROW_NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
@@ -82,21 +84,23 @@ def explain(
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(graph))
     left = {(label(node), node.op_type): node for node in nodes}
-    by_reason: dict[str, dict[str, None]] = {}
+    by_reason: dict[tuple[str, Reason], dict[str, None]] = {}
     explained: set[ir.Node] = set()
     for refusal in refusals:
         ops = refusal.ops or (refusal.fusion,) * len(refusal.nodes)
         stays = [left[key] for key in zip(refusal.nodes, ops, strict=True) if key in left]
         if stays or not refusal.ops:  # an operator refused as a whole names no node
             explained.update(n for n in stays if _reason_of(n) is not None)
-            reason = f"{' and '.join(dict.fromkeys(ops))}: {refusal.reason}"
+            reason = " and ".join(dict.fromkeys(ops)), refusal.reason
             by_reason.setdefault(reason, {}).update(dict.fromkeys(refusal.nodes))
     for node in nodes:
         why = _reason_of(node)
         if why is not None and node not in explained:
-            reason = why(node, off, training)
-            by_reason.setdefault(f"{name(node)}: {reason}", {})[label(node)] = None
-    groups = [Leftover(tuple(names), reason) for reason, names in by_reason.items()]
+            reason = name(node), why(node, off, training)
+            by_reason.setdefault(reason, {})[label(node)] = None
+    groups = [
+        Leftover(tuple(names), f"{ops}: {why}", why.code) for (ops, why), names in by_reason.items()
+    ]
     return sorted(groups, key=lambda group: -len(group.nodes))
 
 
@@ -142,6 +146,10 @@ def _names(nodes: Sequence[ir.Node]) -> str:
     return " and ".join(", ".join(shown).rsplit(", ", 1))
 
 
+def _origin(source: ir.Node | None) -> str:
+    return "an input of the model or a weight" if source is None else _names([source])
+
+
 def _kinds(nodes: Sequence[ir.Node]) -> str:
     """`a product and a sum`: the same in fewer words, so that more sites have one reason."""
     return " and ".join(sorted(set(map(_kind, nodes))))
@@ -174,111 +182,101 @@ def _is_product_without_norm(node: ir.Node) -> bool:
 # ---- a reason by class -----------------------------------------------------------------------
 
 
-def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _norm(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if "Gemm" in off:
-        return "the fusion of norms with matrix multiplications, Gemm, is off (--level, --skip)"
+        return Reason("off", fusions="Gemm")
     axis = attribute(node, "axis", -1)
     if axis not in (-1, (rank(node.inputs[0]) or 0) - 1):
-        return f"it normalizes from axis {axis} on, but a fused norm only the last axis"
+        return Reason("norm-axis", axis=axis)
     if node.domain not in ("", FUSE):
-        return "no matrix multiplication that reads it can fuse it: it stays as it was"
+        return Reason("norm-kernel", op=name(node))
     readers = _readers(node.outputs[0])
-    if not readers:
-        return "its result is an output of the model, and no matrix multiplication reads it"
     products = [n for n in readers if _is_product_without_norm(n)]
     if not products:
         with_norm = [n for n in readers if _is_product(n) and _fused_parts(n).norm]
         more = " (one of them is a matrix multiplication with another norm)" if with_norm else ""
-        read_by = f"{_kinds(readers)}{more}"
-        return f"a norm fuses only with a MatMul or Gemm by a weight, but it is read by {read_by}"
+        read_by = f"{_kinds(readers)}{more}" if readers else "outputs of the model alone"
+        return Reason("norm-readers", readers=read_by)
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
-        return "its matrix multiplication multiplies by a computed tensor, not by a weight"
+        return Reason("computed", what="what its matrix multiplication is by")
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if "Cast" in views:
-        return "a Cast between it and the matrix multiplication rounds its result"
+        return Reason("norm-cast")
     reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
     if any(constant_ints(n.inputs[1]) is None for n in reshapes):
-        return "a Reshape between it and the MatMul has sizes that are known only at run time"
+        return Reason("unknown", what="the shape of a Reshape between it and the MatMul")
     if views:
-        return f"the operators between it and the MatMul ({', '.join(views)}) mix its rows"
-    return f"it does not fuse with {_names(products)}, and other nodes read it, too"
+        return Reason("norm-mixed", views=", ".join(views))
+    return Reason("unfused", others=_names(products))
 
 
-def _other_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _other_norm(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if node.op_type == "InstanceNormalization" and "GroupNorm" in off:
-        return "the fusion GroupNorm is off (--level, --skip)"
-    return f"no kernel fuses {name(node)} with the operators after it"
+        return Reason("off", fusions="GroupNorm")
+    return Reason("norm-kernel", op=name(node))
 
 
-def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if attribute(node, "training_mode", 0):
-        return "in training mode it uses the statistics of the batch, which cannot be folded"
+        return Reason("batch-training")
     if training:
-        return "its parameters are trained, so it is not folded into the convolution before it"
+        return Reason("trained", what="the convolution before it")
     if "FoldBatchNorm" in off:
-        return "the fusion FoldBatchNorm is off (--level, --skip)"
+        return Reason("off", fusions="FoldBatchNorm")
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if source is None:
-        return "it reads an input of the model: there is no convolution to fold it into"
-    if not _is_product(source) or source.domain:
-        return f"it follows {_names([source])}, not a Conv or Gemm that it could be folded into"
+    if source is None or not _is_product(source) or source.domain:
+        wanted = "a Conv or Gemm that it could be folded into"
+        return Reason("follows", source=_origin(source), wanted=wanted)
     if len(consumers(source.outputs[0])) > 1 or source.outputs[0].is_graph_output():
-        return f"the {name(source)} before it has other readers"
+        return Reason("other-readers", what=f"the {name(source)} before it")
     if not all(map(is_constant, (*source.inputs[1:], *node.inputs[1:]))):
-        return f"its parameters, or the weight of the {name(source)} before it, are computed"
-    return f"its parameters do not fit the {name(source)} before it"
+        what = f"its parameters, or the weight of the {name(source)} before it"
+        return Reason("computed", what=what)
+    return Reason("batch-fit", op=name(source))
 
 
-def _attention(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _attention(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if "Sdpa" in off:
-        return "the fusion Sdpa is off (--level, --skip)"
-    return "no fused attention operator supports its inputs and outputs"
+        return Reason("off", fusions="Sdpa")
+    return Reason("no-operator")
 
 
-def _softmax(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _softmax(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     readers = [n for n in _readers(node.outputs[0]) if n.op_type in ("MatMul", "Einsum")]
     if not readers:
-        return "it is not attention: no matrix multiplication of its result with values follows"
+        return Reason("no-attention")
     if "Sdpa" in off:
-        return "the fusion Sdpa is off (--level, --skip)"
-    source = _source(node.inputs[0])
-    origin = f"computed by {_names([source])}" if source is not None else "an input of the model"
-    return f"unrecognized attention: its scores are {origin}, or other operators follow it"
+        return Reason("off", fusions="Sdpa")
+    return Reason("unrecognized", source=_origin(_source(node.inputs[0])))
 
 
-def _written_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
-    return "a norm in standard operators, over other axes than the last or in an unknown form"
+def _written_norm(node: ir.Node, off: Collection[str], training: bool) -> Reason:
+    return Reason("norm-axes")
 
 
-def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _activation(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if "Gemm" in off and "Conv" in off:
-        return "the fusions Gemm and Conv, which fuse activations, are off (--level, --skip)"
+        return Reason("off", fusions="Gemm, Conv")
     x = node.inputs[0]
     source = _source(x)
-    if source is None:
-        return "it reads an input of the model or a weight, not a matrix multiplication"
-    if node.op_type not in OPERATORS and activation_of(node) is None:
-        return "it is not one of the activations that fuse"
-    if not _is_product(source):
-        return f"it follows {_names([source])}, not a matrix multiplication or convolution"
+    if source is not None and node.op_type not in OPERATORS and activation_of(node) is None:
+        return Reason("activation", op="it", names=", ".join(ACTIVATIONS))
+    if source is None or not _is_product(source):
+        wanted = "a matrix multiplication or convolution"
+        return Reason("follows", source=_origin(source), wanted=wanted)
     if _is_gated_half(node, source):
-        gate = "the gate of a gated unit: a GPU multiplies the halves in the same pass"
-        both = "after the matrix multiplication of both halves"
-        if training:
-            return f"{gate}, {both}, because its gradient reads both"
-        if GATED in off:
-            return f"{gate}; --level 2 fuses them into the matrix multiplication ({GATED})"
-        return f"{gate}, {both}, because other nodes read it, too"
+        if not training and GATED in off:
+            return Reason("gate-off", fusion=GATED)
+        why = "its gradient reads both" if training else "other nodes read it, too"
+        return Reason("gate", why=why)
     direct = x.producer() if x is not None else None
     if x is not None and (len(consumers(x)) > 1 or x.is_graph_output()):
-        return f"its input, from {_names([source])}, has other readers"
+        return Reason("other-readers", what=f"its input, from {_names([source])}")
     if direct is not source and direct is not None:
-        return f"a {direct.op_type} stands between it and {_names([source])}"
+        return Reason("between", op=direct.op_type, above=_names([source]), below="it")
     if source.domain == FUSE and FusedName.of(source.op_type).activation:
-        return f"the {name(source)} before it has an activation already"
-    if source.op_type == "ConvTranspose":
-        return "it follows a ConvTranspose, which fuses with no activation"
-    return f"it follows {_names([source])}, with which it does not fuse"
+        return Reason("has-activation", op=name(source))
+    return Reason("unfused", others=f"the {name(source)} before it")
 
 
 def _is_gated_half(node: ir.Node, source: ir.Node) -> bool:
@@ -286,39 +284,37 @@ def _is_gated_half(node: ir.Node, source: ir.Node) -> bool:
     return any(_source(other_operand(n, node.outputs[0])) is source for n in readers)
 
 
-def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _residual(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     sources = [_source(v) for v in node.inputs]
     readers = _readers(node.outputs[0])
     if any(_fused_parts(n).norm for n in readers):
-        return "the norm after it is part of a matrix multiplication, and other nodes read the sum"
+        return Reason("residual-norm")
     after = f"its readers are {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
     where = "; a GPU computes it in the epilogue of the MatMul before it" if plain else ""
-    return f"a sum of two tensors fuses only with a norm or a convolution; {after}{where}"
+    return Reason("residual", after=after, where=where)
 
 
-def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _scale(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     if training:
-        return "layer scale: its parameter is trained, so it is not folded into the weight"
+        return Reason("trained", what="the weight")
     if (LAYER_SCALE if node.outputs[0].dtype in WIDE else LAYER_SCALE_16) in off:
         asked = "another --level" if node.outputs[0].dtype in WIDE else "--level 3"
-        return f"layer scale: {asked} folds it into the weight, which rounds differently"
-    return "layer scale that is not folded: the matrix multiplication before it has other readers"
+        return Reason("layer-scale", option=asked)
+    return Reason("other-readers", what="the matrix multiplication before it")
 
 
-def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
+def _layout(node: ir.Node, off: Collection[str], training: bool) -> Reason:
     source, readers = _source(node.inputs[0]), _readers(node.outputs[0])
     heads = [n for n in (source, *readers) if n is not None and "Sdpa" in n.op_type]
     if heads:
-        return "it splits or joins the heads around fused attention"
-    if node.op_type == "Pad":
-        return "it adds elements, and no fused operator does that"
+        return Reason("heads")
     before = _kind(source) if source is not None else "an input or weight"
     after = _kinds(readers) if readers else "an output of the model"
-    return f"no fusion includes a {node.op_type} between {before} and {after}"
+    return Reason("layout", op=node.op_type, before=before, after=after)
 
 
-_Why = Callable[[ir.Node, Collection[str], bool], str]
+_Why = Callable[[ir.Node, Collection[str], bool], Reason]
 
 
 def _reason_of(node: ir.Node) -> _Why | None:

@@ -31,6 +31,7 @@ from onnx_fuse.ops.rules import (
     sole_consumer,
     typed,
 )
+from onnx_fuse.reasons import Reason
 
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
 _BODY_ATTRIBUTES = ", ".join([*(f"{a}: ints = @{a}" for a in _ATTRIBUTES), "group: int = @group"])
@@ -140,17 +141,17 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     nodes = [conv, *([sum_of[0]] if sum_of else []), *([act.node] if act else [])]
     if act is not None and (len(readers(total)) > 1 or total.is_graph_output()):
         if sum_of is None:
-            return rw.refuse("Conv+activation", nodes, "its input has other readers")
+            return rw.refuse("Conv+activation", nodes, Reason("other-readers", what="its input"))
         act = None  # the sum is wanted as it is
     valid = attribute(conv, "auto_pad", "NOTSET") == "VALID"
     if not valid and attribute(conv, "auto_pad", "NOTSET") != "NOTSET":
-        return rw.refuse("Conv+activation", nodes, "auto_pad depends on the input's size")
+        return rw.refuse("Conv+activation", nodes, Reason("auto-pad"))
     size, channels = rank(w), dim(w, 0)
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
     if size is None or channels is None or None in kernel:
-        return rw.refuse("Conv+activation", nodes, "the weight's shape is not known")
+        return rw.refuse("Conv+activation", nodes, Reason("unknown", what="the weight's shape"))
     if size < 3:
-        return rw.refuse("Conv+activation", nodes, "the weight has no spatial axes")
+        return rw.refuse("Conv+activation", nodes, Reason("no-spatial-axes"))
     spatial = size - 2
     bias = given(conv, 2)
     op = Builder()

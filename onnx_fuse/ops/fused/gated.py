@@ -13,7 +13,6 @@ be trained becomes its parts again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -36,6 +35,7 @@ from onnx_fuse.ops.rules import (
     sole_consumer,
     typed,
 )
+from onnx_fuse.reasons import Reason
 
 NAME = "GatedGemm"
 PLACES = {"GateFirst": ("z, u", "g, u"), "GateLast": ("u, z", "u, g")}
@@ -124,12 +124,11 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
         return None
     nodes = (product, *dict.fromkeys((first.node, second.node)), gate.node, node)
     width, size = dim(joined, -1), rank(joined)
-    if size is None or {first.axis, second.axis} != {size - 1}:
-        return _refused(rw, nodes, "it is split along another axis than the columns")
-    if width is None or width % 2 or {first.start, second.start} != {0, width // 2}:
-        return _refused(rw, nodes, "its parts are not the halves of a matrix multiplication")
-    if any(dim(piece, -1) != width // 2 for piece in (gate.z, let)):
-        return _refused(rw, nodes, "its parts are not the halves of a matrix multiplication")
+    columns = size is not None and {first.axis, second.axis} == {size - 1}
+    half = None if width is None or width % 2 or not columns else width // 2
+    pieces = {dim(piece, -1) for piece in (gate.z, let)}
+    if half is None or {first.start, second.start} != {0, half} or pieces != {half}:
+        return rw.refuse(NAME, nodes, Reason("gate-halves")) or None
     readers = {
         joined: {first.node, second.node},
         gate.z: {gate.node},
@@ -137,7 +136,7 @@ def _of_halves(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> _Unit 
         gate.node.outputs[0]: {node},
     }
     if any(set(consumers(v)) != nodes or v.is_graph_output() for v, nodes in readers.items()):
-        return _refused(rw, nodes, "other nodes read the result before or after the split")
+        return rw.refuse(NAME, nodes, Reason("other-readers", what="what is split")) or None
     place = "GateFirst" if first.start == 0 else "GateLast"
     return _Unit((plain,), norm_attributes(product), place, gate, nodes)
 
@@ -146,11 +145,6 @@ def _plain(node: ir.Node | None) -> Parts | None:
     """The parts of a product of a matrix without an activation."""
     parts = product_parts(node) if node is not None else None
     return parts if parts and not parts.activation and rank(parts.w) == 2 else None
-
-
-def _refused(rw: Rewriter, nodes: Sequence[ir.Node], reason: str) -> _Unit | None:
-    rw.refuse(NAME, nodes, reason)
-    return None
 
 
 # ---- two products of one x -------------------------------------------------------------------
@@ -171,22 +165,23 @@ def _of_two_products(rw: Rewriter, node: ir.Node, gate: Tail, let: ir.Value) -> 
     if gate.node.graph is not node.graph or up.graph is not node.graph:
         return None
     if not (is_initializer(first.w) and is_initializer(second.w)):
-        return _refused(rw, nodes, "its weights are computed")
+        return rw.refuse(NAME, nodes, Reason("computed", what="its weights")) or None
     if rank(first.w) != 2 or rank(second.w) != 2:
         return None
     widths = {dim(first.w, 1), dim(second.w, 0 if second.turned else 1)}
     if len(widths) > 1 or None in widths:
-        return _refused(rw, nodes, "its two matrix multiplications differ in width")
+        return rw.refuse(NAME, nodes, Reason("gate-widths")) or None
     if sole_consumer(gate.node.outputs[0]) is not node or sole_consumer(let) is not node:
-        return _refused(rw, nodes, "other nodes read one of its two matrix multiplications, too")
+        reason = Reason("other-readers", what="one of its two matrix multiplications")
+        return rw.refuse(NAME, nodes, reason) or None
     for w, c in ((first.w, first.c), (second.w, second.c)):
         row_of = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         if not row_of or (c is not None and rank(c) == 1 and dim(c, 0) not in widths):
-            return _refused(rw, nodes, "the bias is not one number a column")
+            return rw.refuse(NAME, nodes, Reason("bias-shape")) or None
         if packed_many(w) or (c is not None and packed_many(c)):
-            return _refused(rw, nodes, "its weights are parts of a merged one")
+            return rw.refuse(NAME, nodes, Reason("gate-merged")) or None
     if first.w is second.w:
-        return _refused(rw, nodes, "both matrix multiplications are with the same weight")
+        return rw.refuse(NAME, nodes, Reason("gate-weight")) or None
     return _Unit((first, second), norm_attributes(gate.node), "GateFirst", gate, nodes)
 
 
@@ -201,7 +196,7 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         for peer in consumers(head[0])
     ):
         # unfused, the product returns the normalized rows for the other readers
-        return rw.refuse(NAME, unit.nodes, "other nodes read its norm, too")
+        return rw.refuse(NAME, unit.nodes, Reason("other-readers", what="its norm"))
     op = Builder()
     weights = [_upright(rw, op, part.w) if part.turned else part.w for part in parts]
     if len(parts) == 1:

@@ -53,6 +53,7 @@ from onnx_fuse.ops.rules import (
     through_row_views,
     typed,
 )
+from onnx_fuse.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,11 @@ def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
         usable = rank(w) == 2 and (rank(x) or 0) >= 2
         return _Site(x, w, False, None, (node,)) if usable else None
     if attribute(node, "transA", 0) != 0:
-        rw.refuse("Gemm", [node], "transA=1: the left operand is transposed")
-        return None
+        return rw.refuse("Gemm", [node], Reason("transposed")) or None
     scaled = [k for k in ("alpha", "beta") if attribute(node, k, 1.0) != 1.0]
     c = given(node, 2)
     if "alpha" in scaled or ("beta" in scaled and c is not None):
-        rw.refuse("Gemm", [node], f"{' and '.join(scaled)} other than 1")
-        return None
+        return rw.refuse("Gemm", [node], Reason("scaled", what=" and ".join(scaled))) or None
     return _Site(x, w, attribute(node, "transB", 0) != 0, c, (node,))
 
 
@@ -160,11 +159,11 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
         unfused = [n for n in consumers(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
             names = ", ".join(ACTIVATIONS)
-            reason = f"{unfused[0].op_type} is not one of the fused activations ({names})"
+            reason = Reason("activation", op=unfused[0].op_type, names=names)
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if sole_reader(z) is None:
-        reason = "its input has other readers"
+        reason = Reason("other-readers", what="its input")
         rw.refuse("Gemm+activation", [site.nodes[0], tail.node], reason)
         return site
     return replace(site, tail=tail, nodes=(*site.nodes, tail.node))
@@ -179,18 +178,18 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
     if norm is None:
         if node.op_type == "LayerNormalization":
             axis = attribute(node, "axis", -1)
-            rw.refuse("LayerNormGemm", [node, site.nodes[0]], f"it normalizes from axis {axis} on")
+            rw.refuse("LayerNormGemm", [node, site.nodes[0]], Reason("norm-axis", axis=axis))
         return site
     if norm.x.dtype != site.w.dtype or any(a.dtype != site.w.dtype for a in norm.affine):
-        rw.refuse("LayerNormGemm", [node, site.nodes[0]], "norm and weight have different dtypes")
+        rw.refuse("LayerNormGemm", [node, site.nodes[0]], Reason("norm-weight"))
         return site
     sizes = [dim(site.w, i) or 0 for i in range(2)]
-    readers, reason = consumers(below), ""
+    readers, reason = consumers(below), None
     if rw.training and prod(sizes) >= _LARGE and any(size % 8 for size in sizes):
-        reason = f"no kernel has its gradient at {sizes}: only rows of multiples of 8 are aligned"
+        reason = Reason("gradient-rows", sizes=str(sizes))
     elif not rw.training and len(readers) > 1 and any(map(_of_computed_matrix, readers)):
         # whose columns' sums, and transpose, would be made in every run
-        reason = "a product with a matrix that is computed needs the norm's result"
+        reason = Reason("computed-matrix")
     if reason:
         rw.refuse("LayerNormGemm", [node, site.nodes[0]], reason)
         return site
@@ -210,13 +209,12 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
     """The product before a Pad that the norm cannot cross, where that pays; an activation stays."""
     fill, reason = padded.fill_of(site.w, site.c)
     if site.c is not None and (rank(site.c) or 0) > (rank(norm.x) or 0):
-        reason = "the matrix multiplication's bias has more axes than the norm"
+        reason = Reason("padded-bias")
     reason = reason or padded.refusal(norm.node, site.x, site.views)
     if rw.training:
-        reason = "the result for the added rows depends on a parameter that is trained"
+        reason = Reason("padded-trained")
     if reason:
-        reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
-        rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)
+        rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], Reason("zero-rows", why=reason))
         return replace(site, views=())
     nodes = site.nodes[:-1] if site.tail else site.nodes
     return replace(site, tail=None, nodes=nodes, norm=norm, moved=True, fill=fill)
@@ -273,9 +271,9 @@ def _explain_dynamic_weight(rw: Rewriter, node: ir.Node) -> None:
     below, _ = through_row_views(node.inputs[0])
     norm = below.producer() if below is not None else None
     if node.op_type == "MatMul" and norm is not None and canonical_norm(norm):
-        size, reason = rank(node.inputs[1]), "the norm's number of axes is not known"
+        size, reason = rank(node.inputs[1]), Reason("unknown", what="the rank of the norm")
         if size != 2:
-            reason = f"the right operand has rank {size}, not a weight's 2"
+            reason = Reason("right-rank", rank=size)
         rw.refuse("LayerNormGemm", [norm, node], reason)
 
 
@@ -353,7 +351,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     biased = [c is not None and not is_additive_identity(c) for c in biases]
     if rw.training and any(biased) and not all(biased):
         # The zeros that stand for an absent bias would be trained, and could not be saved.
-        return rw.refuse("MergedGemm", family, "only some have a bias, and it is to be trained")
+        return rw.refuse("MergedGemm", family, Reason("few-biases"))
     op = Builder()
     stem = "+".join(str(w.name) for w in weights)
     w = _joined_codes(op, rw, weights, stem) if kind else rw.pack(op, weights, None, 1, stem)
@@ -571,7 +569,7 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     if np.all(scale == 1) and not any(np.any(b) for b in bias):
         return False
     if shift.ndim > 1:
-        return rw.refuse("FoldAffine", [node], "its bias is not one number a column")
+        return rw.refuse("FoldAffine", [node], Reason("bias-shape"))
     dtype = (w.dtype or ir.DataType.FLOAT).numpy()
     width = weight.shape[0]
     scale, *bias = (np.broadcast_to(a, (width,)) for a in (scale, *bias))  # one number for all
@@ -580,7 +578,7 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
         product = (scale[:, None] * weight).astype(dtype)
         moved = (bias[0] @ weight + shift).astype(dtype) if bias else None
     if not np.isfinite(product).all() or (moved is not None and not np.isfinite(moved).all()):
-        return rw.refuse("FoldAffine", [node], "scale and weight multiplied are not finite")
+        return rw.refuse("FoldAffine", [node], Reason("not-finite"))
     folded = rw.initializer(f"{w.name}.folded", product)
     inputs: list[ir.Value | None] = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
     inputs.append(c if moved is None else rw.initializer(f"{w.name}.shift", moved))

@@ -31,6 +31,7 @@ from onnx_fuse.ops.rules import (
     sole_consumer,
 )
 from onnx_fuse.ops.shape_ops import Values, Writer, restores, same_size
+from onnx_fuse.reasons import Reason
 
 _ATTRIBUTES = ("num_groups", "epsilon: float = 1e-05", STASH)
 _BODY = """
@@ -131,15 +132,14 @@ def _written_out(rw: Rewriter, node: ir.Node) -> bool:
         return False
     nodes = [node]
     if back is None or back.op_type != "Reshape" or not restores(back, x):
-        return rw.refuse("GroupNorm", nodes, "its reader is not a Reshape to its input's shape")
+        return rw.refuse("GroupNorm", nodes, Reason("group-reshape"))
     if not (_holds(ones, 1) and _holds(zeros, 0)):
-        return rw.refuse("GroupNorm", nodes, "its scale and bias are a group's, not a channel's")
+        return rw.refuse("GroupNorm", nodes, Reason("group-scale"))
     n = back.outputs[0]
     scale = _by_channel(n, "Mul", channels)
     bias = _by_channel(scale[0], "Add", channels) if scale is not None else None
     if scale is None or bias is None:
-        reason = "no scale and bias of each channel follow, which the fused GroupNorm has"
-        return rw.refuse("GroupNorm", nodes, reason)
+        return rw.refuse("GroupNorm", nodes, Reason("group-scale"))
     double = x.dtype == ir.DataType.DOUBLE
     attributes: dict[str, object] = {
         "num_groups": groups,
@@ -158,12 +158,11 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     stash = attribute(node, "stash_type", 1)
     wide = stash == 1 or (stash == 11 and x is not None and x.dtype == ir.DataType.DOUBLE)
     if x is None or scale is None or bias is None or channels is None or not is_float(x):
-        return rw.refuse("GroupNorm", [node], "its number of channels is not known")
-    if dim(scale, 0) != channels or dim(bias, 0) != channels or not wide:
-        return rw.refuse("GroupNorm", [node], "its scale is not a channel's, or its sums are not "
-                         "float32")  # fmt: skip
-    if x.dtype == ir.DataType.DOUBLE and stash == 1:
-        return rw.refuse("GroupNorm", [node], "it rounds its sums of float64 to float32")
+        return rw.refuse("GroupNorm", [node], Reason("unknown", what="its number of channels"))
+    if dim(scale, 0) != channels or dim(bias, 0) != channels:
+        return rw.refuse("GroupNorm", [node], Reason("group-scale"))
+    if not wide or (x.dtype == ir.DataType.DOUBLE and stash == 1):
+        return rw.refuse("GroupNorm", [node], Reason("group-sums"))
     attributes = {
         "num_groups": attribute(node, "num_groups", 1),
         "epsilon": attribute(node, "epsilon", 1e-5),

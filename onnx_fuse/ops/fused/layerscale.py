@@ -26,6 +26,7 @@ from onnx_fuse.ops.rules import (
     row_axis,
     sole_consumer,
 )
+from onnx_fuse.reasons import Reason
 
 NAME, NAME_16 = "LayerScale", "LayerScale16"
 WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -95,11 +96,11 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
     product, add = below
     nodes = [node, product]
     if any(attribute(product, k, 1.0) != 1.0 for k in ("alpha", "beta")):
-        return rw.refuse(name, nodes, "alpha or beta other than 1")
+        return rw.refuse(name, nodes, Reason("scaled", what="alpha or beta"))
     w, columns = product.inputs[1], len(scale)
     weight = const_array(w)
     if w is None or weight is None:
-        return rw.refuse(name, nodes, "the weight is computed")
+        return rw.refuse(name, nodes, Reason("computed", what="the weight"))
     first = product.op_type == "Conv" or attribute(product, "transB", 0) != 0
     axis = 0 if first else weight.ndim - 1
     if weight.ndim < 2 or weight.shape[axis] != columns:  # one of a single axis has no columns
@@ -111,18 +112,17 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
     for owner, _, c in sums:
         array = const_array(c)
         if array is None:
-            return rw.refuse(name, nodes, "the bias is computed")
+            return rw.refuse(name, nodes, Reason("computed", what="the bias"))
         at = int(np.argmax([d == columns for d in array.shape])) if array.ndim else 0
         by_row = owner is product and array.shape[-1:] != (columns,)
         if array.size != columns or by_row:
-            return rw.refuse(name, nodes, "the bias is not one number a column")
+            return rw.refuse(name, nodes, Reason("bias-shape"))
         parts.append((array, at))
     folded = []
     for (owner, index, value), (part, at) in zip([(product, 1, w), *sums], parts, strict=True):
         array = _scaled(part, scale, at)
         if array is None:
-            reason = "scale and weight multiplied are not finite, or too small to keep their digits"
-            return rw.refuse(name, nodes, reason)
+            return rw.refuse(name, nodes, Reason("not-finite"))
         stem = f"{value.name if value is not None else ''} times {label(node)}"
         folded.append((owner, index, rw.initializer(stem, array)))
     for owner, index, value in folded:

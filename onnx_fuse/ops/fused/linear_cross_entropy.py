@@ -36,6 +36,7 @@ from onnx_fuse.ops.rules import (
     typed,
 )
 from onnx_fuse.ops.shape_ops import Values, Writer
+from onnx_fuse.reasons import Reason
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048
@@ -180,17 +181,17 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     nodes = [site.node, loss]
     weight, reduction = given(loss, 2), attribute(loss, "reduction", "mean")
     if reduction == "none":
-        return rw.refuse(NAME, nodes, "the loss of each row is an output, not their sum")
+        return rw.refuse(NAME, nodes, Reason("row-losses"))
     if (
         not smoothed
         and len(loss.outputs) > 1
         and (loss.outputs[1].uses() or loss.outputs[1].is_graph_output())
     ):
-        return rw.refuse(NAME, nodes, "the probabilities are read as well")
+        return rw.refuse(NAME, nodes, Reason("other-readers", what="the probabilities"))
     if not all(sole_reader(v) for v in (value, *(view.outputs[0] for view in views))):
-        return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
+        return rw.refuse(NAME, nodes, Reason("other-readers", what="the scores"))
     if dim(scores, 0) not in (None, dim(labels, 0)):  # onnxruntime runs the loss of others, too
-        return rw.refuse(NAME, nodes, "the scores have rows of a known number, the labels do not")
+        return rw.refuse(NAME, nodes, Reason("label-rows"))
     op, w = Writer(), site.w
     x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank, sources
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, producer
+from onnx_fuse.reasons import Reason
 
 NAME = "SoftmaxCrossEntropyLoss"
 
@@ -14,8 +15,7 @@ def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:
     softmax = producer(log.inputs[0], "Softmax")
     if softmax is None or log.domain:
         return False
-    reason = "where Softmax rounds to 0 its Log is -inf, and LogSoftmax is not"
-    return rw.refuse(NAME, [softmax, log], reason)
+    return rw.refuse(NAME, [softmax, log], Reason("log-of-zero"))
 
 
 def _nll(rw: Rewriter, nll: ir.Node) -> bool:
@@ -24,16 +24,14 @@ def _nll(rw: Rewriter, nll: ir.Node) -> bool:
         return False
     log_p = log_softmax.outputs[0]
     if attribute(log_softmax, "axis", -1) not in (1, 1 - (rank(log_p) or 0)):
-        return rw.refuse(NAME, [log_softmax, nll], "LogSoftmax is not along the class axis 1")
+        return rw.refuse(NAME, [log_softmax, nll], Reason("class-axis"))
     shared = len(consumers(log_p)) > 1 or log_p.is_graph_output()
     inputs = [log_softmax.inputs[0], *nll.inputs[1:]]
     if shared and log_p in sources(nll.inputs[1:]):
-        reason = "its labels or weights are worked out from the probabilities"
-        return rw.refuse(NAME, [log_softmax, nll], reason)
+        return rw.refuse(NAME, [log_softmax, nll], Reason("labels-computed"))
     some = all(dim(log_p, axis) for axis in (0, 1))
     if not (some or rw.training or NAME in rw.for_kernels):
-        reason = "there may be no rows, for which onnxruntime refuses a SoftmaxCrossEntropyLoss"
-        return rw.refuse(NAME, [log_softmax, nll], reason)
+        return rw.refuse(NAME, [log_softmax, nll], Reason("no-rows"))
     op = Builder()
     outputs = op.node(NAME, inputs, outputs=1 + shared, attributes=nll.attributes)
     rw.fusions[NAME] += 1

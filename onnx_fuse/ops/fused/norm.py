@@ -36,6 +36,7 @@ from onnx_fuse.ops.rules import (
     typed,
 )
 from onnx_fuse.ops.shape_ops import spans
+from onnx_fuse.reasons import Reason
 
 EPSILON = "epsilon: float = 1e-05"
 STASH = "stash_type: int = 1"
@@ -147,7 +148,7 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         centred, size = _EXACT.find(_CENTRED, x), dim(scale, 0)
         stash = attribute(node, "stash_type", 1)
         if x.dtype != scale.dtype or not spans(scale, x):
-            return rw.refuse("RMSNormalization", [node], "its scale is of another type or width")
+            return rw.refuse("RMSNormalization", [node], Reason("norm-scale"))
         if centred is not None and size and stash == 1 and x.dtype == ir.DataType.FLOAT:
             # What exporters make of a LayerNorm by hand; in 16 bits the deviation is rounded first.
             n = node.outputs[0]
@@ -246,7 +247,6 @@ _NORMS = [  # exporters leave out an epsilon of next to nothing
     for name, d in (("LayerNormalization", _CENTRED), ("RMSNormalization", "x"))
     for epsilon in (" + epsilon", "")
 ]
-_NEAR = "it contains a Cast or a constant of more axes, but the fused norm has one type and rank"
 
 
 def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
@@ -260,7 +260,7 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
             if values is None or epsilon is None:
                 continue
             if spellings is LOOSE:
-                return rw.refuse(name, [node], _NEAR)
+                return rw.refuse(name, [node], Reason("norm-form"))
             return _build(rw, node, name, n, values["x"], epsilon)
     return False
 
@@ -273,20 +273,20 @@ def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value,
     return (node.outputs[0], operand) if width is not None and dim(operand, 0) == width else None
 
 
-def _differs(name: str, x: ir.Value, epsilon: float) -> str:
-    """Why the fused norm would not compute what is written out; "" if it would.
+def _differs(name: str, x: ir.Value, epsilon: float) -> Reason | None:
+    """Why the fused norm would not compute what is written out; None if it would.
 
     LayerNormalization has no other stash_type than float32 in onnxruntime, epsilon is a float32.
     """
     if not dim(x, -1):
-        return "the number of its columns is not known"
+        return Reason("unknown", what="the number of its columns")
     centred = name == "LayerNormalization"
     if x.dtype != ir.DataType.FLOAT and (centred or x.dtype != ir.DataType.DOUBLE):
         kind = x.dtype.name.lower() if x.dtype is not None else "an unknown type"
-        return f"it is computed in {kind}, and {name} computes in float32"
+        return Reason("norm-type", dtype=kind, name=name)
     if float(np.float32(epsilon)) != epsilon:
-        return f"its epsilon {epsilon} is a double that no float32, as the attribute is, holds"
-    return ""
+        return Reason("not-float32", what="epsilon", number=epsilon, dtype="double")
+    return None
 
 
 def _build(
@@ -337,15 +337,15 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
     if a is None or b is None or rank(a) != rank(b) or is_constant(a) or is_constant(b):
         return False
     if rank(a) is None:
-        return rw.refuse("SkipLayerNorm", [add, node], "the rank of the residual is not known")
-    if not rw.training and (producer(a, "DequantizeLinear") or producer(b, "DequantizeLinear")):
-        reason = "the residual is kept as codes, which the product before the sum adds"
+        reason = Reason("unknown", what="the rank of the residual")
         return rw.refuse("SkipLayerNorm", [add, node], reason)
+    if not rw.training and (producer(a, "DequantizeLinear") or producer(b, "DequantizeLinear")):
+        return rw.refuse("SkipLayerNorm", [add, node], Reason("codes"))
     if any(v.producer() is not None for v in norm.affine):
-        return rw.refuse("SkipLayerNorm", [add, node], "its scale is computed in the graph")
+        return rw.refuse("SkipLayerNorm", [add, node], Reason("computed", what="its scale"))
     for i in range(rank(a) or 0):
         if dim(a, i) != dim(b, i) and dim(a, i) is not None and dim(b, i) is not None:
-            return rw.refuse("SkipLayerNorm", [add, node], "the residual is broadcast")
+            return rw.refuse("SkipLayerNorm", [add, node], Reason("broadcast"))
     op = Builder()
     name = f"Skip{norm.kind}"
     y, s = op.node(name, [a, b, *norm.affine], outputs=2, domain=FUSE, attributes=norm.attributes)

@@ -18,26 +18,27 @@ from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, row_axis, typed
+from onnx_fuse.reasons import Reason
 
 Fill = np.ndarray | None
 """What each column of an added row is; None where that is 0."""
 
 
-def fill_of(w: ir.Value, c: ir.Value | None) -> tuple[Fill, str]:
+def fill_of(w: ir.Value, c: ir.Value | None) -> tuple[Fill, Reason | None]:
     """The row that the product makes of zeros, 0 · w + c, or why it is not known."""
     weight, bias = const_array(w), const_array(c)
     if weight is None or not np.isfinite(weight.astype(np.float64)).all():
-        return None, "the weight is not known, or not finite"
+        return None, Reason("padded-weight")
     if c is None:
-        return None, ""
+        return None, None
     if bias is None or any(d != 1 for d in bias.shape[:-1]):
-        return None, "the matrix multiplication's bias is not known, or not one number a column"
+        return None, Reason("bias-shape")
     row = bias.reshape(-1) + np.zeros((), bias.dtype)  # 0 + -0.0 is 0
-    return (row if row.any() else None), ""
+    return (row if row.any() else None), None
 
 
-def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
-    """Why the products of `x`, which `views` make of what `node` norms, stay behind the Pad; or "".
+def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> Reason | None:
+    """Why the products of `x`, which `views` make of what `node` norms, stay behind the Pad.
 
     Bytes are compared, in columns a row, with r rows behind the Pad for each before it. A product
     behind: the norm 2 K, the moves K + r K, the product r K + r N; one before: the product K + N,
@@ -48,9 +49,9 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
     products = [n for n in consumers(x) if n not in shapes]
     others = [n for v in between for n in consumers(v) if n not in (*views, *shapes, *products)]
     if others or any(v.is_graph_output() for v in (*between, *(n.outputs[0] for n in shapes))):
-        return "others read the norm, or what is between, so that it would not save a pass"
+        return Reason("other-readers", what="the norm, or what is between")
     if not all(_product_columns(n, x) for n in products):
-        return "others than matrix multiplications read the padded rows"
+        return Reason("padded-readers")
     axes = _axes(x, views)
     ratio = 1.0
     for view in views:
@@ -58,27 +59,24 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
         if view.op_type == "Pad":
             after = _padded_shape(view)
             if after is None:
-                return "the sizes that are padded are not known beforehand"
+                return Reason("unknown", what="the shape that is padded")
             if axis != len(after) - 1:
-                return "the rows do not lie along the last axis where they are padded"
+                return Reason("padded-axis")
             ratio *= prod(after) / prod(_sizes(view, after))
         elif view.op_type == "Reshape":
             target = constant_ints(view.inputs[1])
             if target is None or target[axis] == 0:
-                return "the shapes between are not known beforehand"
+                return Reason("unknown", what="a shape between")
     # counted by weight: a product that is fused already is dead, but still there
     columns, width = (
         sum({n.inputs[1]: _product_columns(n, x) for n in products}.values()),
         dim(x, -1) or 0,
     )
     if columns >= width * (1 + ratio):
-        return (
-            "the matrix multiplication could come first, with its bias as the added rows, but "
-            f"moving {columns} columns in the place of {width} costs more than the norm's pass"
-        )
+        return Reason("padded-cost", columns=columns, width=width)
     if any(n.domain for n in products):
-        return "another matrix multiplication of the padded rows cannot come first"
-    return ""
+        return Reason("padded-readers")
+    return None
 
 
 def replay_padded_views(

@@ -28,6 +28,7 @@ from onnx_fuse.ops.rules import (
     through_row_views,
     typed,
 )
+from onnx_fuse.reasons import Reason
 
 NAME = "ConvAsGemm"
 _NARROW = 2
@@ -102,15 +103,15 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     if list(perm) != [0, channels, *range(1, channels)] or norm is None:
         return False
     if sole_consumer(conv.x) is not node or sole_consumer(rows) is not turn:
-        return rw.refuse(NAME, [norm.node, node], "other nodes read the norm or its Transpose")
+        reason = Reason("other-readers", what="the norm or its Transpose")
+        return rw.refuse(NAME, [norm.node, node], reason)
     behind = _next(conv)
     width = behind[1].filters if behind is not None else conv.filters
     if width > _NARROW * conv.channels:
-        reason = f"the Transpose would move {width} numbers a pixel, not {conv.channels}"
-        return rw.refuse(NAME, [norm.node, node], f"{reason}, which costs more than the norm")
-    if NAME not in rw.for_kernels:
-        reason = "onnxruntime's CPU takes longer for the Gemm (--fuse ConvAsGemm makes it)"
+        reason = Reason("transpose-cost", width=width, channels=conv.channels)
         return rw.refuse(NAME, [norm.node, node], reason)
+    if NAME not in rw.for_kernels:
+        return rw.refuse(NAME, [norm.node, node], Reason("cpu-slower"))
     op = Builder()
     y, last = _product(rw, op, conv, rows), conv
     if behind is not None:

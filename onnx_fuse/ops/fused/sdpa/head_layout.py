@@ -17,6 +17,7 @@ from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ops.fused.sdpa.scores import Scores
 from onnx_fuse.ops.rules import attribute, producer, typed
 from onnx_fuse.ops.shape_ops import same_size
+from onnx_fuse.reasons import Reason
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Frame:
         return [op.Div(batch, [others]) if size is None else op.constant([size]) for size in sizes]
 
 
-def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
+def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | Reason:
     """The frame of a product and its steps; why there is none."""
     q, k, v = qkv
     product = traced.product.outputs[0]
@@ -122,8 +123,8 @@ def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | 
         if frame is not None:
             return frame
     for level in levels:
-        if traced.viewed and (reason := _unlike(product, level, q, size)):
-            return reason
+        if traced.viewed and not _has_axes_of(product, level, q, size):
+            return Reason("leading-axes", above="the matrix multiplication", below="a mask")
     if size > 4:
         return _merged(op, q, k, v, product)
     if size < 4:
@@ -132,25 +133,17 @@ def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | 
     return Frame((q, k, v), size, product=product)
 
 
-def _unlike(product: ir.Value, level: ir.Value, q: ir.Value, size: int) -> str:
-    """Why masks added to `level`, a view of the product's scores, cannot be brought to its axes."""
+def _has_axes_of(product: ir.Value, level: ir.Value, q: ir.Value, size: int) -> bool:
+    """Whether a mask added to `level`, a view of the product's scores, comes to its axes."""
     level_rank = rank(level) or 0
     if level_rank == size:
-        if size <= 3 or (size == 4 and same_size(product, 1, level, 1)):
-            return ""
-        return "the scores' leading axes change between the matrix multiplication and a mask"
-    if level_rank > size:
-        if size not in (3, 4) or (size == 4 and not same_size(product, -3, level, -3)):
-            return "the heads are not the same axis where a mask is added"
-        count = level_rank - 2 - (0 if size == 3 else 1)
-        if sum(dim(level, i) is None for i in range(count)) > 1:
-            return "a mask is added where the scores have other axes, of unknown sizes"
-        if not same_size(product, 0, q, 0):
-            return "the batch of queries is not known to be that of the scores"
-        return ""
-    if size == 4 and level_rank == 3 and 1 in (dim(product, 0), dim(product, 1)):
-        return ""
-    return "a mask is added where the scores have fewer axes"
+        return size <= 3 or (size == 4 and same_size(product, 1, level, 1))
+    if level_rank < size:
+        return size == 4 and level_rank == 3 and 1 in (dim(product, 0), dim(product, 1))
+    heads = 0 if size == 3 else 1
+    unknown = sum(dim(level, i) is None for i in range(level_rank - 2 - heads))
+    known = size == 3 or (size == 4 and same_size(product, -3, level, -3))
+    return known and unknown <= 1 and same_size(product, 0, q, 0)
 
 
 def _split(op: Builder, traced: Scores, q: ir.Value, k: ir.Value, v: ir.Value) -> Frame | None:
@@ -182,12 +175,14 @@ def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | Non
     return typed(op.Transpose(source, perm=[0, 1, 3, 2]), source, [sizes[i] for i in (0, 1, 3, 2)])
 
 
-def _merged(op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Value) -> Frame | str:
+def _merged(
+    op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Value
+) -> Frame | Reason:
     """Merge all axes but the last three into one, where there are five or more."""
     size = rank(product) or 0
     for axis in range(size - 3):
         if not (same_size(q, axis, k, axis) and same_size(q, axis, v, axis)):
-            return f"axis {axis} of queries, keys and values is not known to be of one size"
+            return Reason("sizes-apart", what=f"axis {axis} of queries, keys and values")
     four = []
     for t in (q, k, v):
         lead = op.Reshape(op.ReduceProd(op.Shape(t, start=0, end=-3)), [1])

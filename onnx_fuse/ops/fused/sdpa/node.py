@@ -23,6 +23,7 @@ from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import Rewriter, attribute, is_float, typed
 from onnx_fuse.ops.shape_ops import Writer
+from onnx_fuse.reasons import Reason
 
 _DEPTH = 12  # nodes before a mask among which its lowest number is looked for
 _SUMS = 25
@@ -48,30 +49,29 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     used = [bool(o.uses()) or o.is_graph_output() for o in node.outputs]
     full_width = mask is None or whole_mask(node)
     problems = {
-        "its mask has other columns than there are keys": opset < SHORTER
+        Reason("mask-columns"): opset < SHORTER
         and not full_width
         and None not in (dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)),
-        "it has a past of only keys or only values": (past_k is None) != (past_v is None),
-        "it has a past and lengths of its keys": past_k is not None and lengths is not None,
-        "its scores are an output that is used": any(used[3:]),
-        "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,
-        "softmax_precision": attribute(node, "softmax_precision") not in (None, 1),
-        "the mask's size is not known": mask is not None and not rank(mask),
+        Reason("past"): (past_k is None) != (past_v is None) or None not in (past_k, lengths),
+        Reason("other-readers", what="its scores"): any(used[3:]),
+        Reason("ranks"): len({rank(t) for t in bound}) != 1 or rank(q) is None,
+        Reason("softmax-precision"): attribute(node, "softmax_precision") not in (None, 1),
+        Reason("unknown", what="the rank of its mask"): mask is not None and not rank(mask),
     }
     for reason, stands in problems.items():
         if stands:
             return rw.refuse("Sdpa", [node], reason)
     op = Writer()
-    flat = rank(q) == 3
+    flat, heads_unknown = rank(q) == 3, Reason("unknown", what="the number or size of its heads")
     heads, groups = attribute(node, "q_num_heads"), attribute(node, "kv_num_heads")
     if flat:
         if not heads or not groups:
-            return rw.refuse("Sdpa", [node], "head count or head size is not static")
+            return rw.refuse("Sdpa", [node], heads_unknown)
         q, k, v = (_split_heads(op, t, n) for t, n in ((q, heads), (k, groups), (v, groups)))
     else:
         heads, groups = dim(q, 1), dim(k, 1)
     if heads is None or groups is None or dim(q, -1) is None:
-        return rw.refuse("Sdpa", [node], "head count or head size is not static")
+        return rw.refuse("Sdpa", [node], heads_unknown)
     scale = attribute(node, "scale") or 1 / math.sqrt(dim(q, -1) or 1)
     joined = [past_k, k] if past_k is not None else []
     if past_k is not None and past_v is not None:

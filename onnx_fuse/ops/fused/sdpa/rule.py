@@ -36,6 +36,7 @@ from onnx_fuse.ops.rules import (
     typed,
 )
 from onnx_fuse.ops.shape_ops import restores, same_size
+from onnx_fuse.reasons import Reason
 
 SCALES = (2.0**-14, 2.0**14)
 """Of constants that are taken off q or k: beyond these, products might leave the range of float16
@@ -46,10 +47,10 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     """The rule, anchored at a Softmax."""
     z, p = _ends(softmax)
     ending = _ending(p)
-    if isinstance(ending, str):
-        # The head of a classifier is a Softmax behind a product as well, but before none.
-        return rw.refuse("Sdpa", [softmax], ending) if ending else False
-    if not is_float(z):
+    if isinstance(ending, Reason):
+        return rw.refuse("Sdpa", [softmax], ending)
+    # The head of a classifier is a Softmax behind a product as well, but before none.
+    if ending is None or not is_float(z):
         return False
     op = Builder()
     if _fused(rw, op, softmax, ending, z):
@@ -63,20 +64,14 @@ def _fused(
 ) -> bool:
     z = whole_rows(op, z)
     scores = trace_scores(z)
-    if scores is None:
-        reason = _unreached(z)
+    if not isinstance(scores, Scores):
+        reason = scores or _unreached(z)
         return rw.refuse("Sdpa", [softmax, ending.product], reason) if reason else False
-    if isinstance(scores, str):
-        return rw.refuse("Sdpa", [softmax, ending.product], scores)
     nodes = [scores.product, softmax, ending.product]
     axis, size = attribute(softmax, "axis", -1), rank(softmax.outputs[0])
     if axis != -1 and (size is None or axis != size - 1):
-        reason = (
-            f"the softmax is over axis {axis} of scores whose rank is not known"
-            if size is None
-            else "the softmax is not over the keys"
-        )
-        return rw.refuse("Sdpa", nodes, reason)
+        unknown = Reason("unknown", what="the rank of its scores")
+        return rw.refuse("Sdpa", nodes, unknown if size is None else Reason("softmax-axis"))
     product = scores.product.outputs[0]
     if not scores.viewed:
         scores.steps = [step for step in scores.steps if not is_idle(step, product)]
@@ -96,7 +91,7 @@ def _fused(
     if q.dtype == ir.DataType.DOUBLE and float(np.float32(scale)) != scale:
         q, scale = typed(op.Mul(q, scale), q, q.shape), 1.0  # attributes are of float32
     frame = make_frame(op, scores, [q, k, v])
-    if isinstance(frame, str):
+    if isinstance(frame, Reason):
         return rw.refuse("Sdpa", nodes, frame)
     steps, masks = steps_of(op, rw, scores, frame)
     guard = "NanGuard" if ending.guarded else ""
@@ -112,42 +107,41 @@ def _fused(
     return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
 
 
-def _why_not_fused(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None) -> str:
+def _why_not_fused(
+    rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None
+) -> Reason | None:
     product = scores.product.outputs[0]
     if tuple("Where" if s.fill is not None else "Mask" for s in scores.steps) not in STEPS:
-        return f"{len(scores.steps)} masks and conditions follow each other; two are the most"
+        return Reason("masks", count=len(scores.steps))
     if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
-        return "queries and keys are multiplied in float32, weights and values in 16 bits"
-    if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
-        return "the weights have another type than the scores"
-    if scores.wide != ending.narrowed:
-        return "the weights are not cast back to the type of the scores"
+        return Reason("mixed-types")
+    dtypes = {product.dtype, ending.values.dtype, ending.weights.dtype}
+    if len(dtypes) > 1 or scores.wide != ending.narrowed:
+        return Reason("weights-type")
     if rw.training and product.dtype == ir.DataType.DOUBLE:
-        return "the gradient of attention in double precision is computed operator by operator"
+        return Reason("double-gradient")
     if product.dtype == ir.DataType.DOUBLE and scores.softcap is not None:
-        return "a Tanh in double precision, whose factor an attribute cannot hold"
+        return Reason("double-softcap")
     left, right = scores.product.inputs[0], scores.product.inputs[1]
     if scores.viewed and not _same_heads(product, ending.weights):
-        return "the scores' leading axes change between the two matrix multiplications"
+        return Reason("leading-axes", above="one matrix multiplication", below="the other")
     if {rank(left), rank(right), rank(product)} != {rank(ending.values)}:
-        return "the operands of the two matrix multiplications differ in rank, or it is not known"
+        return Reason("ranks")
     # an Unsqueeze of the weights makes a result of more axes
-    if {rank(ending.weights), rank(ending.product.outputs[0])} - {None, rank(ending.values)}:
-        return "the weights differ in rank from what they multiply"
-    size = rank(product)
-    if size is None or size < 2:
-        return "the matrix multiplications are of vectors"
+    size, results = rank(product), {rank(ending.weights), rank(ending.product.outputs[0])}
+    if size is None or size < 2 or results - {None, rank(ending.values)}:
+        return Reason("ranks")
     taken = [strip_scales(side)[1] for side in (left, right) if side is not None]
     if any(not SCALES[0] <= abs(factor) <= SCALES[1] for factor in taken):
-        return "queries or keys are scaled by a very large or small constant"
+        return Reason("operand-scale")
     # A mask that is larger than the scores makes many rows of one.
     end = z
     if end is not None and not scores.viewed and rank(end) == size:
         for axis in range(size):
             m, n = dim(product, axis), dim(end, axis)
             if m is not None and m != n and (n is not None or m == 1):
-                return "a mask makes the scores larger"
-    return ""
+                return Reason("mask-grows")
+    return None
 
 
 def _same_heads(x: ir.Value, y: ir.Value) -> bool:
@@ -199,31 +193,29 @@ def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
     return (x, back.outputs[0]) if restores(back, x) and last else (z, p)
 
 
-def _ending(p: ir.Value) -> ProductTail | str:
-    """Walk from the weights to their product with v; why there is none, "" where none is near."""
+def _ending(p: ir.Value) -> ProductTail | Reason | None:
+    """Walk from the weights to their product with v; why there is none, None where none is near."""
     guarded, narrowed, turned = False, False, False
     weights = p
     """The values in the type that they have in the end, as far as that is known."""
     near = _leads_to_a_product(p)
     if not near:
-        return ""
+        return None
     while True:
         readers = consumers(p)
         tested = len(readers) == 2 and {n.op_type for n in readers} == {"IsNaN", "Where"}
         if tested and not p.is_graph_output():
             guard = nan_guard(p)
             if guard is None or turned or sole_consumer(required(guard.inputs[0])) is None:
-                return "a Where on the weights that is no NaN guard"
+                return Reason("no-guard")
             p, guarded = guard.outputs[0], True
             continue
         node = sole_consumer(p)
         if node is None:
-            if p.is_graph_output():
-                return f"the weights '{p.name}' are an output of the model"
-            return f"the weights '{p.name}' have {len(readers)} readers"
+            return Reason("other-readers", what=f"the weights '{p.name}'")
         out = node.outputs[0]
         if node.domain:
-            return f"{node.domain}.{node.op_type} reads the weights"
+            return Reason("weights-reader", op=f"{node.domain}.{node.op_type}")
         if node.op_type == "Identity" or (node.op_type == "Cast" and out.dtype == p.dtype):
             p = out
         elif node.op_type == "Cast":
@@ -234,32 +226,32 @@ def _ending(p: ir.Value) -> ProductTail | str:
             elif weights.dtype == ir.DataType.FLOAT and weights.dtype in WIDER.get(out.dtype, ()):
                 p, narrowed, weights = out, True, out
             else:
-                return "the weights are cast to another type"
+                return Reason("weights-type")
         elif node.op_type in RESHAPES:
             if turned or not same_rows(p, out):
-                return f"a {node.op_type} that may touch queries or keys follows the softmax"
+                return Reason("mixing-view", op=node.op_type, place="follows")
             p = out
         elif node.op_type == "Dropout" and len(node.inputs) < 3:
             if any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
-                return "the mask of a Dropout of the weights is used"
+                return Reason("other-readers", what="the mask of a Dropout of the weights")
             p = out
         elif node.op_type == "Transpose" and not turned:
             if list(attribute(node, "perm", ())) != swapped(rank(p) or 0):
-                return "a Transpose of the weights that does more than swap queries and keys"
+                return Reason("mixing-view", op="Transpose", place="follows")
             p, turned = out, True
         elif node.op_type == "MatMul":
             return _product(node, p, guarded, narrowed, turned)
         else:
-            return f"the weights go into {node.op_type}, not into a matrix multiplication with v"
+            return Reason("weights-reader", op=node.op_type)
 
 
 def _product(
     node: ir.Node, p: ir.Value, guarded: bool, narrowed: bool, turned: bool
-) -> ProductTail | str:
+) -> ProductTail | Reason:
     left, right = node.inputs[0], node.inputs[1]
     values = left if turned else right
     if (right if turned else left) is not p or values is None or values is p:
-        return "the matrix multiplication with v sums over the queries"
+        return Reason("sums-queries")
     if turned:
         p = required(required(p.producer()).inputs[0])
     return ProductTail(node, p, values, guarded, narrowed, turned)
@@ -285,7 +277,7 @@ def _leads_to_a_product(p: ir.Value, depth: int = 6) -> bool:
     return False
 
 
-def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> str:
+def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> Reason | None:
     """The operator that hides a softmax's product, if there is one further up."""
     first = z.producer() if z is not None else None
     todo, seen = [(first, depth)], set()
@@ -295,9 +287,9 @@ def _unreached(z: ir.Value | None, depth: int = REACH // 2) -> str:
             continue
         seen.add(node)
         if node.op_type in ("MatMul", "Einsum", "Gemm") and first is not None:
-            return f"the scores come from {first.op_type}, not from a MatMul, scale and masks"
+            return Reason("scores", op=first.op_type)
         todo += [(v.producer(), left - 1) for v in node.inputs if is_float(v) and v is not None]
-    return ""
+    return None
 
 
 # ---- operands ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
 from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.rules import is_float, producer, scalar, typed
 from onnx_fuse.ops.shape_ops import same_size
+from onnx_fuse.reasons import Reason
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
@@ -61,7 +62,7 @@ class Scores:
     """Whether some of the steps see the leading axes in another form than the product."""
 
 
-def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
+def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | Reason | None:
     """Climb from a softmax to its product: what lies between, the reason why that is no attention
     of ours, or None where there is no product.
     """
@@ -85,28 +86,29 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
         return traced
     if node.op_type in RESHAPES:
         if not same_rows(a, value):
-            return f"a {node.op_type} that may touch queries or keys stands before the softmax"
+            return Reason("mixing-view", op=node.op_type, place="precedes")
         traced.viewed = True
         return traced
     if node.op_type == "Cast":
         return _cast(node, traced)
     if traced.wide:
-        product_type = _name(traced.product.outputs[0])
-        return f"{node.op_type} in {_name(value)} follows a product in {product_type}"
+        return _other_type(node, traced)
     scores = a if other is b else b
     if other is not None and node.op_type in ("Add", "Sub", "Mul", "Div"):
         if rank(value) is None or rank(value) != rank(scores):
-            return f"the other operand of {node.op_type} adds axes to the scores"
+            return Reason("adds-axes", what=f"the other operand of {node.op_type}")
         if node.op_type in ("Add", "Sub"):
             traced.steps.append(MaskStep(other, value, negated=node.op_type == "Sub"))
             return traced
         return _scaled(node, traced, other)
     if node.op_type == "Tanh":
         if traced.steps or traced.softcap is not None:
-            return "a Tanh after a mask, or a second Tanh"
+            return Reason("tanh")
         traced.softcap = 1.0
         return traced
-    return f"{node.op_type} stands between the matrix multiplication and the softmax"
+    return Reason(
+        "between", op=node.op_type, above="the matrix multiplication", below="the softmax"
+    )
 
 
 def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
@@ -163,7 +165,12 @@ def same_rows(x: ir.Value | None, y: ir.Value | None) -> bool:
     return all(same_size(x, i, y, i) for i in (-1, -2))
 
 
-def _cast(node: ir.Node, traced: Scores) -> Scores | str:
+def _other_type(node: ir.Node, traced: Scores) -> Reason:
+    dtype, other = _name(node.outputs[0]), _name(traced.product.outputs[0])
+    return Reason("scores-type", op=node.op_type, dtype=dtype, other=other)
+
+
+def _cast(node: ir.Node, traced: Scores) -> Scores | Reason:
     source, target = node.inputs[0], node.outputs[0]
     if not is_float(source) or source is None or source.dtype == target.dtype:
         return traced
@@ -172,36 +179,36 @@ def _cast(node: ir.Node, traced: Scores) -> Scores | str:
         return traced
     narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     if traced.wide or not narrow or target.dtype != ir.DataType.FLOAT:
-        return f"the scores are cast from {_name(source)} to {_name(target)}"
+        return Reason("scores-cast", source=_name(source), target=_name(target))
     traced.wide = True
     return traced
 
 
-def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
+def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | Reason:
     """`traced` times or over `factor`."""
     divides = node.op_type == "Div"
     if divides and node.inputs[0] is factor:
-        return "the scores are a divisor"
+        return Reason("divisor")
     number = scalar(factor)
     if number is None:
         if traced.steps or traced.softcap is not None or traced.viewed:
-            return f"the scores are scaled by the tensor '{factor.name}' after a mask or a view"
+            return Reason("tensor-scale", name=factor.name, how=" after a mask or a view")
         sizes = None if factor.shape is None else list(factor.shape)
         if sizes is None or any(d != 1 for d in sizes[-1:]):
-            return f"the scores are scaled by the tensor '{factor.name}', which differs by key"
+            return Reason("tensor-scale", name=factor.name, how=", which differs by key")
         if not _moderate(factor):
-            return f"the scores are scaled by the tensor '{factor.name}', of any magnitude"
+            return Reason("tensor-scale", name=factor.name, how=", of any magnitude")
         traced.factors.append((node.op_type, factor))
         return traced
     if number == 0 or not math.isfinite(number) or not RANGE[0] <= abs(number) <= RANGE[1]:
-        return f"the scores are {'divided' if divides else 'multiplied'} by {number:g}"
+        return Reason("score-scale", how="divided" if divides else "multiplied", number=number)
     if divides:
         number = 1 / number
     masks = [step for step in traced.steps if step.fill is None]
     # A product with a power of two loses no digit, so that it may be taken apart; one above 1 would
     # make -inf of a mask's lowest float.
     if masks and not (0 < number <= 1 and math.frexp(number)[0] == 0.5):
-        return f"a mask is added before the scores are scaled by {number:g}"
+        return Reason("mask-scaled", number=number)
     for step in traced.steps:
         step.factor *= number
         if step.fill is not None:
@@ -241,7 +248,7 @@ def _moderate(factor: ir.Value) -> bool:
     return True
 
 
-def _where(node: ir.Node, depth: int) -> Scores | str | None:
+def _where(node: ir.Node, depth: int) -> Scores | Reason | None:
     condition, *branches = node.inputs
     out = node.outputs[0]
     for i in (0, 1):
@@ -249,15 +256,15 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
         traced = trace_scores(scores, depth - 1)
         if traced is None:
             continue
-        if isinstance(traced, str) or condition is None or scores is None:
+        if isinstance(traced, Reason) or condition is None or scores is None:
             return traced
         held = const_array(fill) if scalar(fill) is not None else None
         if held is None:
-            return "a Where replaces scores by what is no constant number"
+            return Reason("fill")
         if traced.wide:
-            return f"Where in {_name(out)} follows a matrix multiplication in another type"
+            return _other_type(node, traced)
         if rank(out) is None or rank(out) != rank(scores):
-            return "the condition of Where adds axes to the scores"
+            return Reason("adds-axes", what="the condition of Where")
         holds, step = i == 0, MaskStep(condition, out, fill=held.reshape(()))
         while (inverse := producer(condition, "Not")) is not None and inverse.inputs[0] is not None:
             condition, holds = inverse.inputs[0], not holds
