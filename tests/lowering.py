@@ -110,6 +110,8 @@ integers of 64 bits without a sign: {"x": np.uint64([0, 5, 2**63, 2**64 - 1])}
   agraph (uint64[4] x) => (bool[4] g, uint64[4] s)
   <uint64 most = {18446744073709551614}, uint64 three = {3}>
   { g = Greater (x, most)  b = BitwiseAnd (x, three)  s = BitShift <direction = "LEFT"> (b, three) }
+powers of integers: {"x": np.arange(-3, 4), "z": np.int64([-2, 39, -1, 62, 0, 33, 5])}
+  agraph (int64[7] x, int64[7] z) => (int64[7] y) { y = Pow (x, z) }
 a number worked out where it is read: {"x": X}
   agraph (float[3,4,6] x) => (float[3,4,6] y) <float one = {1}> { m = ReduceMax <keepdims = 0> (x)
   r = Div(one, m) n = Neg(r) y = Mul(x, n) }

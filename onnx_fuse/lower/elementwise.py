@@ -60,8 +60,8 @@ def _simple(name: str) -> Lowering:
             if e in (2.0, 0.5) and dtype in FLOATS:
                 code, step = Code(), "Square" if e == 2 else "Sqrt"
                 args = [operand(ctx, code, node, 0, shape)[0]]
-            elif dtypes[1] != dtype:
-                # a fractional exponent of an integer base: in double, then truncated
+            elif dtypes[1] != dtype or dtype not in FLOATS:
+                # onnxruntime (1.32) raises integers in double, then truncates
                 inner = "float64" if dtype not in FLOATS else dtype
                 args = [code.step("Cast", inner, a) for a in args]
                 raised = code.step("Pow", inner, *args)

@@ -42,15 +42,6 @@ def _div(a: np.ndarray, b: np.ndarray) -> Any:
     return np.where(b == 0, 0, whole)
 
 
-def _pow(a: np.ndarray, b: np.ndarray) -> Any:
-    """Of integers modulo their width, and 0 below 1."""
-    if _floating(a):
-        return np.power(a, b)
-    odd = np.where(np.asarray(b) & 1, a, 1)
-    below = np.where(a == 1, 1, np.where(a == -1, odd, 0)) if np.asarray(a).dtype.kind == "i" else 0
-    return np.where(b < 0, below, np.power(a, np.maximum(b, 0)))
-
-
 def _is_inf(x: np.ndarray, negative: np.ndarray, positive: np.ndarray) -> Any:
     return np.isinf(x) & (((x < 0) & (negative != 0)) | ((x > 0) & (positive != 0)))
 
@@ -121,7 +112,7 @@ STEPS: dict[str, Any] = {
     "Not": np.logical_not,
     "Or": np.logical_or,
     "PRelu": lambda x, slope: np.where(x < 0, slope * x, x),
-    "Pow": _pow,
+    "Pow": np.power,
     "QuickGelu": lambda x, a: x * _sigmoid(a * x),
     "Quantize": lambda x, scale, _, zero, *ends: _saturated(np.rint(x / scale) + zero, *ends),
     "Reciprocal": lambda x: 1 / x,
