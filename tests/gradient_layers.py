@@ -38,6 +38,8 @@ MeanVarianceNormalization: x=(2, 3, 4, 2), dtype=F32
   y = MeanVarianceNormalization (x)
 MeanVarianceNormalization axes: x=(2, 5), dtype=F32
   y = MeanVarianceNormalization <axes = [1]> (x)
+MeanVarianceNormalization of fewer axes: x=(2, 3, 4), dtype=F32
+  y = MeanVarianceNormalization (x)
 LRN: x=(2, 5, 3, 2), dtype=F32
   y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)
 """),

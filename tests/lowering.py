@@ -117,6 +117,8 @@ a number worked out where it is read: {"x": X}
   r = Div(one, m) n = Neg(r) y = Mul(x, n) }
 the variance of close numbers: {"x": np.float32([[100, 100.01, 100.03], [1, 2, 4]])}
   g (float[2,3] x) => (float[2,3] y) { y = MeanVarianceNormalization <axes = [1]> (x) }
+the axes that a mean and a variance have here: {"x": X[0]}
+  g (float[4,6] x) => (float[4,6] y) { y = MeanVarianceNormalization (x) }
 the scale of a Dropout of float64: {"x": np.linspace(1e4, 2e4, 64)}
   g (double[64] x) => (double[64] y)
   <double r = {0.25}, bool t = {1}, double zero = {0}, double q = {0.75}>

@@ -24,6 +24,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
 from onnx_fuse.ops.matmul import einsum_terms
+from onnx_fuse.ops.norm import mean_variance_axes
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.program.data_movement import is_smooth
 
@@ -117,9 +118,9 @@ def mean_variance(op: Builder, node: ir.Node, shapes: Shapes, const: Known) -> R
 
     That body takes the variance as a difference of squares, which says little of close numbers.
     """
-    x, axes = op.Cast(node.inputs[0], to=int(ir.DataType.FLOAT)), attr(node, "axes", (0, 2, 3))
-    centred = op.Sub(x, op.ReduceMean(x, list(axes), keepdims=1))
-    variance = op.ReduceMean(op.Mul(centred, centred), list(axes), keepdims=1)
+    x, axes = op.Cast(node.inputs[0], to=1), mean_variance_axes(node, len(shapes[0]))
+    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
     return [op.CastLike(op.Div(centred, op.Sqrt(variance)), node.inputs[0])]
 
 

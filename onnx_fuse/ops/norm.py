@@ -201,8 +201,14 @@ def _group_norm(op: Writer, node: ir.Node, dys: Values) -> Values:
     return [op.reshape_like(normalized(op, g, xh, rstd, axes), x), dscale, dbias]
 
 
+def mean_variance_axes(node: ir.Node, rank: int) -> list[int]:
+    """The axes of a MeanVarianceNormalization of this rank; onnxruntime ignores further ones."""
+    named = ints_attribute(node, "axes", [0, 2, 3]) or []
+    return sorted({axis % rank for axis in named if -rank <= axis < rank})
+
+
 def _mean_variance(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    axes = ints_attribute(n, "axes", [0, 2, 3]) or []
+    axes = mean_variance_axes(n, known_rank(x))
     centred = op.Sub(x, op.mean_over(x, axes))
     deviation = op.Sqrt(op.mean_over(op.Mul(centred, centred), axes))
     # the operator divides by (standard deviation + 1e-9)
