@@ -349,6 +349,13 @@ GatherND batch of a cube: x=(2, 2, 2), i=np.array([[[1], [0]], [[1], [1]]])
   y = GatherND <batch_dims = 1> (x, i)
 GatherND batch 2: x=(2, 3, 4), i=rng().integers(0, 4, (2, 3, 2, 1))
   y = GatherND <batch_dims = 2> (x, i)
+ScatterElements none twice: x=(4, 2), u=(3, 2), i=np.array([[0, 1], [0, -3], [2, 1]])
+  y = ScatterElements (x, i, u)
+ScatterND none twice: x=(4, 3), u=(3, 3), i=np.array([[1], [-3], [-1]]), runtime=("i",)
+  y = ScatterND (x, i, u)
+ScatterElements mul by zeros: x=(4, 1), u=np.array([[0.0], [2], [0], [0], [3]]),
+i=np.array([[0], [0], [1], [1], [2]])
+  y = ScatterElements <reduction = "mul"> (x, i, u)
 ScatterElements add twice: x=(4, 2), u=(3, 2), i=np.array([[0, 1], [0, 1], [2, 1]])
   y = ScatterElements <reduction = "add"> (x, i, u)
 ScatterElements max twice: x=apart(4, 2), u=apart(3, 2) + 0.033,

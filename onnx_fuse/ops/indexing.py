@@ -113,8 +113,21 @@ def _with_batch(op: Writer, node: ir.Node, indices: ir.Value) -> Tensor:
     return op.Concat(*columns, indices, axis=-1)
 
 
+def _meet_nowhere(node: ir.Node) -> bool:
+    """Whether a scatter's indices are known and name no place twice."""
+    indices = static(node.inputs[1])
+    if indices is None or ((indices < 0).any() and (indices >= 0).any()):
+        return False
+    if node.op_type != "ScatterND":
+        places = [*np.indices(indices.shape)]
+        places[node.attributes.get_int("axis", 0)] = indices
+        indices = np.stack(places, -1)
+    rows = indices.reshape(-1, indices.shape[-1])
+    return len(np.unique(rows, axis=0)) == len(rows)
+
+
 def _scatter(op: Writer, node: ir.Node, dys: Values) -> Values:
-    (x, indices, updates), dy, y = arguments(node, 3), dys[0], node.outputs[0]
+    (x, indices, updates), dy = arguments(node, 3), dys[0]
     kind = "ND" if node.op_type == "ScatterND" else "Elements"
     along: dict[str, Any] = {}
     if kind == "Elements":
@@ -129,15 +142,24 @@ def _scatter(op: Writer, node: ir.Node, dys: Values) -> Values:
     taken = gather(dy)
     match text(node, "reduction", "none"):
         case "none":
+            if not _meet_nowhere(node):  # of updates of one place the last one stays
+                order = op.reshape_like(op.counted(op.Size(updates)), updates)
+                nothing = op.filled(op.Shape(x), ir.DataType.INT64)
+                stays = op.Equal(gather(scatter(nothing, order, "none")), order)
+                taken = op.Where(stays, taken, op.zeros_like(taken))
             return [scatter(dy, op.zeros_like(updates), "none"), None, taken]
         case "add":
             return [dy, None, taken]
         case "mul":
-            dyy = op.Mul(dy, y)
-            # the product of all other factors; without zeros among the updates it is y / update
             factor = scatter(op.Expand(op.constant(1.0, x.dtype), op.Shape(x)), updates, "mul")
-            return [op.Mul(dy, factor), None, op.Div(gather(dyy), updates)]
+            # the product of all other factors: zeros are counted, and left out of what is divided
+            zero = op.Equal(updates, op.zeros_like(updates))
+            one, safe = op.to_like(zero, x), op.formula("Where(zero, 1, u)", zero=zero, u=updates)
+            others = op.Equal(gather(scatter(op.zeros_like(x), one, "add")), one)
+            du = op.Div(gather(op.Mul(dy, scatter(x, safe, "mul"))), safe)
+            return [op.Mul(dy, factor), None, op.Where(others, du, op.zeros_like(du))]
     # max, min: the places that reach the extremum share its gradient
+    y = node.outputs[0]
     here = op.to_like(op.Equal(x, y), x)
     there = op.to_like(op.Equal(updates, gather(y)), x)
     each = op.Div(dy, scatter(here, there, "add"))
