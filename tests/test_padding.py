@@ -428,6 +428,8 @@ def test_nodes_that_remove_padding_run(form: str, added: str, gpu: FakeGpu) -> N
             hostile["bias"][:, :, max(lengths) :] = hostile["bias"][..., max(lengths) :] = np.nan
         (found,) = removed.run(None, hostile)
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    hostile["x"][0, 0] = np.inf  # what is no number stays in its sequence
+    np.testing.assert_array_equal(removed.run(None, hostile)[0][2:], found[2:])
     assert f"SdpaPacked{'Mask' if added else 'Guard'}" in removed.explain(hostile)
 
 

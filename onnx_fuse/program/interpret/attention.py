@@ -35,6 +35,11 @@ def _operand(p: Attention, of: CallOperands, name: str) -> np.ndarray:
     return of.strided(name, shape, (*strides, 1))
 
 
+def _sequences(p: Attention, of: CallOperands) -> np.ndarray:
+    """How many sequences of packed rows have begun at each row."""
+    return np.searchsorted(of.raw("offsets").reshape(-1), np.arange(p.packed), side="right")
+
+
 def _weights(p: Attention, of: CallOperands, q: np.ndarray, k: np.ndarray) -> _SoftmaxWeights:
     z = p.scale * q @ k.swapaxes(2, 3)
     slope = np.ones_like(z)
@@ -43,8 +48,7 @@ def _weights(p: Attention, of: CallOperands, q: np.ndarray, k: np.ndarray) -> _S
         z, slope = p.softcap * tanh, p.softcap * (1 - tanh**2)
     places = None
     if p.packed:
-        offsets = of.raw("offsets").reshape(-1)
-        sequence = np.searchsorted(offsets, np.arange(p.packed), side="right")
+        offsets, sequence = of.raw("offsets").reshape(-1), _sequences(p, of)
         own = np.minimum(sequence, len(offsets) - 1) - 1
         within = np.minimum(np.arange(p.packed) - offsets[own], p.m - 1)
         places = own[:, None], slice(None), within[:, None], within
@@ -95,7 +99,11 @@ def attention(p: Attention, of: CallOperands) -> Results:
         v = np.where(read[:, None, :, None], v, 0)
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
-        return {"y": with_tail(p.tail, of, weights.w @ v), "lse": weights.lse}
+        y = weights.w @ v
+        sequence = _sequences(p, of)[:, None] if p.packed else np.zeros(0)
+        for each in np.unique(sequence):  # what is no number in a sequence stays in it
+            y = np.where(sequence == each, weights.w @ np.where(sequence == each, v, 0), y)
+        return {"y": with_tail(p.tail, of, y), "lse": weights.lse}
 
 
 def _steps(p: Attention | CacheAppend, of: CallOperands, name: str) -> np.ndarray:
