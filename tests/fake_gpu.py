@@ -23,7 +23,7 @@ from onnx_fuse.cuda import launch as launching
 from onnx_fuse.program.call import Call, Program, dtype_of
 from onnx_fuse.program.interpret.memory import HostMemory
 from onnx_fuse.program.interpret.run import _answer
-from onnx_fuse.program.launch import Launch, Ptr, Table
+from onnx_fuse.program.launch import Launch, Ptr, Table, TensorMap
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, instance, specialize
@@ -261,6 +261,7 @@ class FakeGpu(IdleDriver):
         for arg, slot in zip(launch.args, slots, strict=True):
             words = arg.words if isinstance(arg, Table) else (arg,)
             for i, word in enumerate(words):
+                word = word.ptr if isinstance(word, TensorMap) else word
                 if isinstance(word, Ptr):
                     value = ctypes.c_uint64.from_address(slot + 8 * i).value
                     if value:
