@@ -39,6 +39,7 @@ ROWS = {
     "a mask of all": (MASKED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, set(), "3 of 3"),
     "a guarded mask of all": (GUARDED, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, {"w"}, ""),
     "a guard in a branch": (BRANCH, {"x": PLAIN, "mask": PLAIN}, {"w"}, ""),
+    "a masked row of it": (BRANCH, {"x": PLAIN, "mask": [[-INF] * 3, [0, 0, 0]]}, {"w"}, ""),
     "plain": (LAYER, {"x": PLAIN}, {"w", "b"}, ""),
 }
 

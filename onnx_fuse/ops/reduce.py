@@ -91,7 +91,9 @@ def _log_sum(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> 
 def _softmax(rule: str) -> Unary:
     def grad(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         guard = nan_guard(y)  # y would make NaN of its gradient, which is 0 where y is NaN
-        y = y if guard is None else guard.outputs[0]
+        if guard is not None:  # one in a branch is not known behind the branch
+            beside = guard.graph is y.graph
+            y = guard.outputs[0] if beside else op.formula("Where(IsNaN(y), 0, y)", y=y)
         return op.formula(rule, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
 
     return grad

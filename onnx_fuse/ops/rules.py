@@ -345,10 +345,10 @@ def scalar(value: ir.Value | None) -> float | None:
 
 
 def nan_guard(value: ir.Value) -> ir.Node | None:
-    """The Where beside `value` that takes it but 0 for NaN, as exporters guard attention."""
+    """The Where that takes `value` but 0 for NaN, as exporters guard attention; in any branch."""
     for node, place in value.uses():
         test = producer(node.inputs[0], "IsNaN") if node.op_type == "Where" and place == 2 else None
-        same = test is not None and test.inputs[0] is value and value.graph is node.graph
+        same = test is not None and test.inputs[0] is value
         if same and scalar(node.inputs[1]) == 0 and rank(node.outputs[0]) == rank(value):
             return node
     return None
