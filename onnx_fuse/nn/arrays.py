@@ -60,7 +60,7 @@ def of_one(method: Callable[..., Any]) -> Any:
     """A method along an axis, which takes a Tensor without axes for one element, as PyTorch's."""
 
     @wraps(method)
-    def call(self: Any, *args: Any, **named: Any) -> Any:
+    def call(self: Any, *args: object, **named: object) -> Any:
         if self.ndim:
             return method(self, *args, **named)
         results = method(self.reshape(1), *args, **named)

@@ -11,10 +11,11 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError, did_you_mean
 from onnx_fuse.ir.constants import CANONICAL_OPSET
@@ -25,6 +26,8 @@ from onnx_fuse.ops.shape_ops import Writer
 
 Input: TypeAlias = Any
 """A `nn.tensor.Tensor`, an array, or None."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Mode(threading.local):
@@ -103,7 +106,7 @@ def apply(operation: Operation, inputs: Sequence[Input]) -> Any:
         plan = operation.plan(plan_key, [_array(x) for x in inputs], needs, gpu)
     results = plan.forward(arrays)
     edge = Edge(plan, inputs, arrays, results) if needs else None
-    tensors: Any
+    tensors: object
     if plan.count == 1:
         tensors = _make(results[0], edge if edge and plan.floats[0] else None, 0)
     else:
@@ -173,7 +176,7 @@ def constants(inputs: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _constant(x: Any, like: Any) -> np.ndarray[Any, Any]:
+def _constant(x: object, like: Input) -> np.ndarray[Any, Any]:
     if isinstance(x, np.generic):
         return np.asarray(x)
     if isinstance(x, list | tuple):
@@ -191,7 +194,7 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
         if onnx.defs.has(name, max_inclusive_version=CANONICAL_OPSET):
             opset = CANONICAL_OPSET
 
-    def build(op: Writer, *values: Any) -> Any:
+    def build(op: Writer, *values: ir.Value | None) -> Any:
         # named outputs: one draw of a random operator is not another's
         names = [op.fresh(f"{name}_{i}") for i in range(outputs)] if name in DRAWS else outputs
         return op.node(name, values, outputs=names, domain=domain, attributes=attributes)
@@ -200,12 +203,11 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
     return Operation(name, build, opset=opset, domains=domains)
 
 
-def frozen(value: Any) -> Any:
+def frozen(value: object) -> Any:
     """A key for a static argument: equal for values that mean the same, in type and sign too."""
-    kind = type(value)
-    if kind is float:
+    if type(value) is float:
         return value.hex()
-    if kind is int or kind is str or value is None:
+    if type(value) is int or type(value) is str or value is None:
         return value
     if isinstance(value, Mapping):
         return tuple([(k, frozen(v)) for k, v in sorted(value.items())])
@@ -213,7 +215,7 @@ def frozen(value: Any) -> Any:
         return tuple([frozen(v) for v in value])
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    return kind, value
+    return type(value), value
 
 
 def operation(build: Build) -> Callable[..., Any]:
@@ -226,14 +228,14 @@ def operation(build: Build) -> Callable[..., Any]:
     plain = Operation(name, build, domains={"onnx_fuse": 1})
 
     @wraps(build)
-    def call(*inputs: Any, **static: Any) -> Any:
+    def call(*inputs: Input, **static: object) -> Any:
         if not static:
             return apply(plain, inputs)
         key = (build, frozen(static))
         variant = _KINDS.get(key)
         if variant is None:
 
-            def emit(op: Writer, *values: Any) -> Any:
+            def emit(op: Writer, *values: ir.Value | None) -> Any:
                 return build(op, *values, **static)
 
             variant = _KINDS.put(key, Operation(name, emit, domains={"onnx_fuse": 1}))
@@ -255,11 +257,11 @@ class no_grad:
     def __exit__(self, *_: object) -> None:
         MODE.grad = self._before
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """The function, run without a tape."""
 
         @wraps(function)
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args: P.args, **named: P.kwargs) -> R:
             with no_grad():
                 return function(*args, **named)
 
@@ -332,7 +334,7 @@ def _zeros(edge: Edge, index: int) -> Array:
 
 
 @operation
-def _add(op: Writer, a: Any, b: Any) -> Any:
+def _add(op: Writer, a: ir.Value, b: ir.Value) -> Any:
     return op.Add(a, b)
 
 

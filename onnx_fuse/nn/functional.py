@@ -15,12 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import rank
 from onnx_fuse.nn import operators, random, tensor
 from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
 from onnx_fuse.nn.dispatch import MODE, op_call, operation
 from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.ops.loss import LOSSES, class_axis
-from onnx_fuse.ops.shape_ops import Writer
+from onnx_fuse.ops.shape_ops import Writer, known_rank
 
 __all__ = list[str]()  # of what `_public` stands at
 __dir__ = __all__.copy
@@ -47,7 +48,7 @@ def _public(function: F) -> F:
         return Tensor(value)
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: object, **named: object) -> Any:
         for arg in args:
             if arg.__class__ is not Tensor:
                 break
@@ -132,8 +133,8 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 @operation
-def _linear(op: Writer, x: Any, weight: Any, bias: Any) -> Any:
-    if len(x.shape) == 2 and bias is not None and len(bias.shape) == 1:
+def _linear(op: Writer, x: ir.Value, weight: ir.Value, bias: Given) -> Any:
+    if rank(x) == 2 and rank(bias) == 1:
         return op.Gemm(x, weight, bias, transB=1)
     y = op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
     return y if bias is None else op.Add(y, bias)
@@ -315,8 +316,10 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 @operation
-def _attention(op: Writer, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, causal: bool) -> Any:
-    n = len(k.shape)
+def _attention(
+    op: Writer, q: ir.Value, k: ir.Value, v: ir.Value, mask: Given, scale: Given, *, causal: bool
+) -> Any:
+    n = known_rank(k)
     order = [*range(n - 2), n - 1, n - 2]
     if scale is None:
         width = op.CastLike(op.Squeeze(op.Shape(q, start=-1), [0]), q)
@@ -331,7 +334,7 @@ def _attention(op: Writer, q: Any, k: Any, v: Any, mask: Any, scale: Any, *, cau
         return op.MatMul(op.Softmax(scores, axis=-1), v)
     # a row that sees nothing is 0, as PyTorch's; its weights are numbers, for the gradients' sake
     last, hidden = op.constant([-1]), op.constant(-np.inf, q.dtype)
-    if mask.dtype.name == "BOOL":
+    if mask.dtype == ir.DataType.BOOL:
         blind = op.Not(op.Cast(op.ReduceMax(op.Cast(mask, to=6), last), to=9))
         scores = op.Where(op.Or(mask, blind), scores, hidden)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from operator import attrgetter, is_
 from typing import Any
@@ -50,10 +50,10 @@ class Captured:
         held = [leaf for leaf in leaves if leaf.grad is not None]
         fresh = [leaf for leaf in leaves if id(leaf) not in recorder.cleared]
         states = [tensor for tensor, _ in recorder.states.values()]
-        ends = [*results, *states, *(leaf.grad for leaf in held)]
+        ends = [*results, *states, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
         values = [recorder.value(tensor) for tensor in ends]
         # A target is a tensor, or the number of an argument: each replay has others of these.
-        place = {id(t): i for i, t in enumerate(arguments)}
+        place: dict[int, Any] = {id(t): i for i, t in enumerate(arguments)}
         self._checks = [(place[id(t)], check) for t, check in recorder.checks if id(t) in place]
         self._states, self._held, self._leaves, self._fresh = (
             [place.get(id(t), t) for t in tensors] for tensors in (states, held, leaves, fresh)
@@ -291,7 +291,7 @@ class Capture:
         self._captured: dict[Any, list[tuple[Captured, Any]]] = {}
         self._last: Captured | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if MODE.recorder is not None:
             return self._function(*args, **kwargs)
         tensors: list[Tensor] = []
@@ -308,7 +308,9 @@ class Capture:
     def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)
 
-    def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def _first(
+        self, key: object, tensors: list[Tensor], args: Iterable[object], kwargs: dict[str, object]
+    ) -> Any:
         recorder = Recorder(MODE.grad)
         names = names_of(self._function, args, kwargs)
         for tensor in tensors:
@@ -353,7 +355,7 @@ class BoundMethod:
     def __init__(self, capture: Capture, instance: object) -> None:
         self._capture, self._instance = capture, instance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._capture(self._instance, *args, **kwargs)
 
 

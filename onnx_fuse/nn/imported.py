@@ -57,7 +57,7 @@ class ImportedModule(Module):
             whole=len(self.inputs),
         )
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: object) -> Any:
         """The outputs (one Tensor, or a tuple) for `args`, Tensors in the order of the inputs."""
         if len(args) != len(self.inputs):
             wanted = ", ".join(self.inputs)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import constants, op_call, operation
@@ -15,7 +16,7 @@ from onnx_fuse.ops.shape_ops import Writer
 _FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
 
 
-def indexed(x: Any, key: Any) -> Any:
+def indexed(x: Any, key: object) -> Any:
     """`x[key]` of a Tensor by NumPy's rules, but for index tensors that stand apart.
 
     Raises UsageError for a key that is not supported, IndexError for too many indices or an
@@ -65,7 +66,7 @@ def _data(part: Any) -> Any:
     return part if isinstance(part, np.ndarray) else part._data
 
 
-def _within_int64(place: Any) -> int | None:
+def _within_int64(place: SupportsIndex | None) -> int | None:
     return None if place is None else max(_FROM, min(index(place), _TO))
 
 
@@ -154,8 +155,9 @@ def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
 
 @operation
 def _slice(
-    op: Writer, x: Any, starts: Any, ends: Any, *, axes: Axes, steps: Axes, drop: Axes, new: Axes
-) -> Any:
+    op: Writer, x: ir.Value, starts: ir.Value, ends: ir.Value, *,
+    axes: Axes, steps: Axes, drop: Axes, new: Axes,
+) -> Any:  # fmt: skip
     """Slices along `axes`, without the axes `drop`, and then with new ones at `new`."""
     if axes:
         x = op.Slice(x, starts, ends, list(axes), list(steps))
@@ -165,12 +167,12 @@ def _slice(
 
 
 @operation
-def _masked(op: Writer, x: Any, mask: Any) -> Any:
+def _masked(op: Writer, x: ir.Value, mask: ir.Value) -> Any:
     return op.GatherND(x, op.Transpose(op.NonZero(mask), perm=[1, 0]))
 
 
 @operation
-def _gather_several(op: Writer, x: Any, *indices: Any) -> Any:
+def _gather_several(op: Writer, x: ir.Value, *indices: ir.Value) -> Any:
     total = indices[0]
     for places in indices[1:]:
         total = op.Add(total, places)  # for the shape that all broadcast to

@@ -266,7 +266,7 @@ class Dropout(Module):
 class Identity(Module):
     """A module that returns its input."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: object) -> Any:
         """Return `x` as it is."""
         return x
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.nn.arrays import DType
 from onnx_fuse.nn.dispatch import MODE
 from onnx_fuse.nn.tensor import Tensor
 
@@ -51,7 +52,7 @@ class Module:
         """
         raise UsageError(f"{type(self).__name__} has no forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if MODE.recorder is not None:
             MODE.recorder.entered(self)
         return self.forward(*args, **kwargs)
@@ -131,7 +132,7 @@ class Module:
         """Forget the gradients of all parameters."""
         forget(self.parameters())
 
-    def to(self: M, to: Any) -> M:
+    def to(self: M, to: DType) -> M:
         """Move parameters and buffers to a device, or cast those of floats to a dtype; itself."""
         for _, value in self._named():
             place = isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda")
@@ -244,10 +245,10 @@ class Sequential(ModuleList):
         *modules: The modules in order; any function of one Tensor will do.
     """
 
-    def __init__(self, *modules: Any) -> None:
+    def __init__(self, *modules: Callable[..., Any]) -> None:
         super().__init__(m if isinstance(m, Module) else Function(m) for m in modules)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: object) -> Any:
         """The result of the last module, where the first one gets `x`."""
         for module in self:
             x = module(x)
@@ -260,7 +261,7 @@ class Function(Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The function's result."""
         return self.function(*args, **kwargs)
 

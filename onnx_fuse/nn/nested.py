@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from onnx_fuse.errors import UsageError
@@ -43,7 +43,7 @@ def form_of(value: object, tensors: list[Tensor]) -> Any:
     return (value,)
 
 
-def formed(shape: Any, tensors: Any) -> Any:
+def formed(shape: Any, tensors: Iterator[Tensor]) -> Any:
     """The result in its form again."""
     if shape is Tensor:
         return next(tensors)
@@ -55,7 +55,9 @@ def formed(shape: Any, tensors: Any) -> Any:
     return shape[0]
 
 
-def names_of(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, str]:
+def names_of(
+    function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[str, object]
+) -> dict[int, str]:
     """The names of arguments that are Tensors, by identity."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments

@@ -94,7 +94,9 @@ class Operation:
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
         self._classes: Recent[Plan] = Recent(CLASSES)
 
-    def plan(self, key: Any, arrays: Sequence[Array | None], needs: int, gpu: int | None) -> Plan:
+    def plan(
+        self, key: object, arrays: Sequence[Array | None], needs: int, gpu: int | None
+    ) -> Plan:
         """The plan for arrays of these types and shapes; `needs` has a bit for each gradient."""
         shapes = self._general([None if a is None else tuple(a.shape) for a in arrays], needs)
         kinds = [None if a is None else a.dtype for a in arrays]

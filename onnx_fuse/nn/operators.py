@@ -9,8 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import rank, required
 from onnx_fuse.nn.dispatch import MODE, operation
-from onnx_fuse.ops.shape_ops import Writer
+from onnx_fuse.ops.rules import is_float
+from onnx_fuse.ops.shape_ops import Writer, known_rank
 from onnx_fuse.program.call import dtype_of
 
 Axes: TypeAlias = tuple[int, ...]
@@ -27,17 +29,17 @@ def emitter(name: str, attributes: dict[str, Any] | None = None) -> Any:
 
 
 @operation
-def divide(op: Writer, a: Any, b: Any) -> Any:
-    if a.dtype.is_floating_point():
+def divide(op: Writer, a: ir.Value, b: ir.Value) -> Any:
+    if is_float(a):
         return op.Div(a, b)
     return op.Div(op.Cast(a, to=1), op.Cast(b, to=1))
 
 
 @operation
-def floor_divide(op: Writer, a: Any, b: Any) -> Any:
-    if not a.dtype.is_floating_point():
+def floor_divide(op: Writer, a: ir.Value, b: ir.Value) -> Any:
+    if not is_float(a):
         zero = op.CastLike(0, a)
-        signed = a.dtype.name.startswith("INT")
+        signed = required(a.dtype).name.startswith("INT")
         minus = op.Equal(b, op.CastLike(-1, b)) if signed else None
         # the least integer by -1 does not fit its type, which ends the process
         by = b if minus is None else op.Where(minus, op.CastLike(1, b), b)
@@ -60,8 +62,8 @@ def _rest(op: Writer, a: ir.Value, b: ir.Value) -> tuple[Any, Any]:
 
 
 @operation
-def remainder(op: Writer, a: Any, b: Any) -> Any:
-    if not a.dtype.is_floating_point():
+def remainder(op: Writer, a: ir.Value, b: ir.Value) -> Any:
+    if not is_float(a):
         return op.Mod(a, b)
     rest, other = _rest(op, a, b)
     return op.Where(other, op.Add(rest, b), rest)
@@ -73,24 +75,24 @@ def not_equal(op: Writer, a: ir.Value, b: ir.Value) -> Any:
 
 
 def logical(boolean: str, bits: str) -> Callable[..., Any]:
-    def build(op: Writer, *values: Any) -> Any:
-        return op.node(boolean if values[0].dtype.name == "BOOL" else bits, values)
+    def build(op: Writer, *values: ir.Value) -> Any:
+        return op.node(boolean if values[0].dtype == ir.DataType.BOOL else bits, values)
 
     build.__name__ = boolean
     return operation(build)
 
 
 @operation
-def reduce(op: Writer, x: Any, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
+def reduce(op: Writer, x: ir.Value, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
     """A reduction; of integers, whose sums and products do not fit their type, an int64."""
     over = None if axes is None else op.constant(list(axes))
-    if not x.dtype.is_floating_point():
+    if not is_float(x):
         x = op.Cast(x, to=7)
-    if not x.dtype.is_integer() or not len(x.shape):
+    if not required(x.dtype).is_integer() or not rank(x):
         return op.node(kind, [x, over], keepdims=int(keepdim))
     # modulo 2^64, as NumPy's: onnxruntime's ReduceSum and ReduceProd go through float64
     unit, how = ir.tensor([int(kind == "ReduceProd")]), "mul" if kind == "ReduceProd" else "add"
-    for axis in axes or range(len(x.shape)):
+    for axis in axes or range(known_rank(x)):
         sizes = op.Shape(x, end=axis), op.constant([1]), op.Shape(x, start=axis + 1)
         first = op.ConstantOfShape(op.Concat(*sizes, axis=0), value=unit)
         places = op.ConstantOfShape(op.Shape(x), value=ir.tensor([0]))
@@ -99,20 +101,20 @@ def reduce(op: Writer, x: Any, *, kind: str, axes: Axes | None, keepdim: bool) -
 
 
 @operation
-def extreme(op: Writer, x: Any, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
+def extreme(op: Writer, x: ir.Value, *, kind: str, axes: Axes | None, keepdim: bool) -> Any:
     """The largest or smallest element; NaN where there is one, which ONNX may leave out."""
     over, keep = None if axes is None else op.constant(list(axes)), int(keepdim)
     y = op.node(kind, [x, over], keepdims=keep)
-    if not x.dtype.is_floating_point():
+    if not is_float(x):
         return y
     return op.Where(_any_nan(op, x, over, keep), op.CastLike(np.nan, x), y)
 
 
 @operation
-def place(op: Writer, x: Any, *, kind: str, axis: int, keepdim: bool) -> Any:
+def place(op: Writer, x: ir.Value, *, kind: str, axis: int, keepdim: bool) -> Any:
     """The index of the largest or smallest element, or of the first NaN."""
     y = op.node(kind, [x], axis=axis, keepdims=int(keepdim))
-    if not x.dtype.is_floating_point():
+    if not is_float(x):
         return y
     first = op.ArgMax(op.Cast(op.IsNaN(x), to=6), axis=axis, keepdims=int(keepdim))
     return op.Where(_any_nan(op, x, op.constant([axis]), int(keepdim)), first, y)
@@ -152,10 +154,10 @@ clip, select = emitter("Clip"), emitter("Where")
 
 
 @operation
-def flatten(op: Writer, x: Any, *, start: int, end: int) -> Any:
+def flatten(op: Writer, x: ir.Value, *, start: int, end: int) -> Any:
     if start == end:
-        return op.Unsqueeze(x, [0]) if not len(x.shape) else op.Identity(x)
-    if end == len(x.shape) - 1 and start == 1:
+        return op.Unsqueeze(x, [0]) if not rank(x) else op.Identity(x)
+    if end == known_rank(x) - 1 and start == 1:
         return op.Flatten(x, axis=1)
     head, tail = op.Shape(x, start=0, end=start), op.Shape(x, start=end + 1)
     count = op.ReduceProd(op.Shape(x, start=start, end=end + 1), keepdims=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import onnx_ir as ir
 
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.nn.dispatch import MODE, no_grad, operation
@@ -118,7 +119,7 @@ class Optimizer:
 def _updater(rule: rules.Optimizer) -> Callable[..., Any]:
     """The update of one parameter as a function of Tensors: (w, g, slots, rate, step)."""
 
-    def update(op: Writer, w: Any, g: Any, *more: Any, name: str) -> Any:
+    def update(op: Writer, w: ir.Value, g: ir.Value, *more: ir.Value, name: str) -> Any:
         slots, rate, count = more[:-2], more[-2], more[-1]
         results: Sequence[Any] = rule.update(op, name, w, g, slots, rate, count)
         return tuple(results) if len(results) > 1 else results[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError, did_you_mean
 from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE
@@ -20,6 +21,7 @@ from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.ops.formula import written_out
+from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.program.call import dtype_of
 
 __all__ = ["OperatorPlan", "plan"]
@@ -83,7 +85,7 @@ class OperatorPlan:
         """The inner values of the last `forward` that were asked for, by name."""
         self.forward(*(np.zeros(shape, dtype) for shape, dtype in self._ends))
 
-    def forward(self, *operands: Any) -> Tensor:
+    def forward(self, *operands: object) -> Tensor:
         """Run the operator on `operands` of the plan's shapes and dtypes, and return its result.
 
         Raises UsageError for an operand of another shape or dtype.
@@ -108,7 +110,7 @@ class OperatorPlan:
         }
         return results[0].detach()
 
-    def backward(self, dy: Any) -> dict[str, Tensor]:
+    def backward(self, dy: object) -> dict[str, Tensor]:
         """The gradients of the last `forward` by operand, for the gradient `dy` of its result."""
         edge, index = self._result._edge, self._result._index
         with no_grad():
@@ -129,7 +131,7 @@ def _scaled(
     for other in set(saves) - ({"z"} if row else set()):
         raise UsageError(f"{op} with alpha or beta has no inner value '{other}' to save")
 
-    def build(make: Any, x: Any, w: Any, c: Any) -> Any:
+    def build(make: Writer, x: ir.Value, w: ir.Value, c: ir.Value | None) -> Any:
         z = make.node("Gemm", [x, w, c], attributes={"alpha": alpha, "beta": beta})
         if row is None:
             return z

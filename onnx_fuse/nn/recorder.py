@@ -24,6 +24,7 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
+from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.ops.shape_ops import Writer
 from onnx_fuse.rewrite.canonicalize import clean
 
@@ -46,24 +47,24 @@ class Recorder:
         self.sizes = False
         self.grad = grad
         """Whether operators are remembered for gradients, but where a block stops that."""
-        self.inputs: list[tuple[Any, ir.Value]] = []
+        self.inputs: list[tuple[Tensor, ir.Value]] = []
         """Tensors that the graph reads and was not given as arguments, such as parameters."""
         self.renewals: dict[ir.Value, Callable[[], Array]] = {}
         """Inputs that get a new value at each replay."""
-        self.states: dict[int, tuple[Any, ir.Value]] = {}
+        self.states: dict[int, tuple[Tensor, ir.Value]] = {}
         """Tensors that were assigned to, with their new values, by identity."""
-        self.leaves: dict[int, Any] = {}
+        self.leaves: dict[int, Tensor] = {}
         """Tensors that got a gradient, by identity."""
         self.cleared: set[int] = set()
         """Identities of the parameters whose gradients were forgotten before they got one."""
         self.modules: list[tuple[Any, bool]] = []
         """The modules that were called, with their modes."""
-        self.checks: list[tuple[Any, Callable[[Array], None]]] = []
+        self.checks: list[tuple[Tensor, Callable[[Array], None]]] = []
         """Tensors with what their elements must be, which a replay asks again of its arguments."""
         self.equal_sizes = False
         """Whether sizes of arguments that are equal have to be equal in a replay."""
         self.differentiates = False
-        self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
+        self._values: dict[int, tuple[weakref.ref[Tensor], ir.Value]] = {}
         self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
         self._alive: list[Any] = []  # kept alive, so that no id() is used twice
 
@@ -91,7 +92,9 @@ class Recorder:
             )
             self._bind(tensor, self._stopped(value) if stops else value)
 
-    def backward(self, loss: Any, gradient: Any, new: Sequence[tuple[Any, Any]]) -> None:
+    def backward(
+        self, loss: Tensor, gradient: Tensor | None, new: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         """Add a Backward node: the gradients `new` of leaves by a result."""
         self.differentiates = True
         self.equal_sizes = self.equal_sizes or gradient is not None
@@ -133,7 +136,7 @@ class Recorder:
                 "computation, and assign after backward()"
             )
 
-    def assigned(self, tensor: Any, source: Any) -> None:
+    def assigned(self, tensor: Tensor, source: Tensor) -> None:
         """Note that a tensor has the elements of another from now on."""
         value = self.value(source)
         if tensor.requires_grad and self.knows(tensor):
@@ -142,7 +145,7 @@ class Recorder:
         self._bind(tensor, value)
         self._alive.append(tensor)
 
-    def same(self, tensor: Any, other: Any) -> None:
+    def same(self, tensor: Tensor, other: Tensor) -> None:
         """Note that `other` has the elements of `tensor`, as a constant for gradients."""
         value = self.value(tensor)
         self._bind(other, self._stopped(value) if tensor.requires_grad else value)
@@ -157,11 +160,11 @@ class Recorder:
         stopped.type, stopped.shape = value.type, value.shape
         return stopped
 
-    def renewed(self, tensor: object, refresh: Callable[[], Array]) -> None:
+    def renewed(self, tensor: Tensor, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
         self.renewals[self.value(tensor)] = refresh
 
-    def checked(self, tensor: object, check: Callable[[Array], None]) -> None:
+    def checked(self, tensor: Tensor, check: Callable[[Array], None]) -> None:
         """Note that `check` raises for elements of a tensor that the function refuses."""
         self.checks.append((tensor, check))
 
@@ -175,13 +178,13 @@ class Recorder:
         """Note that a module was called, in its present mode."""
         self.modules.append((module, module.training))
 
-    def sizes_read(self, tensor: object) -> None:
+    def sizes_read(self, tensor: Tensor) -> None:
         """Note that Python asked for the shape of a tensor."""
         if self.knows(tensor):
             shape = self.value(tensor).shape
             self.sizes |= shape is None or any(not isinstance(d, int) for d in shape)
 
-    def values_read(self, tensor: object) -> None:
+    def values_read(self, tensor: Tensor) -> None:
         """Warn that Python asked for the elements of a tensor."""
         if self.knows(tensor):
             warnings.warn(
@@ -193,28 +196,28 @@ class Recorder:
 
     # ---- values ----
 
-    def argument(self, tensor: Any, name: str) -> ir.Value:
+    def argument(self, tensor: Tensor, name: str) -> ir.Value:
         """A graph input for an argument, whose sizes are open."""
         name = self.op.fresh(name)
         sizes = [f"{name}_{i}" for i in range(tensor.ndim)]
         return self._input(tensor, name, sizes)
 
-    def _input(self, tensor: Any, name: str, shape: Sequence[Any]) -> ir.Value:
+    def _input(self, tensor: Tensor, name: str, shape: Sequence[Any]) -> ir.Value:
         kind = ir.DataType.from_numpy(tensor._data.dtype)
         value = add_input(self.model.graph, name, kind, shape)
         self._bind(tensor, value)
         self._alive.append(tensor)
         return value
 
-    def _bind(self, tensor: object, value: ir.Value) -> None:
+    def _bind(self, tensor: Tensor, value: ir.Value) -> None:
         self._values[id(tensor)] = weakref.ref(tensor), value
 
-    def knows(self, tensor: object) -> bool:
+    def knows(self, tensor: Tensor) -> bool:
         """Whether the graph has a value for the tensor."""
         entry = self._values.get(id(tensor))
         return entry is not None and entry[0]() is tensor
 
-    def value(self, tensor: Any) -> ir.Value:
+    def value(self, tensor: Tensor) -> ir.Value:
         """The graph's value of a tensor; an input if it came from outside."""
         if self.knows(tensor):
             return self._values[id(tensor)][1]
@@ -222,7 +225,7 @@ class Recorder:
         self.inputs.append((tensor, value))
         return value
 
-    def living(self) -> list[tuple[Any, ir.Value]]:
+    def living(self) -> list[tuple[Tensor, ir.Value]]:
         """The tensors that nodes of the graph have made and that somebody still holds."""
         pairs = [(ref(), value) for ref, value in self._values.values()]
         return [(t, v) for t, v in pairs if t is not None and v.producer() is not None]

@@ -22,6 +22,7 @@ from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 if TYPE_CHECKING:
+    from onnx_fuse.runtime.device import Memory
     from onnx_fuse.runtime.direct import DirectLayout
     from onnx_fuse.runtime.executable import Executable
 
@@ -267,7 +268,7 @@ class PooledProgram:
         self._gpu, self._arena = executable.device_id, layout.plan.arena
         self._turn = Launched(layout, self.stream)
         self._results, self._stays = layout.results, layout.stays
-        self._own: Any = None
+        self._own: Memory | None = None
         """The arena of a graph that replaces its inputs, as a repeated training step does."""
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:

@@ -35,7 +35,7 @@ Number: TypeAlias = "bool | int | float"
 Method: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
-def _unary(name: str, text: str, call: Any = None, integers: str = "") -> Method:
+def _unary(name: str, text: str, call: Method | None = None, integers: str = "") -> Method:
     """A method; `integers` become "float32" first, or stay the "same"."""
     call = call or operators.emitter(name)
 
@@ -167,11 +167,11 @@ class Tensor:
         data = self._data
         return data if type(data) is np.ndarray else data.numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
-    def __dlpack__(self, **options: Any) -> Any:
+    def __dlpack__(self, **options: object) -> Any:
         return exported(self._data, options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -240,14 +240,14 @@ class Tensor:
             for leaf, grad in new:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-    def copy_(self, source: Any) -> Tensor:
+    def copy_(self, source: object) -> Tensor:
         """Give this leaf the elements of `source`, cast to its dtype; returns itself."""
         if self._edge is not None:
             raise UsageError("copy_ is for leaves: this Tensor is the result of an operator")
         with no_grad():
-            ready = isinstance(source, Tensor)
-            new = source if ready else Tensor(np.array(Tensor(source)._data), device=self.device)
-            new = new.to(self._data.dtype).to(self.device).detach()
+            if not isinstance(source, Tensor):
+                source = Tensor(np.array(Tensor(source)._data), device=self.device)
+            new = source.to(self._data.dtype).to(self.device).detach()
             if new._data.shape != self._data.shape:
                 new = new.expand(*self._data.shape)
         self._data = new._data
@@ -660,12 +660,12 @@ def tensor(
     return Tensor(data, dtype, device, requires_grad)
 
 
-def where(condition: Tensor, a: Any, b: Any) -> Tensor:
+def where(condition: Tensor, a: object, b: object) -> Tensor:
     """`a` where the boolean `condition` is true, else `b`; all broadcast."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        a, b = promoted(a, b) if isinstance(a, Tensor) else promoted(b, a)[::-1]
+    if isinstance(a, Tensor):
+        a, b = promoted(a, b)
     else:
-        a, b = Tensor(a), Tensor(b)
+        b, a = promoted(b, a) if isinstance(b, Tensor) else (Tensor(b), Tensor(a))
     return operators.select(condition, a, b)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class Deployed:
             self._entries = [_ProgramEntry(p) for p in manifest["programs"]]
             self.adapters: Any = manifest.get("adapters")
             """What it says of its inputs for adapters (`adapters.held.AdaptedFile`), or None."""
-            self._packed: Any = manifest.get("packing")
+            self._packed: Mapping[str, Any] | None = manifest.get("packing")
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
@@ -70,7 +70,7 @@ class Deployed:
         names = {end.name for end in self.inputs}
         return [entry for entry in self._entries if entry.shapes.keys() == names]
 
-    def with_inputs(self, about: Any) -> Deployed:
+    def with_inputs(self, about: Mapping[str, Any]) -> Deployed:
         """The same file with the programs that have further inputs, those for adapters or rows."""
         other = copy.copy(self)
         try:
@@ -232,7 +232,7 @@ class Deployed:
 class _ProgramEntry:
     """What the manifest says of a program: for one shape, or (`open`) for all that it serves."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Mapping[str, Any]) -> None:
         """Raises LookupError, TypeError or ValueError for what no compiled file says."""
         self.target, self.member = str(data["target"]), str(data["member"])
         self.shapes = _shapes(data["inputs"])
@@ -302,14 +302,14 @@ def _axis(value: object) -> int:
     return value
 
 
-def _module(data: Any) -> tuple[Module, dict[str, str]]:
+def _module(data: Mapping[str, Any]) -> tuple[Module, dict[str, str]]:
     """(source, defines), and the members of its cubins by architecture."""
     cubins = {str(arch): str(name) for arch, name in data["cubins"].items()}
     defines = tuple((str(k), str(v)) for k, v in data["defines"])
     return (str(data["source"]), defines), cubins
 
 
-def _end(data: Any) -> Argument:
+def _end(data: Sequence[Any]) -> Argument:
     name, kind, shape = data
     if not isinstance(name, str) or not isinstance(kind, str):
         raise ValueError("an end's name")
@@ -318,18 +318,18 @@ def _end(data: Any) -> Argument:
     return Argument(name, kind, list(shape))
 
 
-def _shape(data: Any) -> tuple[tuple[int, ...], str]:
+def _shape(data: Sequence[Any]) -> tuple[tuple[int, ...], str]:
     shape, dtype = data
     if dtype not in ITEMSIZE or any(type(d) is not int or d < 0 for d in shape):
         raise ValueError("a shape")
     return tuple(shape), dtype
 
 
-def _shapes(data: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _shapes(data: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {str(name): _shape(value) for name, value in data.items()}
 
 
-def _hardware(name: str, data: Any) -> Hardware:
+def _hardware(name: str, data: Mapping[str, Any]) -> Hardware:
     arch, sm_count, smem = str(data["arch"]), data["sm_count"], data["smem_per_block"]
     if type(sm_count) is not int or type(smem) is not int:
         raise ValueError("a target")

@@ -54,7 +54,7 @@ def check(result: Sequence[Any], what: str) -> Any:
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-def allocated(what: str, call: Callable[..., Sequence[Any]], *given: Any) -> Any:
+def allocated(what: str, call: Callable[..., Sequence[Any]], *given: object) -> Any:
     """The result of a driver call that allocates memory. Raises DeviceMemoryError.
 
     Where memory is short, Python's garbage collector runs first: memory that nobody uses any more

@@ -47,7 +47,7 @@ _SOURCE = re.compile(r"\w+(?:/\w+)*\.cu\Z", re.ASCII)
 
 
 def read(
-    data: Any,
+    data: Mapping[str, Any],
     guards: Formulas,
     array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
     modules: Collection[Module] | None = None,
@@ -146,14 +146,14 @@ def _whole(value: object, low: int, high: int, what: str) -> None:
         raise _fault(f"{what} is {str(value)[:40]!r}")
 
 
-def _sizes(values: Any, low: int, high: int, what: str) -> None:
+def _sizes(values: tuple[int, ...], low: int, high: int, what: str) -> None:
     _a(values, tuple, what)
     whole = {*map(type, values)} <= {int}
     if not whole or (values and not low <= min(values) <= max(values) <= high):
         raise _fault(f"{what} is {str(values)[:40]}")
 
 
-def _words(values: Any, what: str) -> None:
+def _words(values: tuple[str, ...], what: str) -> None:
     _a(values, tuple, what)
     if not {*map(type, values)} <= {str}:
         raise _fault(f"{what} is {str(values)[:40]}")
@@ -174,7 +174,7 @@ class _Checker:
         self.launches: dict[int, _Ends] = {}
         self.kernels: set[Any] = set()
 
-    def program(self, program: Any) -> None:
+    def program(self, program: Program) -> None:
         _a(program, Program, "a program")
         _a(program.buffers, tuple, "a list of buffers")
         for b in program.buffers:
@@ -184,7 +184,7 @@ class _Checker:
             self._call(call)
         self.ends(program)
 
-    def ends(self, program: Any) -> None:
+    def ends(self, program: Program) -> None:
         """Check what a program has beside calls and buffers."""
         _a(program.setup, tuple, "a list of calls")
         for call in program.setup:
@@ -210,7 +210,7 @@ class _Checker:
         if program.stages != ():
             raise _fault("a program has later stages")
 
-    def _buffer(self, b: Any) -> None:
+    def _buffer(self, b: Buffer) -> None:
         _a(b, Buffer, "a buffer")
         if not (type(b.id) is type(b.nbytes) is int and 0 <= b.nbytes <= _LARGEST and b.id >= 0):
             raise _fault(f"buffer {str(b.id)[:40]} of {str(b.nbytes)[:40]} bytes")
@@ -218,7 +218,7 @@ class _Checker:
             raise _fault(f"buffer {b.id} is of the kind {str(b.kind)[:40]!r}, or there twice")
         self.buffers[b.id] = b
 
-    def _tensors(self, pairs: Any, what: str) -> None:
+    def _tensors(self, pairs: tuple[tuple[str, Tensor], ...], what: str) -> None:
         _a(pairs, tuple, what)
         tensors = self.tensors
         for name, tensor in pairs:
@@ -280,7 +280,7 @@ class _Checker:
                 if end > room.get(name, end if mapped else 0):
                     raise _fault(f"a launch reaches beyond {name[:40]}")
 
-    def _launch(self, x: Any) -> _Ends:
+    def _launch(self, x: Launch) -> _Ends:
         """How far it reaches into its operands, in bytes, as far as its arguments say."""
         _a(x, Launch, "a launch")
         _sizes(x.grid, 1, 2**31 - 1, "a grid")
@@ -326,7 +326,7 @@ class _Checker:
         self.kernels.add(key)
 
 
-def _choice(choice: Any) -> None:
+def _choice(choice: Choice) -> None:
     _a(choice, Choice, "a choice")
     _a(choice.config, KernelConfig, "a configuration")
     attrs = choice.config.attrs
@@ -337,27 +337,26 @@ def _choice(choice: Any) -> None:
         raise _fault(f"a choice is {str(choice)[:40]!r}")
 
 
-def _argument(arg: Any, ends: _Ends) -> None:
-    kind = type(arg)
-    if kind is Ptr:
+def _argument(arg: object, ends: _Ends) -> None:
+    if type(arg) is Ptr:
         _pointer(arg, ends)
-    elif kind is Num:
+    elif type(arg) is Num:
         bounds = _NUMBERS[arg.ctype]
         if bounds is not None:
             _whole(arg.value, *bounds, "an argument")
         elif type(arg.value) not in (int, float):
             raise _fault("an argument is no number")
-    elif kind is Table:
+    elif type(arg) is Table:
         _a(arg.words, tuple, "a table")
         for word in arg.words:
             if type(word) is Ptr:
                 _pointer(word, ends)
             else:
                 _whole(word, -(2**63), 2**64 - 1, "an argument")
-    elif kind is TensorMap:
+    elif type(arg) is TensorMap:
         _map(arg, ends)
     else:
-        raise _fault(f"an argument is a {kind.__name__}")
+        raise _fault(f"an argument is a {type(arg).__name__}")
 
 
 def _pointer(ptr: Ptr, ends: _Ends) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
+from onnx_fuse.arrays import Array
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.program.call import LENGTHS, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.packing import Packing
@@ -303,7 +304,7 @@ class Executable:
                 at += step
         return tensors
 
-    def _placed(self, name: str, value: Any, target: DeviceTensor | None) -> Any:
+    def _placed(self, name: str, value: Array | DeviceTensor, target: DeviceTensor | None) -> Any:
         """An output that lowering knew or a later stage made, at `target` if there is one."""
         if target is None:
             return value.copy() if isinstance(value, np.ndarray) else value

@@ -511,7 +511,7 @@ class Instance:
             for name in fetch.names
         ]
 
-    def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
+    def _known(self, name: str, value: Tensor | Array | None, later: Mapping[str, Any]) -> Array:
         """The value of an output that needs no copy from a run: known, empty, a state, or later."""
         if value is None:
             return later[name]

@@ -371,8 +371,9 @@ class PlannedOpenProgram:
 
     @classmethod
     def read(
-        cls, source: SymbolicProgram, data: Any, whole: Program, numbers: Mapping[str, int]
-    ) -> PlannedOpenProgram:
+        cls, source: SymbolicProgram, data: Mapping[str, Any], whole: Program,
+        numbers: Mapping[str, int],
+    ) -> PlannedOpenProgram:  # fmt: skip
         """The open program with the layouts that `layouts` described; `whole` as in `__init__`.
 
         Raises ValueError or TypeError for what is no layout of such a program.

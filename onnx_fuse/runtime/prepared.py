@@ -103,7 +103,7 @@ class Prepared:
             watched.value, watched.seen, self._latest = value, now, None
         return True
 
-    def _resizes(self, watched: _Watched, value: Any, now: Look) -> bool:
+    def _resizes(self, watched: _Watched, value: object, now: Look) -> bool:
         """Whether a value of another shape may stand for the watched input, which it then does."""
         if watched.side is not self.feeds:
             return False
@@ -203,5 +203,5 @@ class _Watched:
     side: dict[str, Any]
     name: str
     kind: type
-    value: Any
+    value: object
     seen: Look

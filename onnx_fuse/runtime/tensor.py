@@ -87,7 +87,7 @@ class DeviceTensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CUDA, self.device_id
 
-    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
         """A DLPack capsule; the consumer's `stream` waits on the GPU for what makes the tensor."""
         if stream != -1:  # which asks for no order
             self.before(device.LEGACY if stream is None else int(stream))
@@ -107,7 +107,7 @@ class DeviceTensor:
             )
         return array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:
