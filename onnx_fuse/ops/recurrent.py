@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import dim, given
+from onnx_fuse.ir.build import Builder, dim, given
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import Tensor, Values, Writer, arguments, fail, text
 
@@ -69,7 +69,7 @@ def ways(reverse: bool, back: tuple[int, int] | None = None) -> dict[str, list[i
     return {**ways(reverse), "reads_back": reads, "writes_back": writes}
 
 
-def of_direction(op: Writer, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
+def of_direction(op: Builder, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
     """The part of one direction, without the axis of directions."""
     if count == 1:
         return op.Squeeze(value, [axis])
