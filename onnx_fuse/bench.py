@@ -279,7 +279,6 @@ class _GpuClock:
 
 
 def _gpu_clock(graph: ir.Model, feeds: Feeds, level: int, precision: str, mode: str) -> Clock:
-    """A clock over a new session on the GPU."""
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
     executable = session._on_cuda()
@@ -297,7 +296,6 @@ def _step_clock(
     mode: str,
     threads: int,
 ) -> Clock:
-    """A clock over the steps of a new Trainer."""
     from onnx_fuse.training.trainer import Trainer
 
     trainer = Trainer(
@@ -442,7 +440,6 @@ def program(
 
 
 def _lowered(graph: ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:
-    """The program for feeds of these shapes."""
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):
         return lower(graph, shapes, hw, math=math)

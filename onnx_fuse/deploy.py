@@ -630,7 +630,6 @@ def _without_weights(program: Program) -> Program:
 
 
 def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Add the weights that the program reads to `tensors`."""
     for b in program.buffers:
         if b.kind != "weight" or b.name in tensors:
             continue

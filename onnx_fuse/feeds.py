@@ -25,7 +25,7 @@ class InputSpec:
     def __init__(self, value: Any) -> None:
         self.name: str = value.name
         self.type = value.type.removeprefix("tensor(").removesuffix(")")
-        self.dtype = _numpy_dtype(self.type)
+        self.dtype = dtype_of(_NUMPY_NAMES.get(self.type, self.type))
         self.shape = value.shape
         self._rank = len(value.shape or ())
         self._fixed = [(i, d) for i, d in enumerate(value.shape or ()) if isinstance(d, int)]
@@ -57,7 +57,7 @@ def checked_feeds(inputs: Sequence[InputSpec], feeds: Mapping[str, Any]) -> dict
         array = feeds[value.name]
         if not hasattr(array, "dtype"):
             array = np.asarray(array, dtype=value.dtype)
-        actual = _onnx_name(array.dtype)
+        actual = _ORT_NAMES.get(array.dtype.name, array.dtype.name)
         if actual != value.type:
             raise invalid(
                 f"Unexpected input data type. Actual: (tensor({actual})) , "
@@ -95,14 +95,6 @@ _NUMPY_NAMES = {
     **{"float8e8m0": "float8_e8m0fnu", "float4e2m1": "float4_e2m1fn"},
 }
 _ORT_NAMES = {theirs: name for name, theirs in _NUMPY_NAMES.items()}
-
-
-def _onnx_name(dtype: np.dtype[Any]) -> str:
-    return _ORT_NAMES.get(dtype.name, dtype.name)
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return dtype_of(_NUMPY_NAMES.get(name, name))
 
 
 def invalid(text: str) -> Exception:

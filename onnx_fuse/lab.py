@@ -73,7 +73,7 @@ class Row:
 
 
 def of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Call:
-    """The call of an operator of `alone.OPS` at [M,K,N]. Raises UsageError where it has none."""
+    """The call of one of `single_op_models.OPS` at [M,K,N]. Raises UsageError if it has none."""
     calls = tune.calls_of(single_op_models.program_of(op, shape, precision, hw), op)
     if not calls:
         raise UsageError(f"{op} in {precision} at {shape} is computed by other operators here")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 
 import numpy as np
@@ -19,112 +18,81 @@ from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.session import load
 
-Shape = Callable[[int, int, int], tuple[int, ...]]
 HEAD = 64
 """The width of a head of attention."""
 
 
-def pixels(m: int) -> tuple[int, int]:
-    """The sizes of an image of m pixels, as square as m lets it be."""
+def _sizes(text: str, m: int, k: int, n: int) -> tuple[int, ...]:
+    """The sizes that a text such as "1 9K M" names at [M,K,N].
+
+    H and W are those of an image of M pixels, as square as M lets it be. A heads of D numbers have
+    K together, and B blocks of 32 do.
+    """
     high = next(d for d in range(isqrt(m), 0, -1) if m % d == 0)
-    return high, m // high
-
-
-def _rows(m: int, k: int, n: int) -> tuple[int, ...]:
-    return m, k
-
-
-def _product(m: int, k: int, n: int) -> tuple[int, ...]:
-    return m, n
-
-
-def _image(m: int, k: int, n: int) -> tuple[int, ...]:
-    return 1, k, *pixels(m)
-
-
-def _filtered(m: int, k: int, n: int) -> tuple[int, ...]:
-    return 1, n, *pixels(m)
-
-
-def _heads(m: int, k: int, n: int) -> tuple[int, ...]:
-    return 1, -(-k // HEAD), m, min(k, HEAD)
-
-
-def _scalar(m: int, k: int, n: int) -> tuple[int, ...]:
-    return ()
+    sizes = {"": 1, "M": m, "K": k, "N": n, "H": high, "W": m // high, "B": -(-k // 32)}
+    sizes |= {"A": -(-k // HEAD), "D": min(k, HEAD)}
+    digits = "0123456789"
+    return tuple(int(s.rstrip("".join(sizes)) or 1) * sizes[s.lstrip(digits)] for s in text.split())
 
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """The graph of an operator: the text of its nodes on x, and the shapes of x and y at [M,K,N].
+    """The graph of an operator: the text of its nodes on x, and the sizes of x and y at [M,K,N].
 
-    `text` names weights and indices of `_weights`; {k} and {n} in it are the sizes.
+    `text` names weights and indices of `_WEIGHTS` and `_constants`; {k} and {n} in it are sizes.
     """
 
     text: str
-    x: Shape = _rows
-    y: Shape = _rows
+    x: str = "M K"
+    y: str = "M K"
     gradient: bool = False
     """Whether the operator is in the gradient of the graph, of all its inputs."""
 
 
 _LINEAR = OperatorGraph(
-    "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)", y=_product
+    "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)", y="M N"
 )
 _NORM = OperatorGraph("y = LayerNormalization <axis = -1> (x, gamma, beta)")
-_CONV = OperatorGraph("y = Conv <pads = [1, 1, 1, 1]> (x, filters)", _image, _filtered)
+_IMAGE = "1 K H W"
+_CONV = OperatorGraph("y = Conv <pads = [1, 1, 1, 1]> (x, filters)", _IMAGE, "1 N H W")
 _CHANNELS = OperatorGraph(
-    "y, m, v = BatchNormalization <training_mode = 1> (x, gamma, beta, gamma, beta)", _image, _image
+    "y, m, v = BatchNormalization <training_mode = 1> (x, gamma, beta, gamma, beta)", _IMAGE, _IMAGE
 )
-_ATTENTION = OperatorGraph("y = Attention (x, x, x)", _heads, _heads)
+_ATTENTION = OperatorGraph("y = Attention (x, x, x)", "1 A M D", "1 A M D")
 _WINDOW = "<kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x)"
 
-
-def _of(graph: OperatorGraph) -> OperatorGraph:
-    """The gradient of a graph."""
-    return OperatorGraph(graph.text, graph.x, graph.y, True)
-
-
 OPS = {
-    "Gemm": OperatorGraph("y = Gemm (x, w, c)", y=_product),
+    "Gemm": OperatorGraph("y = Gemm (x, w, c)", y="M N"),
     "LayerNormGemm": _LINEAR,
-    "LayerNormGemmGrad": _of(_LINEAR),
+    "LayerNormGemmGrad": replace(_LINEAR, gradient=True),
     "MatMulNBits": OperatorGraph(
         "y = com.microsoft.MatMulNBits <bits = 4, block_size = 32, K = {k}, N = {n}> (x, q, s)",
-        y=_product,
+        y="M N",
     ),
     "Norm": _NORM,
-    "NormGrad": _of(_NORM),
-    "NormGradSums": _of(_NORM),
+    "NormGrad": replace(_NORM, gradient=True),
+    "NormGradSums": replace(_NORM, gradient=True),
     "ChannelNorm": _CHANNELS,
-    "ChannelGrad": _of(_CHANNELS),
+    "ChannelGrad": replace(_CHANNELS, gradient=True),
     "Softmax": OperatorGraph("y = Softmax <axis = -1> (x)"),
-    "Reduce": OperatorGraph("y = ReduceSum <keepdims = 0> (x, last)", y=lambda m, k, n: (m,)),
+    "Reduce": OperatorGraph("y = ReduceSum <keepdims = 0> (x, last)", y="M"),
     "Conv": _CONV,
-    "ConvWeightGrad": _of(_CONV),
-    "Pool": OperatorGraph(f"y = AveragePool {_WINDOW}", _image, _image),
-    "MaxPoolGrad": OperatorGraph(f"y = MaxPool {_WINDOW}", _image, _image, True),
-    "Resample": OperatorGraph(
-        'y = Resize <mode = "linear"> (x, , scales)',
-        _image,
-        lambda m, k, n: (1, k, *(2 * d for d in pixels(m))),
-    ),
-    "GridSample": OperatorGraph("y = GridSample (x, grid)", _image, _image),
-    "Col2Im": OperatorGraph(
-        "y = Col2Im <pads = [1, 1, 1, 1]> (x, size, three)", lambda m, k, n: (1, 9 * k, m), _image
-    ),
+    "ConvWeightGrad": replace(_CONV, gradient=True),
+    "Pool": OperatorGraph(f"y = AveragePool {_WINDOW}", _IMAGE, _IMAGE),
+    "MaxPoolGrad": OperatorGraph(f"y = MaxPool {_WINDOW}", _IMAGE, _IMAGE, True),
+    "Resample": OperatorGraph('y = Resize <mode = "linear"> (x, , scales)', _IMAGE, "1 K 2H 2W"),
+    "GridSample": OperatorGraph("y = GridSample (x, grid)", _IMAGE, _IMAGE),
+    "Col2Im": OperatorGraph("y = Col2Im <pads = [1, 1, 1, 1]> (x, size, three)", "1 9K M", _IMAGE),
     "Sdpa": _ATTENTION,
-    "SdpaGrad": _of(_ATTENTION),
-    "CrossEntropy": OperatorGraph("y = SoftmaxCrossEntropyLoss (x, labels)", y=_scalar),
+    "SdpaGrad": replace(_ATTENTION, gradient=True),
+    "CrossEntropy": OperatorGraph("y = SoftmaxCrossEntropyLoss (x, labels)", y=""),
     "CumulativeSum": OperatorGraph("y = CumSum (x, last)"),
-    "TopK": OperatorGraph("y, i = TopK (x, eight)", y=lambda m, k, n: (m, 8)),
+    "TopK": OperatorGraph("y, i = TopK (x, eight)", y="M 8"),
     "GatherElements": OperatorGraph("y = GatherElements <axis = 1> (x, places)"),
     "ScatterElements": OperatorGraph("y = ScatterElements <axis = 1> (x, places, x)"),
     "GatherND": OperatorGraph("y = GatherND (x, rows)"),
     "Recurrence": OperatorGraph(
-        "y = GRU <hidden_size = {n}> (x, gates, states)",
-        lambda m, k, n: (m, 1, k),
-        lambda m, k, n: (m, 1, 1, n),
+        "y = GRU <hidden_size = {n}> (x, gates, states)", "M 1 K", "M 1 1 N"
     ),
     "Random": OperatorGraph("y = RandomNormalLike <seed = 1.0> (x)"),
     "Pointwise": OperatorGraph("y = Gelu (x)"),
@@ -132,39 +100,27 @@ OPS = {
 """Operators that are tuned, timed and tried by name."""
 
 
-def io_shapes(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of x and y of one of OPS at [M,K,N].
-
-    x is [M,K] and y [M,N], or as x where there is no weight. An image has M pixels, as square as M
-    lets it be, with K channels, and a convolution N filters of 3 x 3. Attention has heads of 64
-    numbers, K in all, of M queries. The text of some reads no N.
-    """
-    return OPS[op].x(m, k, n), OPS[op].y(m, k, n)
-
-
-def _weights(m: int, k: int, n: int) -> dict[str, tuple[int, ...]]:
-    """Initializers of these shapes, all zeros, of x's type unless they have 4 bits."""
-    return {
-        "w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, -(-k // 32)),
-        "q": (n, -(-k // 32), 16), "filters": (n, k, 3, 3), "gates": (1, 3 * n, k),
-        "states": (1, 3 * n, n), "grid": (1, *pixels(m), 2),
-    }  # fmt: skip
+_WEIGHTS = {
+    "w": "K N", "c": "N", "gamma": "K", "beta": "K", "s": "N B", "q": "N B 16", "grid": "1 H W 2",
+    "filters": "N K 3 3", "gates": "1 3N K", "states": "1 3N N",
+}  # fmt: skip
+"""Initializers of these sizes, all zeros, of x's type unless they have 4 bits."""
 
 
 def _constants(m: int, k: int, n: int) -> dict[str, np.ndarray]:
-    """Indices and sizes that graphs read."""
     constants = {
-        "last": [1], "labels": np.arange(m) % k, "eight": [8], "size": pixels(m), "three": [3, 3],
-        "rows": np.arange(m)[::-1, None], "places": np.broadcast_to(np.arange(k)[::-1], (m, k)),
+        "last": [1], "labels": np.arange(m) % k, "eight": [8], "three": [3, 3],
+        "size": _sizes("H W", m, k, n), "rows": np.arange(m)[::-1, None],
+        "places": np.broadcast_to(np.arange(k)[::-1], (m, k)),
     }  # fmt: skip
     scales = np.array([1, 1, 2, 2], np.float32)
     return {name: np.array(v, np.int64) for name, v in constants.items()} | {"scales": scales}
 
 
 def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
-    """The program of one of OPS at [M,K,N], as `io_shapes` says."""
+    """The program of one of OPS at [M,K,N]."""
     m, k, n = shape
-    of_x, of_y = io_shapes(op, m, k, n)
+    of_x, of_y = (_sizes(text, *shape) for text in (OPS[op].x, OPS[op].y))
     dtype, math = PRECISIONS[precision]
     element = "float" if dtype == "float32" else dtype
     text = (
@@ -175,8 +131,9 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
     proto = onnx.parser.parse_model(text)
     kind = proto.graph.input[0].type.tensor_type.elem_type
     read = {name for node in proto.graph.node for name in node.input}
-    for name, dims in _weights(m, k, n).items():
+    for name, sizes in _WEIGHTS.items():
         if name in read:
+            dims = _sizes(sizes, *shape)
             of = onnx.TensorProto.UINT8 if name == "q" else kind
             size = onnx.helper.tensor_dtype_to_np_dtype(of).itemsize * prod(dims)
             tensor = onnx.helper.make_tensor(name, of, dims, bytes(size), raw=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import zip_longest
 
@@ -14,7 +14,7 @@ from onnx_fuse.autodiff.subgraphs import captures, through_if, through_loop
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, detach, reads, sources
+from onnx_fuse.ir.build import all_nodes, needed_nodes, reads, sources
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ir.traits import VIEWS
@@ -133,7 +133,7 @@ def _walk(
             stopped[x.name or ""] = why if wanting else ""
             continue
         result[x.name or ""] = dx if dx is not None else op.zeros_like(x)
-    _append_used(graph, op.nodes, result.values())
+    graph.extend(needed_nodes(op.nodes, result.values()))
     return result
 
 
@@ -306,14 +306,3 @@ def _ends(x: ir.Value, graph: ir.Graph, stops: Mapping[ir.Node, str]) -> list[ir
 
 def _detaches(node: ir.Node) -> bool:
     return node.op_type == "StopGradient" and node.domain == FUSE
-
-
-def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Collection[ir.Value]) -> None:
-    wanted, used = set(results), []
-    for node in reversed(nodes):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(v for v in reads(node) if v is not None)
-            used.append(node)
-        else:
-            detach([node])
-    graph.extend(reversed(used))

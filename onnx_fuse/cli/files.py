@@ -57,7 +57,7 @@ def check_paths(reads: Paths, writes: Paths) -> None:
     taken: dict[object, str] = {}
     models: list[Path] = []
     for option, path in _flat(reads):
-        for part in (path, *_array_files(path)):
+        for part in (path, *(path.glob("*.npy") if path.is_dir() else ())):
             taken.setdefault(_key(part), option)
         if path.is_file():
             models.append(path)
@@ -96,10 +96,6 @@ def _flat(paths: Paths) -> Iterator[tuple[str, Path]]:
     for option, value in paths.items():
         for path in () if value is None else [value] if isinstance(value, Path) else value:
             yield option, path
-
-
-def _array_files(path: Path) -> Iterator[Path]:
-    return path.glob("*.npy") if path.is_dir() else iter(())
 
 
 def _key(path: Path) -> object:

@@ -97,7 +97,6 @@ def _fields(cls: Any) -> dict[str, tuple[inspect.Parameter, Option]]:
 
 
 def _field(parameter: inspect.Parameter, option: Option) -> inspect.Parameter:
-    """The parameter of a command for a field of a dataclass."""
     kind = _KINDS.get(parameter.annotation.removesuffix(" | None"), str)
     if parameter.default in (None, ()):
         kind, parameter = kind | None, parameter.replace(default=None)
@@ -105,7 +104,6 @@ def _field(parameter: inspect.Parameter, option: Option) -> inspect.Parameter:
 
 
 def _parsed(kind: object, option: Option) -> Any:
-    """The type of a parameter with what the parser is to know of it."""
     if option.flag is None:
         return Annotated[kind, typer.Argument(metavar=option.metavar, help=option.help)]
     flags, metavar, text = option.flag.split(", "), option.metavar, option.help

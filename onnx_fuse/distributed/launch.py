@@ -46,7 +46,6 @@ class _Rank:
                 self.said.append(text)
 
     def cause(self) -> str:
-        """The reason why a rank failed, as a sentence."""
         code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name
@@ -56,7 +55,6 @@ class _Rank:
         return f"rank {self.rank} ended with exit code {code}" + (f": {last}" if last else "")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and to what it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

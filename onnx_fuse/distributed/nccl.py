@@ -49,7 +49,8 @@ class Communicator:
         self.rank, self.size = world.rank, world.size
         with _faults("the connection of the ranks"):
             unique = self._nccl.get_unique_id() if world.rank == 0 else self._nccl.UniqueId()
-            content = _bytes_of(unique)
+            # the 128 bytes of the identifier, in place
+            content = memoryview((ctypes.c_uint8 * 128).from_address(int(unique.ptr))).cast("B")
             shared = world.broadcast(bytes(content) if world.rank == 0 else b"")
             content[:] = shared
             self._handle = self._nccl.comm_init_rank(world.size, unique, world.rank)
@@ -90,8 +91,3 @@ def current() -> Communicator:
             "GPUs: give the Trainer distributed=True"
         )
     return _CURRENT[0]
-
-
-def _bytes_of(unique: Any) -> memoryview:
-    """The 128 bytes of an identifier, in place."""
-    return memoryview((ctypes.c_uint8 * 128).from_address(int(unique.ptr))).cast("B")

@@ -138,10 +138,6 @@ class Watch:
         self._last = time.monotonic() - began
         return result
 
-    def _sign(self, now: float) -> Sign:
-        waiting = self._waiting
-        return Sign(self.steps, now - waiting if waiting else 0.0, *self.reached())
-
     def _say(self, link: socket.socket, kind: bytes, data: bytes = b"") -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is noticed where it is read
             wire.send(link, kind, data)
@@ -152,7 +148,8 @@ class Watch:
             now = time.monotonic()
             if now - beat >= BEAT:
                 beat = now
-                sign = self._sign(now)
+                waiting = self._waiting
+                sign = Sign(self.steps, now - waiting if waiting else 0.0, *self.reached())
                 for link in list(self.links.values()):
                     self._say(link, b"A", sign.packed())
                 self._check(now, sign)

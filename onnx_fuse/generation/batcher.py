@@ -108,7 +108,6 @@ class Request:
             self._listeners = []
 
     def _is_done(self) -> bool:
-        """Whether no token is to come."""
         last = self.tokens[-1] if self.tokens else None
         return self._cancelled or len(self.tokens) >= self._count or last in self._eos
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -177,17 +177,13 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
     sizes |= {rows for t in tables if t.shape is not None and (rows := _size(t.shape[0]))}
     if not caches and (width := _size(roles["ids"].shape[1])):
         sizes.add(width)
+    # the inputs that say how many tokens there are in all
+    counts = {roles[role].name for role in ("mask", "total") if role in roles}
     return Decoder(
         roles, logits.name, len(logits.shape) == 2, _size(logits.shape[-1]), caches,
         bool(attentions and caches), fixed, min(sizes, default=None),
-        all(_asks_no_size(v) for v in graph.inputs if v.name in _told_sizes(roles)),
-        [v.name for v in ends],
+        all(_asks_no_size(v) for v in graph.inputs if v.name in counts), [v.name for v in ends],
     )  # fmt: skip
-
-
-def _told_sizes(roles: Mapping[str, InputSpec]) -> set[str]:
-    """The inputs that say how many tokens there are in all."""
-    return {roles[role].name for role in ("mask", "total") if role in roles}
 
 
 def _asks_no_size(mask: onnx_ir.Value) -> bool:

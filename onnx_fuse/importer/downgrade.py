@@ -77,7 +77,10 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
         raise ModelError(f"{name} has more inputs or outputs than opset {opset} allows")
     for i, value in enumerate(node.inputs):
         if value is not None and value.dtype is not None:
-            _check_type(node, name, old, i, value.dtype, opset)
+            allowed = old.inputs[min(i, len(old.inputs) - 1)].types
+            kind = _TYPE_NAMES.get(value.dtype, value.dtype.name.lower())
+            if allowed and f"tensor({kind})" not in allowed:
+                raise ModelError(f"{name} does not take {kind} in opset {opset}: write a newer one")
 
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
@@ -100,16 +103,6 @@ def _since(node: ir.Node, opset: int, version: int, key: str) -> int:
 
 
 _TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
-
-
-def _check_type(
-    node: ir.Node, name: str, schema: onnx.defs.OpSchema, index: int, dtype: ir.DataType, opset: int
-) -> None:
-    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-    kind = _TYPE_NAMES.get(dtype, dtype.name.lower())
-    allowed = set(formal.types)
-    if allowed and f"tensor({kind})" not in allowed:
-        raise ModelError(f"{name} does not take {kind} in opset {opset}: write a newer one")
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Writer], list[ir.Value] | None]] = {}

@@ -18,7 +18,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
-from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, infer_actual
+from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, dims_of, infer_actual
 from onnx_fuse.ir.build import all_nodes, extents, required, subgraphs
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.bodies import carries_body
@@ -281,7 +281,7 @@ def _assign_inferred(
         if tensor.elem_type and (value.type is None or value.dtype != tensor.elem_type):
             value.dtype = ir.DataType(tensor.elem_type)
         if tensor.HasField("shape"):
-            dims = [_dim(d) for d in tensor.shape.dim]
+            dims = dims_of(info.type) or []
             node = value.producer()
             if node is not None and node.op_type == "Attention" and not node.domain:
                 dims = [d or None for d in dims]  # 0 for the heads of an unknown size (1.23)
@@ -293,11 +293,6 @@ def _assign_inferred(
             for name, attribute in node.attributes.items():
                 for body, text in zip(subgraphs(attribute), texts[name], strict=False):
                     _assign_inferred(body, text, untouched, inner=True)
-
-
-def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    kind = dim.WhichOneof("value")
-    return dim.dim_value if kind == "dim_value" else dim.dim_param or None
 
 
 def _sequences(model: ir.Model) -> list[ir.Value]:

@@ -80,13 +80,13 @@ def correct_types(
     if node.op_type == "Attention" and len(node.output) > 3 and node.output[3] in results:
         _write_dims(results[node.output[3]], [3], [None] * 3 + [_keys(node, types)])
     first = types.get(node.input[0])
-    rank = len(_dims(first) or ()) if node.op_type == "ConvTranspose" else 0
+    rank = len(dims_of(first) or ()) if node.op_type == "ConvTranspose" else 0
     shape = results[node.output[0]].tensor_type.shape
     while 0 < len(shape.dim) < rank:  # an output_shape below the image's stays away from it
         shape.dim.add()
-    inferred = _dims(results[node.output[0]])
+    inferred = dims_of(results[node.output[0]])
     values = [onnx.numpy_helper.to_array(data[n]) if n in data else None for n in node.input]
-    read = [_dims(types.get(name)) for name in node.input]
+    read = [dims_of(types.get(name)) for name in node.input]
     dims = actual_dims(node, read, inferred, values)
     if dims is None or inferred is None:
         return []
@@ -101,7 +101,7 @@ def correct_types(
 def _keys(node: onnx.NodeProto, types: Types) -> int | str | None:
     """The number of an Attention's keys, None if not known: the scores have 0 by inference then."""
     names = [node.input[1], *filter(None, node.input[4:5])]
-    first, *past = [(_dims(types.get(name)) or [None, None])[-2] for name in names]
+    first, *past = [(dims_of(types.get(name)) or [None, None])[-2] for name in names]
     if not past:
         return first
     return first + past[0] if isinstance(first, int) and isinstance(past[0], int) else None
@@ -243,7 +243,6 @@ def _windows(
     attributes: Mapping[str, Any],
     inferred: Dims | None,
 ) -> list[int | str | None] | None:
-    """The sizes of a pool or of a ConvTranspose."""
     x = read[0]
     rank = len(x) - 2
     auto = attributes.get("auto_pad", b"NOTSET").decode()
@@ -302,7 +301,7 @@ def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
             yield from nodes_of(body)
 
 
-def _dims(info: onnx.TypeProto | None) -> list[int | str | None] | None:
+def dims_of(info: onnx.TypeProto | None) -> list[int | str | None] | None:
     if info is None or not info.tensor_type.HasField("shape"):
         return None
     dims = info.tensor_type.shape.dim
@@ -367,8 +366,8 @@ class _Walk:
                 )
         wrong = correct_types(node, types, data, inferred)
         for name in node.output:
-            dims = _dims(types.get(name)) or []
-            short = 0 < len(dims) < len(_dims(inferred.get(name)) or ())
+            dims = dims_of(types.get(name)) or []
+            short = 0 < len(dims) < len(dims_of(inferred.get(name)) or ())
             if short or any(i < len(dims) and dims[i] is not None for i in wrong):
                 self.opened[name] = onnx.TypeProto()
                 self.opened[name].CopyFrom(inferred[name] if short else types[name])

@@ -107,11 +107,17 @@ def rank(value: ir.Value | None) -> int | None:
     return None if value is None or value.shape is None else len(value.shape)
 
 
+def extent(value: ir.Value | None, axis: int) -> int | str | None:
+    """The size of an axis, or its name where only that is known, or None."""
+    shape = value.shape if value is not None and value.shape is not None else ()
+    size = shape[axis] if -len(shape) <= axis < len(shape) else None
+    return size.value if isinstance(size, ir.SymbolicDim) else size
+
+
 def dim(value: ir.Value | None, axis: int) -> int | None:
     """The size of an axis where it is statically known, or None."""
-    shape = value.shape if value is not None and value.shape is not None else ()
-    extent = shape[axis] if -len(shape) <= axis < len(shape) else None
-    return extent if isinstance(extent, int) else None
+    size = extent(value, axis)
+    return size if isinstance(size, int) else None
 
 
 def extents(shape: Iterable[int | ir.SymbolicDim] | None) -> list[int | str | None]:
@@ -264,6 +270,18 @@ def sources(
                 reached[value] = None
                 todo.append(value)
     return reached
+
+
+def needed_nodes(nodes: Sequence[ir.Node], results: Iterable[ir.Value | None]) -> list[ir.Node]:
+    """The nodes in order that results depend on; the others are cut off from what they read."""
+    wanted, needed = set(results), []
+    for node in reversed(nodes):
+        if any(v in wanted for v in node.outputs):
+            wanted.update(reads(node))
+            needed.append(node)
+        else:
+            detach([node])
+    return needed[::-1]
 
 
 def insert_behind(graph: ir.Graph, node: ir.Node | None, nodes: Sequence[ir.Node]) -> None:

@@ -136,7 +136,6 @@ class _Inliner:
         self.names = Names.of(graph)
 
     def run(self, graph: ir.Graph) -> None:
-        """Write out all calls in a graph."""
         for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
             if function is not None:
@@ -148,7 +147,6 @@ class _Inliner:
         self._replace(call, nodes, results, _name(function.identifier()))
 
     def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
-        """Move the nodes of a branch into the graph around it."""
         props, where = dict(node.metadata_props), f"node '{node.name}'"
         copier = _CallCopier(
             values={}, fresh=self.names.fresh, props=props, where=where, inliner=self
@@ -183,7 +181,6 @@ class _Inliner:
         attributes: Mapping[str, ir.Attr],
         props: Mapping[str, str],
     ) -> tuple[list[ir.Node], list[ir.Value | None]]:
-        """The nodes of a call on these inputs, and the values that it returns."""
         where = _name(function.identifier())
         if len(inputs) > len(function.inputs) or len(call.outputs) > len(function.outputs):
             raise ModelError(

@@ -63,7 +63,6 @@ class Linear(Module):
         self.bias = _uniform(bound, out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x Wᵀ + bias of `x` [..., in_features]."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -91,7 +90,6 @@ class LayerNorm(Module):
         self.bias = _filled(0.0, *self.normalized_shape) if elementwise_affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized `x`."""
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -108,7 +106,6 @@ class RMSNorm(Module):
         self.weight = _filled(1.0, normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized `x`."""
         return F.rms_norm(x, self.weight, self.eps)
 
 
@@ -166,7 +163,6 @@ class Conv2d(Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolution of `x`."""
         return F.conv2d(x, self.weight, self.bias, **self.options)
 
 
@@ -186,7 +182,6 @@ class BatchNorm2d(Module):
         self.running_var = Tensor(np.ones(num_features, np.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized `x`."""
         return F.batch_norm(
             x,
             self.running_mean,
@@ -259,7 +254,6 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` after dropout; in evaluation `x` itself."""
         return F.dropout(x, self.p, self.training)
 
 
@@ -267,7 +261,6 @@ class Identity(Module):
     """A module that returns its input."""
 
     def forward(self, x: object) -> Any:
-        """Return `x` as it is."""
         return x
 
 
@@ -283,7 +276,6 @@ class Flatten(Module):
         self.start_dim, self.end_dim = start_dim, end_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` with fewer axes."""
         return x.flatten(self.start_dim, self.end_dim)
 
 
@@ -305,7 +297,6 @@ class MaxPool2d(Module):
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
 
     def forward(self, x: Tensor) -> Tensor:
-        """The largest elements of `x`."""
         return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
 
@@ -313,7 +304,6 @@ class ReLU(Module):
     """The larger of x and 0."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return relu of each element of `x`."""
         return x.relu()
 
 
@@ -328,7 +318,6 @@ class GELU(Module):
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return gelu of each element of `x`."""
         return F.gelu(x, self.approximate)
 
 
@@ -336,7 +325,6 @@ class SiLU(Module):
     """x · sigmoid(x) of each element."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return silu of each element of `x`."""
         return F.silu(x)
 
 
@@ -344,7 +332,6 @@ class Sigmoid(Module):
     """1 / (1 + exp(-x))."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return sigmoid of each element of `x`."""
         return x.sigmoid()
 
 
@@ -352,7 +339,6 @@ class Tanh(Module):
     """The hyperbolic tangent of each element."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tanh of each element of `x`."""
         return x.tanh()
 
 
@@ -367,7 +353,6 @@ class Softmax(Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the softmax of `x`."""
         return x.softmax(self.dim)
 
 

@@ -46,9 +46,9 @@ class Module:
     """Whether it is in training mode, which `train` and `eval` change."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's result; a subclass defines it, with `args` and `kwargs` of its own.
+        """Compute the module's result from `x`, or from `args` and `kwargs` of its own.
 
-        Raises UsageError where a subclass does not.
+        A subclass defines it. Raises UsageError where it does not.
         """
         raise UsageError(f"{type(self).__name__} has no forward")
 
@@ -249,7 +249,6 @@ class Sequential(ModuleList):
         super().__init__(m if isinstance(m, Module) else Function(m) for m in modules)
 
     def forward(self, x: object) -> Any:
-        """The result of the last module, where the first one gets `x`."""
         for module in self:
             x = module(x)
         return x
@@ -262,7 +261,6 @@ class Function(Module):
         self.function = function
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The function's result."""
         return self.function(*args, **kwargs)
 
 

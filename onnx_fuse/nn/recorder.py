@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,11 @@ class Recorder:
 
     def record(self, operation: Operation, inputs: Sequence[Any], tensors: object) -> None:
         """Add the nodes of an operation that has just run."""
-        self._needs(operation.opset, operation.domains)
+        imports = self.model.graph.opset_imports
+        if operation.opset > imports[""] or any(d not in imports for d in operation.domains):
+            imports.update({**operation.domains, "": max(operation.opset, imports[""])})
+            self.op.opset = imports[""]
+            self.op._imports = [onnx.helper.make_opsetid(d, v) for d, v in imports.items()]
         values = [
             None if x is None
             else self.op.constant(x) if isinstance(x, np.ndarray)
@@ -229,13 +233,6 @@ class Recorder:
         """The tensors that nodes of the graph have made and that somebody still holds."""
         pairs = [(ref(), value) for ref, value in self._values.values()]
         return [(t, v) for t, v in pairs if t is not None and v.producer() is not None]
-
-    def _needs(self, opset: int, domains: Mapping[str, int]) -> None:
-        imports = self.model.graph.opset_imports
-        if opset > imports[""] or any(d not in imports for d in domains):
-            imports.update({**domains, "": max(opset, imports[""])})
-            self.op.opset = imports[""]
-            self.op._imports = [onnx.helper.make_opsetid(d, v) for d, v in imports.items()]
 
     def finished(self, outputs: Sequence[ir.Value], gpu: bool) -> ir.Model:
         """The graph with these outputs, its Backward nodes written out."""

@@ -229,7 +229,6 @@ class _Direct:
         return new
 
     def turn(self, arrays: Sequence[Array]) -> PooledProgram | None:
-        """What launches inputs of these kinds, if anything does."""
         key = tuple([kind(a) for a in arrays])
         turn = self._turns.get(key)
         if turn is None and key not in self._turns:
@@ -239,7 +238,6 @@ class _Direct:
         return turn
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        """The outputs."""
         turn = self.turn(arrays)
         if turn is not None:
             return turn.run(arrays)
@@ -247,7 +245,6 @@ class _Direct:
         return self._bound.run_in_place(self._outputs, feeds, on_device=True)
 
     def _made(self, arrays: Sequence[Array]) -> PooledProgram | None:
-        """A new turn for inputs of these kinds."""
         from onnx_fuse.runtime.direct import layout
 
         if any(type(a) is np.ndarray and a.dtype.kind in "OSU" for a in arrays):

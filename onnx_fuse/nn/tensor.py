@@ -48,6 +48,14 @@ def _unary(name: str, text: str, call: Method | None = None, integers: str = "")
     return method
 
 
+def _converted(to: str, text: str) -> Method:
+    def method(self: Tensor) -> Tensor:
+        return self.to(to)
+
+    method.__doc__ = text
+    return method
+
+
 def _binary(
     call: Callable[..., Any], text: str, *, swapped: bool = False
 ) -> Callable[[Tensor, Any], Tensor]:
@@ -279,33 +287,13 @@ class Tensor:
 
     astype = to
 
-    def float(self) -> Tensor:
-        """The elements as float32."""
-        return self.to("float32")
-
-    def half(self) -> Tensor:
-        """The elements as float16."""
-        return self.to("float16")
-
-    def bfloat16(self) -> Tensor:
-        """The elements as bfloat16."""
-        return self.to("bfloat16")
-
-    def double(self) -> Tensor:
-        """The elements as float64."""
-        return self.to("float64")
-
-    def long(self) -> Tensor:
-        """The elements as int64."""
-        return self.to("int64")
-
-    def cpu(self) -> Tensor:
-        """The tensor in host memory."""
-        return self.to("cpu")
-
-    def cuda(self) -> Tensor:
-        """The tensor in the memory of the first GPU."""
-        return self.to("cuda")
+    float = _converted("float32", "The elements as float32.")
+    half = _converted("float16", "The elements as float16.")
+    bfloat16 = _converted("bfloat16", "The elements as bfloat16.")
+    double = _converted("float64", "The elements as float64.")
+    long = _converted("int64", "The elements as int64.")
+    cpu = _converted("cpu", "The tensor in host memory.")
+    cuda = _converted("cuda", "The tensor in the memory of the first GPU.")
 
     # ---- arithmetic ----
 

@@ -152,8 +152,11 @@ def weight_grad(
         (dw,) = op.emit("ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
         return dw
     if pointwise and group == 1:
-        # A 1x1 convolution is a matrix product, summed over batch and places.
-        return _pointwise_weight_grad(op, x, dy, weight)
+        # A 1x1 convolution is a product: Σ_n dy[n] [M, P] · x[n]ᵀ [P, C], as [M, C, 1, …].
+        rows = op.reshape(dy, [*op.sizes_of(dy)[:2], op.elements(dy, 2)])
+        image = op.reshape(x, [*op.sizes_of(x)[:2], op.elements(x, 2)])
+        product = op.MatMul(rows, op.Transpose(image, perm=[0, 2, 1]))
+        return op.reshape_like(op.ReduceSum(product, [0], keepdims=0), weight)
     channels = dim(weight, 1)
     wide = channels is None or channels >= _FEW_CHANNELS
     if group == 1 and wide and kernel and math.prod(kernel) <= _MOST_PLACES:
@@ -216,15 +219,6 @@ def _products_over_places(
 
 def _times(op: Writer, a: ir.Value | int, b: ir.Value | int) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else op.Mul(a, b)
-
-
-def _pointwise_weight_grad(op: Writer, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
-    """[M, C, 1, …] from Σ_n dy[n] [M, P] · x[n]ᵀ [P, C]."""
-    rows = op.reshape(dy, [*op.sizes_of(dy)[:2], op.elements(dy, 2)])
-    image = op.reshape(x, [*op.sizes_of(x)[:2], op.elements(x, 2)])
-    columns = op.Transpose(image, perm=[0, 2, 1])
-    product = op.ReduceSum(op.MatMul(rows, columns), [0], keepdims=0)
-    return op.reshape_like(product, weight)
 
 
 def _bias_grad(op: Writer, dy: ir.Value, n: int) -> Tensor:

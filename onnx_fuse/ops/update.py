@@ -223,7 +223,6 @@ _STANDARD = {
 
 
 def _updates(op: Writer, node: ir.Node, **values: ir.Value) -> list[ir.Value]:
-    """One parameter's part of an update node."""
     formula = _STANDARD[node.op_type][1]
     if node.attributes.get_float("norm_coefficient", 0.0):  # the L2 term
         values["g"] = op.formula("g + x * @norm_coefficient", node, **values)

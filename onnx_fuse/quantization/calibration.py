@@ -94,7 +94,6 @@ def batches(
 
 
 def _open_batch(model: ir.Model) -> ir.Model:
-    """The model for arrays of any number of rows."""
     model = model.clone()
     for value in required_inputs(model):
         if value.shape is not None and len(value.shape):

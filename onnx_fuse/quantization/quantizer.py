@@ -192,7 +192,6 @@ class _Work:
 
     @property
     def chosen(self) -> list[str]:
-        """The names of the layers that are quantized."""
         return [layer.name for layer in self.layers if layer.to != "float"]
 
     def calibrated(self, data: Any, method: str, *, labelled: bool = False) -> None:
@@ -258,7 +257,6 @@ class _Work:
             self.shifts = {}
 
     def labelled(self, metric: Metric, data: Any) -> None:
-        """Measure the float model by a metric, on rows with labels."""
         if data is None:
             raise UsageError("a metric needs data: give rows with labels (--data or --calibrate)")
         self.task = TaskMetric(metric, self.float, data, self._outputs)
@@ -268,7 +266,6 @@ class _Work:
         return calibration.ranges(model, self.feeds, method, operators)
 
     def placed(self, names: Sequence[str]) -> ir.Model:
-        """The model with these layers quantized."""
         if not names:
             return self.float
         vectors = {name: self.shifts[name] for name in names if name in self.shifts}
@@ -290,7 +287,6 @@ class _Work:
     def _run(
         self, model: ir.Model, *, as_written: bool = False, batches: int = _MEASURED
     ) -> list[list[Array]]:
-        """The outputs of a model for each of the first batches."""
         return self._outputs(model, self.feeds[:batches], as_written=as_written)
 
     @staticmethod
@@ -334,7 +330,6 @@ class _Work:
             self.layers[i] = replace(layer, to="float", why=why) if layer.name in rest else layer
 
     def _error(self, names: Sequence[str], batches: int = _MEASURED) -> float:
-        """The largest error of an output where these layers are quantized."""
         return max(self.errors(self.placed(names), batches).values(), default=0.0)
 
     def _loss(self, names: Sequence[str]) -> float:
@@ -344,7 +339,6 @@ class _Work:
         return self.task.worse(self.task.of(self.placed(names)))
 
     def result(self, given: Model, limit: float | None) -> Quantized:
-        """The quantized model, with the error of each layer in it."""
         model = self.placed(self.chosen)
         inner = (self._run(self._exposed(each), as_written=True) for each in (self.float, model))
         found = _distances(*inner) if self.chosen else {}
@@ -380,7 +374,6 @@ class _Work:
         )
 
     def _seconds(self, model: ir.Model) -> float:
-        """The median time of the first batch."""
         session, times = ort.session(model), []
         for _ in range(_TIMED):
             start = time.perf_counter()

@@ -81,7 +81,6 @@ class _Graph:
         self.edges = list(edges)
 
     def data(self) -> dict[str, Any]:
-        """The graph as JSON values, laid out."""
         values, types, ops = _Numbers(), _Numbers(), _Numbers()
         nodes: list[list[Any]] = []
         attributes, facts = {}, {}

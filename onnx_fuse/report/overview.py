@@ -150,7 +150,6 @@ def trained(output: Path, device: str, history: Mapping[str, Any], *, over: bool
 
 
 def _difference(checked: Check | None) -> dict[str, str]:
-    """The worst difference, as a figure."""
     worst = checked.worst if checked is not None else None
     if worst is None:
         return {}

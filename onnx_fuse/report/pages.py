@@ -159,7 +159,6 @@ def run_label(checked: Check, run: int) -> str:
 
 
 def _inputs_table(checked: Check) -> Table:
-    """The shapes of the inputs, with a column for each run."""
     names = dict.fromkeys(name for feed in checked.feeds for name in feed)
     rows = [[name, *(_shape(feed.get(name)) for feed in checked.feeds)] for name in names]
     return Table("inputs", ["input", *(f"run {i + 1}" for i in range(len(checked.feeds)))], rows)
@@ -242,7 +241,6 @@ def _distribution(spread: Distribution) -> Iterable[Part]:
 def _checked_graph(
     title: str, model: ir.Model, checked: Check | None, facts: Mapping[str, Mapping[str, str]]
 ) -> graph.Drawn:
-    """A graph whose nodes carry their errors, where these are known."""
     facts_of = {node: dict(row) for node, row in facts.items()}
     errors: dict[str, float] = {}
     if checked is not None and checked.along is not None:

@@ -140,7 +140,6 @@ def _in_use(profile: Profile) -> View:
 
 
 def _timed(model: ir.Model, profile: Profile, hw: Hardware | None) -> graph.Drawn:
-    """The graph with the time of each node, and its kernel."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, str]] = {}
     if profile.calls and hw is not None:

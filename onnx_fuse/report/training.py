@@ -178,7 +178,6 @@ class Live(Callback):
         self._events = [*trace.named(trace.HOST, "host"), trace.thread_name(trace.HOST, 1, "steps")]
 
     def on_step(self, fit: Fit) -> None:
-        """Note that the run's last step is over, and write the page if it is time."""
         losses = fit.history.losses
         if len(losses) != self._steps:  # an epoch ends after its last step
             self._steps = len(losses)
@@ -194,7 +193,6 @@ class Live(Callback):
     on_epoch = on_step
 
     def on_evaluation(self, fit: Fit) -> None:
-        """Note that an evaluation is over."""
         self._note("evaluation", fit.history.metrics[-1])
 
     def _note(self, name: str, about: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, all_nodes, dim, extents, rank, required
+from onnx_fuse.ir.build import Builder, all_nodes, dim, extent, rank, required
 from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.rules import Rewriter, attribute, combined_with, is_constant, is_float, typed
 
@@ -143,15 +143,10 @@ def _fits(
         return False
     for c in plan.inner:
         # Einsum repeats an operand's 1 along the other's axis, MatMul does not.
-        pair = [_size_or_name(values[t], t.index(c)) for t in (plan.left, plan.right)]
+        pair = [extent(values[t], t.index(c)) for t in (plan.left, plan.right)]
         if None in pair or pair[0] != pair[1]:
             return False
     return True
-
-
-def _size_or_name(value: ir.Value | None, axis: int) -> int | str | None:
-    sizes = extents(None if value is None else value.shape)
-    return sizes[axis] if axis < len(sizes) else None
 
 
 def _transposed_to(op: Builder, x: ir.Value, letters: str, order: _Letters) -> ir.Value:

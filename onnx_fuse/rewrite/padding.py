@@ -159,7 +159,6 @@ class _Packer:
         return value
 
     def _place(self, at: ir.Node, *, after: bool = False) -> None:
-        """Put the nodes made since into the graph."""
         for node in self.op.nodes:
             for value in node.outputs:
                 value.name = value.name or self.names.fresh("padding")
@@ -228,7 +227,6 @@ class _Packer:
         return [array and array[0].shape for array in found] == [*_SAMPLES]
 
     def _result(self, value: ir.Value, place: _RowAxes) -> None:
-        """Note that a value is packed now."""
         self.rows[value] = place
         if value.shape is None:
             raise NotPacked(f"the rank of '{value.name}' is not known")

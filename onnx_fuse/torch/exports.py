@@ -99,7 +99,6 @@ class _Flat(nn.Module):
         self.seen = SimpleNamespace()  # torch.export undoes what a forward does to its module
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that the module returns."""
         fed = iter(tensors)
         leaves = [
             next(fed) if taken else x for taken, x in zip(self._taken, self._leaves, strict=True)

@@ -117,11 +117,9 @@ class _Writer(fx.Interpreter):
         self._op, self._parameters = op, dict[Any, Any]()
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A parameter, by its name."""
         return self._parameters.setdefault(target, _typed(ir.Value(name=target)))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a function makes of values of ONNX and numbers."""
         return _typed(_WRITERS[target](self._op, *args, **kwargs))
 
     call_method = call_function

@@ -35,7 +35,6 @@ class _Passed:
     """A module that another one computes: it returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x."""
         return x
 
 
@@ -212,10 +211,6 @@ class _Scope:
         return by and self.kinds.is_linear(self.modules[str(node.target)])
 
 
-def _normalized_sizes(norm: nn.Module) -> tuple[int, ...]:
-    return tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
-
-
 def _input_features(linear: nn.Module) -> int:
     return int(linear.in_features if isinstance(linear, nn.Linear) else linear.weight.shape[0])
 
@@ -231,12 +226,13 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
             continue
         names = tuple(dict.fromkeys((name, *linears)))
         layers = [scope.modules[each] for each in names[1:]]
+        sizes = tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
         reason = next((r for each in names if (r := scope.obstacle(each))), "")
         others = [n for n in readers if not scope.linear(n, name)]
         if others:
             reader = others[0].target if others[0].op != "output" else "the forward's result"
             reason = f"'{name}' is read by {reader} too"
-        elif any(_normalized_sizes(norm) != (_input_features(layer),) for layer in layers):
+        elif any(sizes != (_input_features(layer),) for layer in layers):
             reason = f"'{name}' normalizes other axes than the last"
         elif any(getattr(layer, "before", ()) for layer in layers):
             reason = "the linear layer is fused with a norm already"

@@ -127,11 +127,6 @@ def by_torch(x: Tensor) -> bool:
     return x.is_cpu and not torch.compiler.is_exporting()
 
 
-def _transformed() -> bool:
-    """Whether torch.func's transforms are at work, outside of torch.compile's own."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
 # ---- onnx_fuse::graph ------------------------------------------------------------------------
 
 
@@ -140,7 +135,8 @@ def run_graph(key: str, tensors: Sequence[Tensor], name: str = "graph") -> list[
     wants = torch.is_grad_enabled() and _wants_gradients(tensors)
     if not wants and plain(tensors[0]) and own(tensors):
         return find(key).run(tensors)
-    if _transformed():
+    # outside of torch.compile's own
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return list(_UnderTransforms.apply(key, *tensors))
     results: list[Tensor] = getattr(torch.ops.onnx_fuse, name)(key, list(tensors))
     return results

@@ -85,7 +85,6 @@ class _Tracer(fx.Tracer):
         return lambda root: root_fn(root, **named), [self.root]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """The value of a node."""
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:

@@ -95,7 +95,6 @@ class Watch(Callback):
         self.function = function
 
     def on_step(self, fit: Fit) -> None:
-        """Call the function with the history of `fit`."""
         self.function(fit.history)
 
     on_epoch = on_step
@@ -167,7 +166,6 @@ class EarlyStopping(_Monitor):
         self.on_evaluation(fit)
 
     def on_evaluation(self, fit: Fit) -> None:
-        """Stop `fit` where the last `patience` evaluations were no better."""
         records = fit.history.metrics
         best = self.best(fit.history)
         if len(records) - 1 - best >= self.patience:
@@ -202,7 +200,6 @@ class ReduceLROnPlateau(_Monitor):
             self._reduce(fit)
 
     def on_evaluation(self, fit: Fit) -> None:
-        """Reduce the rate of `fit` if its last evaluation is one too many."""
         self._reduce(fit)
 
     def _reduce(self, fit: Fit) -> None:
@@ -304,7 +301,6 @@ class CsvLog(Callback):
                 self._table.writerow(evaluations[i + 1])
 
     def on_step(self, fit: Fit) -> None:
-        """Write a row for the last step of `fit`."""
         self._table.writerow(_step_numbers(fit.history, len(fit.history.losses) - 1))
 
     def on_evaluation(self, fit: Fit) -> None:
@@ -314,7 +310,6 @@ class CsvLog(Callback):
             self._file.flush()
 
     def on_end(self, fit: Fit) -> None:
-        """Write the last rows, and close the file."""
         if self._file:
             self._file.close()
 
@@ -329,12 +324,10 @@ class _Tracker(Callback, ABC):
         """Send the numbers of a step, by their names."""
 
     def on_step(self, fit: Fit) -> None:
-        """Add the last step of `fit`."""
         numbers = _step_numbers(fit.history, len(fit.history.losses) - 1)
         self._add("train", {k: v for k, v in numbers.items() if v is not None})
 
     def on_evaluation(self, fit: Fit) -> None:
-        """Add the last evaluation of `fit`."""
         record = fit.history.metrics[-1]
         self._add("validation", {k.removeprefix("validation_"): v for k, v in record.items()})
 
@@ -365,12 +358,10 @@ class TensorBoard(_Tracker):
         self._writer = writer(os.fspath(self.folder), purge_step=len(fit.history.losses) + 1)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Write the `numbers` of a `step`."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
     def on_end(self, fit: Fit) -> None:
-        """Write what is left of the logs, and close their file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -390,7 +381,6 @@ class Wandb(_Tracker):
         self._run = _tracker("wandb", "wandb").init(**self.options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the `numbers` of a `step`."""
         self._run.log(dict(numbers), step=step)
 
     def on_end(self, fit: Fit) -> None:
@@ -419,7 +409,6 @@ class MLflow(_Tracker):
         self._mlflow = mlflow
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the `numbers` of a `step`."""
         self._mlflow.log_metrics(dict(numbers), step=step)
 
     def on_end(self, fit: Fit) -> None:
@@ -441,7 +430,6 @@ class Progress(Callback):
         self.console = console
 
     def on_start(self, fit: Fit) -> None:
-        """Begin the bar at the step at which `fit` begins or goes on."""
         from rich import progress as bars
         from rich.console import Console
 
@@ -459,7 +447,6 @@ class Progress(Callback):
         self._bars.start()
 
     def on_step(self, fit: Fit) -> None:
-        """Move the bar of `fit` on."""
         history = fit.history
         recent = history.examples_per_second[-50:]
         speed = len(recent) / sum(1 / s for s in recent if s) if any(recent) else 0.0
@@ -467,14 +454,12 @@ class Progress(Callback):
         self._bars.update(self._task, completed=len(history.losses), loss=loss, speed=speed)
 
     def on_evaluation(self, fit: Fit) -> None:
-        """Print the last evaluation of `fit`, where it is within an epoch."""
         record = fit.history.metrics[-1]
         if record["epoch"] <= len(fit.history.epochs):
             return
         self._print(f"step {record['step']:.0f}", record, ("step", "epoch"))
 
     def on_epoch(self, fit: Fit) -> None:
-        """Print the record of the last epoch of `fit`."""
         record = fit.history.epochs[-1]
         self._print(f"epoch {record['epoch']:.0f} of {fit.epochs}", record, ("step", "epoch"))
 
@@ -483,7 +468,6 @@ class Progress(Callback):
         self._bars.console.print("  ".join([head, *values]), markup=False, soft_wrap=True)
 
     def on_end(self, fit: Fit) -> None:
-        """Remove the bar, and print why a run has stopped before its end."""
         self._bars.stop()
         if fit.stopped:
             self._bars.console.print(f"stopped: {fit.stopped}", markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.build import feeds_of
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.spec import Spec
@@ -52,9 +53,9 @@ def _first_not_finite(model: ir.Model, feeds: Mapping[str, Array]) -> str:
     results = (v for n in makers.values() for v in n.outputs if v.name in makers)
     graph.outputs.extend(v for v in results if v.dtype is None or is_float(v))
     names = [str(v.name) for v in graph.outputs]
-    reads = {v.name for v in graph.inputs}
     run = ort.session(model, as_written=True)
-    values = dict(feeds) | dict(zip(names, ort.run(run, _only(feeds, reads), names), strict=True))
+    arrays = ort.run(run, feeds_of(model, feeds), names)
+    values = dict(feeds) | dict(zip(names, arrays, strict=True))
     suspects: list[tuple[bool, bool, int, str]] = []
     for name in names:
         value, node = values[name], makers[name]
@@ -67,7 +68,3 @@ def _first_not_finite(model: ir.Model, feeds: Mapping[str, Array]) -> str:
         label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
         suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
     return min(suspects)[-1] if suspects else "all values of the graph are finite"
-
-
-def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:
-    return {k: v for k, v in feeds.items() if k in names}

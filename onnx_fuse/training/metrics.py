@@ -187,7 +187,6 @@ class F1(_Counting):
         self.average = average
 
     def start(self, spec: Spec) -> None:
-        """Begin with no label counted."""
         super().start(spec)
         self.hits, self.wrong = (np.zeros(self.target.classes, np.int64) for _ in range(2))
 
@@ -202,7 +201,6 @@ class F1(_Counting):
         self.wrong += np.bincount(guesses[~right], minlength=classes)
 
     def result(self) -> float:
-        """The score, or NaN where nothing was counted."""
         hits, wrong = self.hits, self.wrong
         if self.average == "micro":
             hits, wrong = hits.sum(keepdims=True), wrong.sum(keepdims=True)

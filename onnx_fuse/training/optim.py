@@ -201,11 +201,9 @@ class SGD(Optimizer):
 
     @property
     def slots(self) -> dict[str, float]:
-        """One running sum of gradients, where there is momentum."""
         return {"momentum": 0.0} if self.momentum else {}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """SgdUpdate, MomentumUpdate or NesterovUpdate; `decay` is part of the gradient."""
         if not self.momentum:
             return "SgdUpdate", {}
         return f"{'Nesterov' if self.nesterov else 'Momentum'}Update", {"momentum": self.momentum}
@@ -227,11 +225,9 @@ class Adam(Optimizer):
 
     @property
     def slots(self) -> dict[str, float]:
-        """The running means of the gradient and of its square."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """AdamUpdate with the two decays and epsilon."""
         beta1, beta2 = self.betas
         return "AdamUpdate", {"beta1": beta1, "beta2": beta2, "epsilon": self.eps}
 
@@ -244,11 +240,9 @@ class AdamW(Adam):
 
     @property
     def decoupled(self) -> bool:
-        """Yes: the running means do not see the decay."""
         return True
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """AdamWUpdate, or AdamUpdate for a parameter without decay."""
         kind, attributes = super().rule(decay)
         return (
             ("AdamWUpdate", attributes | {"weight_decay": decay}) if decay else (kind, attributes)
@@ -267,11 +261,9 @@ class Adagrad(Optimizer):
 
     @property
     def slots(self) -> dict[str, float]:
-        """The sum of the squares of all gradients."""
         return {"sum": self.initial_accumulator_value}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """AdagradUpdate with its epsilon; `decay` is part of the gradient."""
         return "AdagradUpdate", {"epsilon": self.eps}
 
 
@@ -288,16 +280,13 @@ class Lion(Optimizer):
 
     @property
     def decoupled(self) -> bool:
-        """Yes: the running mean does not see the decay."""
         return True
 
     @property
     def slots(self) -> dict[str, float]:
-        """The running mean of the gradient."""
         return {"exp_avg": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """LionUpdate with the two factors and the decay."""
         beta1, beta2 = self.betas
         return "LionUpdate", {"beta1": beta1, "beta2": beta2, "weight_decay": decay}
 
@@ -322,12 +311,10 @@ class RMSprop(Optimizer):
 
     @property
     def slots(self) -> dict[str, float]:
-        """The running mean of g², that of g if centered, and the running sum under momentum."""
         kept = {"square_avg": True, "grad_avg": self.centered, "momentum": bool(self.momentum)}
         return {name: 0.0 for name, needed in kept.items() if needed}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """The variant of RmspropUpdate with its factors; `decay` is part of the gradient."""
         attributes = {"share": 1 - self.alpha, "epsilon": self.eps}
         moving = {"momentum": self.momentum} if self.momentum else {}
         variant = f"{'Centered' * self.centered}{'Momentum' * bool(moving)}"
@@ -352,16 +339,13 @@ class NAdam(Adam):
 
     @property
     def decoupled(self) -> bool:
-        """Whether the decay bypasses the running means."""
         return self.decoupled_weight_decay
 
     @property
     def slots(self) -> dict[str, float]:
-        """Adam's running means, and the product of all μ."""
         return super().slots | {"mu_product": 1.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
-        """NadamUpdate with Adam's attributes, ψ, and the decay if it is decoupled."""
         decay = decay if self.decoupled_weight_decay else 0.0
         more = {"momentum_decay": self.momentum_decay, "weight_decay": decay}
         return "NadamUpdate", super().rule(decay)[1] | more

@@ -247,7 +247,10 @@ class Reduction:
         low = {w: typed(_narrow(op, g, kind), None, w.shape) for w, g in grads.items()}
         places = _move_early(graph, op, low.values())
         order = sorted(grads, key=lambda w: places[low[w].producer()])
-        each = [_nbytes(low[w]) for w in order]
+        each = [
+            int(prod(required(low[w].shape).numpy()) * required(low[w].dtype).itemsize)
+            for w in order
+        ]
         sums: dict[ir.Value, ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
         for w, bucket in placed.items():
@@ -295,10 +298,6 @@ def _move_early(
     for place, nodes in behind.items():
         graph.insert_after(kept[place], nodes)
     return places
-
-
-def _nbytes(value: ir.Value) -> int:
-    return int(prod(required(value.shape).numpy()) * required(value.dtype).itemsize)
 
 
 def _narrow(op: Builder, g: ir.Value, kind: ir.DataType | None) -> ir.Value:

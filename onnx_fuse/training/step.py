@@ -234,7 +234,6 @@ class _Step:
         return self.scalars[name]
 
     def state(self, value: ir.Value, kind: str) -> None:
-        """Turn an initializer into a state."""
         self.states.append((value, kind, required(value.const_value).numpy()))
         del self.graph.initializers[required(value.name)]
         value.const_value = None
@@ -258,14 +257,12 @@ class _Step:
         return states
 
     def add_state(self, name: str, kind: str, initial: Array) -> ir.Value:
-        """Add a state, and return the input that reads it."""
         dtype = ir.DataType.from_numpy(initial.dtype)
         value = self.input(name, dtype, initial.shape)
         self.states.append((value, kind, initial))
         return value
 
     def place(self) -> None:
-        """Append the nodes emitted so far."""
         self.graph.extend(self.op.nodes)
         self.op.nodes = []
 

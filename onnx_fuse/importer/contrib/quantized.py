@@ -185,11 +185,6 @@ def _integer_product(
     return y if bias is None else op.Add(y, op.to_like(bias, y))
 
 
-def _one_scale(value: ir.Value) -> None:
-    if rank(value) not in (0, 1) or (rank(value) == 1 and dim(value, 0) not in (1, None)):
-        raise Unwritable("its scale of a is no scalar")
-
-
 @contrib("DynamicQuantizeMatMul", recognized=False)
 def dynamic_quantize_matmul(
     op: Body, a: ir.Value, b: ir.Value, b_scale: ir.Value, b_zero: Input, bias: Input
@@ -205,7 +200,8 @@ def dynamic_quantize_matmul(
 def matmul_integer_to_float(
     op: Body, a: ir.Value, b: ir.Value, a_scale: ir.Value, b_scale: ir.Value
 ) -> Results:
-    _one_scale(a_scale)
+    if rank(a_scale) not in (0, 1) or (rank(a_scale) == 1 and dim(a_scale, 0) not in (1, None)):
+        raise Unwritable("its scale of a is no scalar")
     zeros = op.given(4), op.given(5)
     y = _integer_product(op, a, b, zeros, op.Mul(a_scale, b_scale), op.given(6))
     return op.to_like(y, b_scale)

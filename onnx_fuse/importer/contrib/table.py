@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.importer.types import element_type
-from onnx_fuse.ir.build import Builder, detach, given, rank
+from onnx_fuse.ir.build import Builder, detach, given, needed_nodes, rank
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.ops.shape_ops import Writer
 
@@ -223,19 +223,7 @@ def write(node: ir.Node) -> tuple[list[ir.Node], list[ir.Value | None]]:
         # a result must be a node's: an output that is an input is a copy of it
         if value is not None and (value.producer() not in op.nodes or value in results[:i]):
             results[i] = op.Identity(value)
-    return _needed_nodes(op.nodes, results), results
-
-
-def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) -> list[ir.Node]:
-    """The nodes that the results depend on; the others are cut off from their inputs."""
-    wanted, used = {v for v in results if v is not None}, []
-    for node in reversed(nodes):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(v for v in node.inputs if v is not None)
-            used.append(node)
-        else:
-            detach([node])
-    return used[::-1]
+    return needed_nodes(op.nodes, results), results
 
 
 def is_writable(node: ir.Node, opsets: Mapping[str, int]) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank, required
+from onnx_fuse.ir.build import Builder, const_array, dim, extent, rank, required
 from onnx_fuse.ir.traits import POINTWISE
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, constant_ints, consumers, typed
 
@@ -58,7 +58,7 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
 def _elementwise(node: ir.Node, axis: int, size: int) -> _Axes | None:
     """The axes of operands that are broadcast: those of one row along `axis` are read whole."""
     axes: _Axes = []
-    rows = _size_or_symbol(node.outputs[0], axis)
+    rows = extent(node.outputs[0], axis)
     for x in node.inputs:
         axis_count = rank(x)
         if x is None or axis_count is None:
@@ -66,16 +66,11 @@ def _elementwise(node: ir.Node, axis: int, size: int) -> _Axes | None:
         at = axis - (size - axis_count)
         if at < 0 or dim(x, at) == 1:
             axes.append(None)
-        elif rows is not None and _size_or_symbol(x, at) == rows:
+        elif rows is not None and extent(x, at) == rows:
             axes.append(at)
         else:
             return None
     return axes
-
-
-def _size_or_symbol(value: ir.Value, axis: int) -> int | str | None:
-    extent = value.shape[axis] if value.shape is not None else None
-    return extent if extent is None or isinstance(extent, int) else extent.value
 
 
 @dataclass
@@ -88,7 +83,6 @@ class _Region:
     wanted: dict[ir.Value, int] = field(default_factory=dict)
 
     def grow(self) -> None:
-        """Add producers of the region's inputs to it until no further one fits."""
         self.wanted[required(self.pick.inputs[0])] = self.axis
         grown = True
         while grown:

@@ -200,7 +200,6 @@ def _with_norm(rw: Rewriter, site: _Site) -> _Site:
 
 
 def _of_computed_matrix(node: ir.Node) -> bool:
-    """Whether a node is a product with a matrix that is no weight."""
     matrix = given(node, 1) if node.op_type == "MatMul" else None
     return rank(matrix) == 2 and not (is_constant(matrix) or is_initializer(matrix))
 

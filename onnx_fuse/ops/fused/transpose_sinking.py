@@ -114,7 +114,6 @@ class _Axes:
         self.axes = [[i] if n > 1 else [] for i, n in enumerate(sizes)]
 
     def turn(self, perm: Sequence[int]) -> None:
-        """Permute the axes."""
         self.axes = [self.axes[axis] for axis in perm]
 
     def reshape(self, shape: Sequence[int]) -> bool:

@@ -30,7 +30,6 @@ class GuessedEntries(Entries):
         self._sizes, self._resolve = sizes, resolve
 
     def sizes(self, value: Value | None) -> Sizes | None:
-        """The sizes of a value; None where its rank is not known."""
         sizes = self._sizes(value)
         return None if sizes is None else list(sizes)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import const_array, dim, rank, required
+from onnx_fuse.ir.build import const_array, dim, extent, rank, required
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
 from onnx_fuse.ops.shape_ops import same_size
@@ -140,7 +140,6 @@ def is_idle(step: MaskStep, logits: ir.Value) -> bool:
 
 
 def _form(value: ir.Value | None, depth: int) -> _Form | None:
-    """What the elements of `value` are, None where that is not known."""
     if value is None:
         return None
     array = const_array(value)
@@ -210,7 +209,6 @@ def _band(array: np.ndarray, sizes: dict[int, object]) -> _Form | None:
 
 
 def _range(node: ir.Node, depth: int) -> _Form | None:
-    """The form of a Range of integers: start, start + delta, ..."""
     start, delta = scalar(node.inputs[0]), scalar(node.inputs[2])
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
         return None
@@ -220,9 +218,7 @@ def _range(node: ir.Node, depth: int) -> _Form | None:
 
 def _source(node: ir.Node, axis: int, origin: object) -> object:
     """Where the size of a result's axis comes from: itself or its name, else what makes it."""
-    shape = node.outputs[0].shape
-    size = None if shape is None else shape[axis]
-    size_or_name = size if isinstance(size, int) or size is None else size.value
+    size_or_name = extent(node.outputs[0], axis)
     return origin if size_or_name is None else size_or_name
 
 
@@ -313,8 +309,6 @@ def _triangle(node: ir.Node, depth: int) -> _Form | None:
 
 
 def _permuted(form: _Form, places: dict[int, int]) -> _Form:
-    """The form with its axes elsewhere."""
-
     def moved(factors: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         return tuple(sorted((places[axis], factor) for axis, factor in factors))
 
