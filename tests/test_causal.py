@@ -181,6 +181,14 @@ WINDOWS = {
     "and padding": (f"""{NEAR} nil = {NIL} low = {INF} some = Greater (padding, nil)
         before = LessOrEqual (keys, queries) inside = And (before, near)
         seen = And (inside, some) mask = Where (seen, nil, low)""", ADDED, (3, 0), True),
+    "and padding before the window": (f"""{NEAR} nil = {NIL} low = {INF}
+        some = Greater (padding, nil) before = LessOrEqual (keys, queries)
+        inside = And (some, before) seen = And (inside, near) mask = Where (seen, nil, low)""",
+        ADDED, (3, 0), True),
+    "and padding before the window, kept": (f"""{NEAR} nil = {NIL} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) inside = And (before, some)
+        keep = And (near, inside)""",
+        f"low = {INF} z = Where (keep, s, low)", (3, 0), True),
 }  # fmt: skip
 NO_WINDOWS = {  # name: what makes the mask, what the logits are
     "itself too early": (f"""{POSITIONS} seen = LessOrEqual (keys, queries)

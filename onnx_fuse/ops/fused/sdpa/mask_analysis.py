@@ -7,8 +7,9 @@ open sizes but that an axis which two operands share comes from one and the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import onnx_ir as ir
@@ -36,39 +37,46 @@ _LARGEST = 1 << 24
 """Elements of a constant that is looked at, and the largest position that float32 holds."""
 
 
+_Factors = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class _Form:
     """What the elements of a tensor are, by their indices; axes are counted from the last, -1.
 
-    The value is `number`, if there is one, else the sum s of `offset` and each index times its
-    factor; with `choice` (yes, no) it is `yes` where s >= 0 and so are the sums of `also`, else
-    `no`. NaN is a number not known.
+    The value is the sum of `offset` and each index times its factor; with `choice` (yes, no) it is
+    `yes` where the sums of all `conditions` are at least 0, else `no`. NaN is a number not known.
     """
 
-    number: float | None = None
-    factors: tuple[tuple[int, int], ...] = ()
+    factors: _Factors = ()
     offset: int = 0
-    choice: tuple[float, float] | None = None
-    also: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = ()
-    """(factors, offset) of further sums."""
     absolute: bool = False
-    """The value is |s|."""
+    """The value is the sum without its sign."""
+    choice: tuple[float, float] | None = None
+    conditions: tuple[tuple[_Factors, int], ...] = ()
+    """(factors, offset) of sums; without any the value is `yes` everywhere."""
     sizes: dict[int, object] = field(default_factory=dict, compare=False)
     """Where the sizes of axes come from; those that are not listed are 1."""
 
     @property
+    def number(self) -> float | None:
+        """The value, if it is one number everywhere."""
+        return self.choice[0] if self.choice is not None and not self.conditions else None
+
+    @property
     def is_position(self) -> bool:
         """Whether the value is the sum itself."""
-        return self.number is None and self.choice is None and not self.absolute
+        return self.choice is None and not self.absolute
 
     @property
     def both_ways(self) -> tuple[_Form, ...]:
-        """The form and, where there is one sum, the same choice by the opposite sum."""
-        if self.choice is None or self.also:
+        """The form and, where there is one condition, the same choice by the opposite one."""
+        if self.choice is None or len(self.conditions) != 1:
             return (self,)
-        factors = tuple((axis, -factor) for axis, factor in self.factors)
+        ((factors, offset),) = self.conditions
+        opposite = tuple((axis, -factor) for axis, factor in factors), -offset - 1
         choice = (self.choice[1], self.choice[0])
-        return self, replace(self, factors=factors, offset=-self.offset - 1, choice=choice)
+        return self, replace(self, choice=choice, conditions=(opposite,))
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -77,12 +85,16 @@ class _Form:
         None for any other form, and where j = i is not within.
         """
         bounds = [-1, -1]
-        for factors, offset in ((self.factors, self.offset), *self.also):
+        for factors, offset in self.conditions:
             side = (((-2, -1), (-1, 1)), ((-2, 1), (-1, -1)))
             if offset < 0 or factors not in side or bounds[at := side.index(factors)] >= 0:
                 return None
             bounds[at] = offset
         return bounds[0], bounds[1]
+
+
+def _everywhere(number: float, sizes: dict[int, object] | None = None) -> _Form:
+    return _Form(choice=(number, number), sizes=sizes or {})
 
 
 def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
@@ -99,7 +111,7 @@ def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
         return weaker
     for value, holds in step.conditions or [(step.value, True)]:
         form = _form(value, _DEPTH)
-        if form is None or form.choice is None or not {-2, -1} <= set(form.sizes):
+        if form is None or not form.conditions or not {-2, -1} <= set(form.sizes):
             continue
         for way in form.both_ways:
             window, (seen, hidden) = way.window, required(way.choice)
@@ -171,7 +183,7 @@ def _constant(array: np.ndarray) -> _Form | None:
     flat = array.reshape(array.shape[-2:] if array.size == np.prod(array.shape[-2:]) else (-1,))
     first = flat.reshape(-1)[0]
     if (flat == first).all():
-        return _Form(float(first), sizes=sizes)
+        return _everywhere(float(first), sizes)
     if flat.ndim == 2 and {-2, -1} <= set(sizes):
         return _band(flat, sizes)
     if array.dtype.kind not in "iu":
@@ -182,7 +194,7 @@ def _constant(array: np.ndarray) -> _Form | None:
         line = np.moveaxis(array, axis, -1).reshape(-1)[: array.shape[axis]].astype(np.int64)
         step = int(line[1] - line[0])
         if (np.diff(line) == step).all():
-            return _Form(None, ((axis, step),), int(first), sizes=sizes)
+            return _Form(((axis, step),), int(first), sizes=sizes)
     return None
 
 
@@ -203,9 +215,8 @@ def _band(array: np.ndarray, sizes: dict[int, object]) -> _Form | None:
         bounds.append((((-2, -1), (-1, 1)), int(rows - 1 - places[0])))
     if places[-1] < len(line) - 1:
         bounds.append((((-2, 1), (-1, -1)), int(places[-1] - rows + 1)))
-    (factors, offset), *also = bounds
     choice = (float(line[rows - 1]), float(others[0]))
-    return _Form(None, factors, offset, choice, tuple(also), sizes=sizes)
+    return _Form(choice=choice, conditions=tuple(bounds), sizes=sizes)
 
 
 def _range(node: ir.Node, depth: int) -> _Form | None:
@@ -213,7 +224,7 @@ def _range(node: ir.Node, depth: int) -> _Form | None:
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
         return None
     source = _source(node, -1, (start, delta, node.inputs[1]))
-    return _Form(None, ((-1, int(delta)),), int(start), sizes={-1: source})
+    return _Form(((-1, int(delta)),), int(start), sizes={-1: source})
 
 
 def _source(node: ir.Node, axis: int, origin: object) -> object:
@@ -227,7 +238,7 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
     axes = rank(node.outputs[0])
     if node.op_type == "ConstantOfShape":
         fill = node.attributes.get("value")
-        form = _Form(0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0]))
+        form = _everywhere(0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0]))
     else:
         operand = _form(node.inputs[0], depth - 1)
         if operand is None or (node.op_type == "CumSum" and operand.number != 0):
@@ -253,7 +264,7 @@ def _gathered(node: ir.Node, depth: int) -> _Form | None:
     if form is None or axes is None or not (form.is_position or form.number is not None):
         return None
     if form.number is not None:
-        return _Form(form.number, sizes=_sizes(node, axes))
+        return _everywhere(form.number, _sizes(node, axes))
     indices = None if node.inputs[1] is None else node.inputs[1].producer()
     if indices is None or indices.op_type != "Concat" or attribute(node, "batch_dims", 0):
         return None
@@ -268,7 +279,7 @@ def _gathered(node: ir.Node, depth: int) -> _Form | None:
         return None  # which counts from the end
     ((_, factor),) = form.factors
     factors = tuple((axis + 1, factor * step) for axis, step in at.factors)
-    return _Form(None, factors, form.offset + factor * at.offset, sizes=_sizes(node, axes))
+    return _Form(factors, form.offset + factor * at.offset, sizes=_sizes(node, axes))
 
 
 def _continued(node: ir.Node, depth: int) -> _Form | None:
@@ -298,23 +309,21 @@ def _triangle(node: ir.Node, depth: int) -> _Form | None:
     upper = bool(attribute(node, "upper", 1))
     # the upper triangle has j - i >= k; the lower one has what the one from k + 1 on has not
     offset, choice = (-at[0], (1.0, 0.0)) if upper else (-at[0] - 1, (0.0, 1.0))
-    triangle = _Form(None, ((-2, -1), (-1, 1)), offset, choice, sizes=form.sizes)
-    if form.number is not None:
-        number = form.number
-        return _mapped(triangle, lambda inside: number if inside else 0.0)
-    return _combined(triangle, form, lambda inside, x: x if inside else 0.0)
+    inside = (((-2, -1), (-1, 1)), offset)
+    triangle = _Form(choice=choice, conditions=(inside,), sizes=form.sizes)
+    return _combined([triangle, form], lambda inside, x: x if inside else 0.0)
 
 
 # ---- views ---------------------------------------------------------------------------------------
 
 
 def _permuted(form: _Form, places: dict[int, int]) -> _Form:
-    def moved(factors: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    def moved(factors: _Factors) -> _Factors:
         return tuple(sorted((places[axis], factor) for axis, factor in factors))
 
-    also = tuple((moved(factors), offset) for factors, offset in form.also)
+    conditions = tuple((moved(factors), offset) for factors, offset in form.conditions)
     sizes = {places[axis]: source for axis, source in form.sizes.items()}
-    return replace(form, factors=moved(form.factors), also=also, sizes=sizes)
+    return replace(form, factors=moved(form.factors), conditions=conditions, sizes=sizes)
 
 
 def _moved(node: ir.Node, form: _Form) -> _Form | None:
@@ -347,28 +356,27 @@ def _slice(node: ir.Node, form: _Form) -> _Form | None:
         return None
     sizes, factors, offset = {**form.sizes}, dict(form.factors), form.offset
     for axis, start in zip((axis % size - size for axis in axes), starts, strict=True):
-        if start and form.choice is not None:
+        if start and form.conditions:
             return None
         offset += start * factors.get(axis, 0)
-        if dim(node.outputs[0], axis) == 1 and form.choice is None:
+        if dim(node.outputs[0], axis) == 1 and not form.conditions:
             factors.pop(axis, None)
             sizes.pop(axis, None)
         elif axis in sizes:
             sizes[axis] = _source(node, axis, (node.inputs[2], axis, sizes[axis]))
-    if form.number is None and not factors:
-        return _Form(float(offset), sizes=sizes)
+    if form.choice is None and not factors:
+        return _everywhere(float(offset), sizes)
     return replace(form, factors=tuple(sorted(factors.items())), offset=offset, sizes=sizes)
 
 
 def _cast(node: ir.Node, form: _Form) -> _Form | None:
     """The form after a Cast: numbers in any type, positions in a type of integers."""
-    if form.number is None and form.choice is None:
+    if form.choice is None:
         return None if is_float(node.outputs[0]) else form
     to = node.outputs[0].dtype
     if to is None:
         return None
-    with np.errstate(all="ignore"):
-        return _mapped(form, lambda x: float(np.float64(x).astype(to.numpy())))
+    return _combined([form], _of_known(lambda x: np.float64(x).astype(to.numpy())))
 
 
 _VIEWS: dict[str, Callable[[ir.Node, _Form], _Form | None]] = {
@@ -390,15 +398,12 @@ _POINTWISE: dict[str, Callable[..., np.generic]] = {
 }  # fmt: skip
 
 
-def _mapped(form: _Form, work: Callable[[float], float]) -> _Form:
-    """A number or a choice under a function of numbers."""
-    if form.number is not None:
-        return replace(form, number=work(form.number))
-    high, low = (x if np.isnan(x) else work(x) for x in required(form.choice))
-    return replace(form, choice=(high, low))
+def _of_known(work: Callable[..., np.generic]) -> Callable[..., float]:
+    """The function of numbers, which knows nothing of a number not known."""
+    return lambda *values: np.nan if np.isnan(values).any() else float(work(*values))
 
 
-def _joined(forms: list[_Form]) -> dict[int, object] | None:
+def _joined(forms: Sequence[_Form]) -> dict[int, object] | None:
     """The sizes of a result; None where operands share an axis and its source is not the same."""
     sizes: dict[int, object] = {}
     for form in forms:
@@ -410,46 +415,30 @@ def _joined(forms: list[_Form]) -> dict[int, object] | None:
 
 def _pointwise(node: ir.Node, depth: int) -> _Form | None:
     """Sums and differences of positions, their comparison, and arithmetic on numbers."""
-    work = _POINTWISE[node.op_type]
     forms = [form for form in _operand_forms(node, depth) if form is not None]
+    if len(forms) != len(node.inputs):
+        return None
+    if all(form.choice is not None for form in forms):
+        return _combined(forms, _of_known(_POINTWISE[node.op_type]))
     sizes = _joined(forms)
-    if len(forms) != len(node.inputs) or sizes is None:
+    if sizes is None or len(forms) != 2 or any(form.conditions for form in forms):
         return None
-    if len(forms) == 1:
-        one = forms[0]
-        if one.number is None and one.choice is None:
-            return None
+    return _of_positions(node.op_type, *forms, sizes)
+
+
+def _combined(forms: Sequence[_Form], work: Callable[..., float]) -> _Form | None:
+    """Numbers and choices under a function, if it gives one number but where all say yes."""
+    sizes = _joined(forms)
+    if sizes is None or any(form.choice is None for form in forms):
+        return None
+    for ways in product(*(form.both_ways for form in forms)):
+        choices = [required(way.choice)[: 1 + bool(way.conditions)] for way in ways]
         with np.errstate(all="ignore"):
-            return _mapped(one, lambda x: float(work(x)))
-    a, b = forms
-    with np.errstate(all="ignore"):
-        if b.number is not None and (a.number is not None or a.choice is not None):
-            right = b.number
-            return replace(_mapped(a, lambda x: float(work(x, right))), sizes=sizes)
-        if a.number is not None and b.choice is not None:
-            left = a.number
-            return replace(_mapped(b, lambda x: float(work(left, x))), sizes=sizes)
-    if a.choice is not None and b.choice is not None:
-        return _combined(a, b, lambda x, y: float(work(x, y)))
-    if a.choice is not None or b.choice is not None:
-        return None
-    return _of_positions(node.op_type, a, b, sizes)
-
-
-def _combined(a: _Form, b: _Form, work: Callable[[float, float], float]) -> _Form | None:
-    """Two choices under a function of numbers, where it gives one number but where both say yes."""
-    sizes = _joined([a, b])
-    if sizes is None or a.choice is None or b.choice is None:
-        return None
-    for one in a.both_ways:
-        for other in b.both_ways:
-            choices = required(one.choice), required(other.choice)
-            with np.errstate(all="ignore"):
-                values = [work(x, y) for x in choices[0] for y in choices[1]]
-            if np.isnan(values).any() or len(set(values[1:])) > 1:
-                continue
-            also = (*one.also, (other.factors, other.offset), *other.also)
-            return replace(one, choice=(values[0], values[1]), also=also, sizes=sizes)
+            values = [work(*each) for each in product(*choices)]
+        if len(values) > 2 and (np.isnan(values[1:]).any() or len(set(values[1:])) > 1):
+            continue
+        conditions = tuple(condition for way in ways for condition in way.conditions)
+        return _Form(choice=(values[0], values[-1]), conditions=conditions, sizes=sizes)
     return None
 
 
@@ -468,22 +457,21 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
         left, right = (f.offset if f.number is None else int(f.number) for f in (a, b))
         terms = tuple(sorted((axis, factor) for axis, factor in factors.items() if factor))
         total = left + sign * right
-        return _Form(None if terms else float(total), terms, total if terms else 0, sizes=sizes)
+        return _Form(terms, total, sizes=sizes) if terms else _everywhere(float(total), sizes)
 
     if op_type in ("Add", "Sub"):
         return combined(1 if op_type == "Add" else -1)
     difference = combined(-1)
     if difference.number is not None and op_type in ("Equal", *_COMPARISONS):
-        return _mapped(difference, lambda x: float(_POINTWISE[op_type](x, 0.0)))
+        return _everywhere(float(_POINTWISE[op_type](difference.number, 0.0)), sizes)
     if op_type not in _COMPARISONS:
         return None
     less, choice = _COMPARISONS[op_type]
-    form = replace(difference, offset=difference.offset - less, choice=choice)
-    signs = {factor > 0 for _, factor in form.factors}
+    offset, signs = difference.offset - less, {factor > 0 for _, factor in difference.factors}
     for sign, number in zip((True, False), choice, strict=True):
-        if signs == {sign} and (form.offset >= 0) == sign:  # always, as no index is below zero
-            return _Form(number, sizes=sizes)
-    return form
+        if signs == {sign} and (offset >= 0) == sign:  # always, as no index is below zero
+            return _everywhere(number, sizes)
+    return _Form(choice=choice, conditions=((difference.factors, offset),), sizes=sizes)
 
 
 _COMPARISONS = {
@@ -506,71 +494,48 @@ def _of_distances(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
     less, (far, near) = _COMPARISONS[op_type]
     most = int(b.number) - 1 + less
     back = tuple((axis, -factor) for axis, factor in a.factors)
-    also = ((a.factors, most + a.offset),)
-    return _Form(None, back, most - a.offset, (near, far), also, sizes=sizes)
+    within = (back, most - a.offset), (a.factors, most + a.offset)
+    return _Form(choice=(near, far), conditions=within, sizes=sizes)
 
 
 def _both(node: ir.Node, depth: int) -> _Form | None:
     """False where one operand is: what the other one may be there does not matter."""
-    values = node.inputs[:2]
-    forms = [_form(value, depth - 1) for value in values]
-    if forms[0] is not None and forms[1] is not None:
-        both = _combined(forms[0], forms[1], lambda x, y: float(bool(x) and bool(y)))
-        if both is not None:
-            return both
-    for i in (0, 1):
-        form, other, operand, beside = forms[i], forms[1 - i], values[i], values[1 - i]
-        if other is not None and other.number and form is not None:
-            sizes = _joined([form, other])
-            return None if sizes is None else replace(form, sizes=sizes)
-        if form is None or form.choice is None or operand is None or beside is None:
+
+    def both(x: float, y: float) -> float:
+        return 0.0 if 0 in (x, y) else x * y
+
+    one, other = _operand_forms(node, depth)
+    combined = None if one is None or other is None else _combined([one, other], both)
+    if combined is not None:
+        return combined
+    for form, (operand, beside) in ((one, node.inputs), (other, node.inputs[::-1])):
+        if form is None or not form.conditions or operand is None or beside is None:
             continue
         axes = rank(beside)
-        if axes is None or not all(
+        if axes is not None and all(
             -axis > axes or dim(beside, axis) == 1 or same_size(operand, axis, beside, axis)
             for axis in form.sizes
         ):
-            continue
-        high, low = (0.0 if chosen == 0 else np.nan for chosen in form.choice)
-        return replace(form, choice=(high, low))
+            return _combined([form, _everywhere(np.nan)], both)
     return None
 
 
 def _where(node: ir.Node, depth: int) -> _Form | None:
-    """One of two numbers, or of a number and a choice, by a choice or by what always holds."""
+    """One of two numbers or choices, by a choice; or either of two, by what always holds."""
     condition, yes, no = _operand_forms(node, depth)
     if condition is None or yes is None or no is None:
         return None
     sizes = _joined([condition, yes, no])
-    if sizes is None:
-        return None
-    if condition.number is not None:
+    if sizes is not None and condition.number is not None and not np.isnan(condition.number):
         return replace(yes if condition.number else no, sizes=sizes)
-    if condition.choice is None:
-        return None
-    if yes.number is not None and no.number is not None:
-        high, low = (
-            chosen if np.isnan(chosen) else yes.number if chosen else no.number
-            for chosen in condition.choice
-        )
-        return replace(condition, choice=(high, low), sizes=sizes)
-    if np.isnan(condition.choice).any():
-        return None
-    if no.choice is not None and yes.number is not None:
-        fill = yes.number
-        form = _combined(condition, no, lambda holds, x: fill if holds else x)
-    elif yes.choice is not None and no.number is not None:
-        fill = no.number
-        form = _combined(condition, yes, lambda holds, x: x if holds else fill)
-    else:
-        return None
-    return None if form is None else replace(form, sizes=sizes)
+    return _combined(
+        [condition, yes, no], lambda holds, x, y: holds if np.isnan(holds) else x if holds else y
+    )
 
 
 def _absolute(node: ir.Node, depth: int) -> _Form | None:
     form = _form(node.inputs[0], depth - 1)
-    plain = form is not None and form.number is None and form.choice is None
-    return replace(form, absolute=True) if form is not None and plain else None
+    return None if form is None or form.choice is not None else replace(form, absolute=True)
 
 
 def _viewed(node: ir.Node, depth: int) -> _Form | None:
