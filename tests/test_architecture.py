@@ -52,13 +52,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5341, "autodiff": 1806, "cli": 3605, "cuda": 1967, "cuda_src": 15321, "distributed": 908,
-    "importer": 5775, "ir": 2401, "kernels": 9807, "lower": 9412, "nn": 5178, "ops": 12574,
-    "program": 10929, "report": 2384, "rewrite": 4310, "runtime": 9613, "torch": 3767,
-    "training": 7897, "validation": 4815,
-    "generation": 1749,
-    "adapters": 1160, "quantization": 1250,
-    "tests": 55757, "tools": 10855,
+    "": 5286, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
+    "importer": 5747, "ir": 2415, "kernels": 9807, "lower": 9412, "nn": 5143, "ops": 12519,
+    "program": 10929, "report": 2377, "rewrite": 4284, "runtime": 9613, "torch": 3755,
+    "training": 7835, "validation": 4807,
+    "generation": 1744,
+    "adapters": 1160, "quantization": 1242,
+    "tests": 55765, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -13,7 +13,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import Builder, detach, required, subgraphs
+from onnx_fuse.ir.build import Builder, detach, extent, required, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier, replace_node
 from onnx_fuse.ir.names import Names
@@ -180,7 +180,13 @@ def expand(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     Raises contrib.Unwritable where a contrib node has none.
     """
     if contrib.lookup(node) is not None:
-        return _write_out_contrib(op, node)
+        op.stem = node.name or node.op_type
+        new_nodes, written = contrib.write(node)
+        for inner in new_nodes:
+            inner.metadata_props.update(node.metadata_props)
+            op.adopt(inner)
+        replace_node(node, new_nodes, written)
+        return new_nodes
     if node.op_type in GATES and not node.domain:
         return _as_scans(op, node)
     function = _body(node, op.opset)
@@ -199,16 +205,6 @@ def expand(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     results = copier.read(function.outputs[: len(node.outputs)], "its outputs")
     replace_node(node, copies, results)
     return copies
-
-
-def _write_out_contrib(op: Emitter, node: ir.Node) -> list[ir.Node]:
-    op.stem = node.name or node.op_type
-    new_nodes, results = contrib.write(node)
-    for inner in new_nodes:
-        inner.metadata_props.update(node.metadata_props)
-        op.adopt(inner)
-    replace_node(node, new_nodes, results)
-    return new_nodes
 
 
 def _as_scans(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
@@ -239,9 +235,7 @@ def _as_scans(op: Emitter, node: ir.Node) -> list[ir.Node] | None:
             if i < states:  # a state keeps its shape
                 value.shape = end.shape = body.inputs[i].shape
             elif end.shape is not None:
-                source = inner.inputs[states]
-                steps = None if source is None or source.shape is None else source.shape[0]
-                value.shape = ir.Shape([steps, *end.shape])
+                value.shape = ir.Shape([extent(inner.inputs[states], 0), *end.shape])
         op.adopt(inner)
     replace_node(node, written.op.nodes, written.results)
     return written.op.nodes
@@ -254,25 +248,20 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
     if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
     schema: Any = onnx.defs.get_schema(node.op_type, opset, node.domain)
-    if schema.has_function:
-        versions = [v for v in schema.function_opset_versions if v <= opset]
-        data = schema.get_function_with_opset_version(max(versions)) if versions else None
-    elif schema.has_context_dependent_function:
-        versions = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
-        types = [
-            (
-                _type_proto(v) if v is not None and v.type is not None else onnx.TypeProto()
-            ).SerializeToString()
-            for v in node.inputs
-        ]
-        proto = ir.serde.serialize_node(node).SerializeToString()
-        data = (
-            schema.get_context_dependent_function_with_opset_version(max(versions), proto, types)
-            if versions
-            else None
-        )
-    else:
+    plain, by_types = (
+        schema.function_opset_versions,
+        schema.context_dependent_function_opset_versions,
+    )
+    versions = [v for v in (plain or by_types) if v <= opset]
+    if not versions:
         return None
+    if plain:
+        data = schema.get_function_with_opset_version(max(versions))
+    else:
+        typed = (_type_proto(v) if v is not None and v.type else None for v in node.inputs)
+        types = [(proto or onnx.TypeProto()).SerializeToString() for proto in typed]
+        call = ir.serde.serialize_node(node).SerializeToString()
+        data = schema.get_context_dependent_function_with_opset_version(max(versions), call, types)
     if not data:
         return None
     function = onnx.FunctionProto.FromString(data)

@@ -25,17 +25,13 @@ from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.names import FusedName, Names
 from onnx_fuse.ir.traits import BROADCASTS, POINTWISE, SIZES
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, Kind
-from onnx_fuse.ops.rules import attribute, constant_ints, is_float, label
+from onnx_fuse.ops.rules import attribute, constant_ints, is_float, label, producer
 from onnx_fuse.program.packing import OFFSETS, PROPERTY, TOKENS, Packing
 from onnx_fuse.rewrite.canonicalize import refresh
 from onnx_fuse.rewrite.key_masks import KeyMask, key_mask, reached_inputs
 
 _SAMPLES = ((3, 5), (2, 7))
 """(B, S) at which sizes are looked at: what is B x S at both is so at every size."""
-_REDUCTIONS = frozenset(
-    f"Reduce{name}" for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod",
-                                 "Sum", "SumSquare")
-)  # fmt: skip
 _ALONG = frozenset(("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization"))
 
 
@@ -88,7 +84,7 @@ class _Packer:
         attentions = [node for node in self.graph if _kind(node) is not None]
         if not attentions:
             raise NotPacked("it has no attention that a kernel of ours computes")
-        inputs = {v: None for node in attentions for v in reached_inputs(_masks(node))}
+        inputs = {v: None for node in attentions for v in reached_inputs(node.inputs[3:])}
         if len(inputs) != 1:
             named = ", ".join(sorted(f"'{v.name}'" for v in inputs))
             raise NotPacked(f"its attention is masked by {named or 'no input'}, not by one input")
@@ -269,7 +265,7 @@ class _Packer:
             perm = list(attribute(node, "perm", range(size)[::-1]))
             batch = None if place.batch is None else perm.index(place.batch)
             return [_RowAxes(batch, perm.index(place.row))]
-        if kind in _REDUCTIONS:
+        if kind.startswith("Reduce"):
             given = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else None
             axes = given or attribute(node, "axes")
             last = max(place.row, place.batch or 0)
@@ -374,24 +370,25 @@ class _Packer:
         key = value, ends
         if key in self.packed:
             return self.packed[key]
-        node = value.producer()
-        if node is not None and (node.op_type, node.domain) == ("Gather", ""):
-            table, index = map(required, node.inputs)
-            behind = (rank(table) or 0) - 1
-            looked_up = const_array(table) is not None and not attribute(node, "axis", 0)
-            if looked_up and behind and row + behind < 0 and batch is not None:
-                inner = self._rows_of(index, (batch + behind, row + behind), at)
-                result = self.op.Gather(table, inner)
-                return self._made(key, result, value, at)
-        size = rank(value) or 0
-        if batch is None or row != batch + 1 or size > -batch:
+        node, size = producer(value, "Gather"), rank(value) or 0
+        table = None if node is None or attribute(node, "axis", 0) else node.inputs[0]
+        array = const_array(table)
+        behind = 0 if array is None else array.ndim - 1
+        if node is not None and batch is not None and behind and row + behind < 0:
+            inner = self._rows_of(required(node.inputs[1]), (batch + behind, row + behind), at)
+            result = self.op.Gather(table, inner)
+        elif batch is None or row != batch + 1 or size > -batch:
             raise NotPacked(f"'{value.name}' has its rows on other axes than those of tokens")
-        self._check_sizes(value, batch, row)
-        shape = self.op.Shape(self.mask)
-        if row < -1:
-            shape = self.op.Concat(shape, self.op.constant([1] * (-row - 1)), axis=0)
-        wide = self.op.Expand(value, shape)
-        return self._made(key, self._taken(wide, value, size + row + 1), value, at)
+        else:
+            self._check_sizes(value, batch, row)
+            shape = self.op.Shape(self.mask)
+            if row < -1:
+                shape = self.op.Concat(shape, self.op.constant([1] * (-row - 1)), axis=0)
+            result = self._taken(self.op.Expand(value, shape), value, size + row + 1)
+        result.type = value.type
+        self._place(at)
+        self.packed[key] = result
+        return result
 
     def _taken(self, wide: ir.Value, like: ir.Value, first: int) -> ir.Value:
         """The tokens' rows of a value [B, S, ..], of the sizes of `like` from axis `first` on."""
@@ -402,18 +399,6 @@ class _Packer:
         flat.type = like.type
         rows: ir.Value = self.op.Gather(flat, self.tokens, axis=0)
         return rows
-
-    def _made(
-        self,
-        key: tuple[ir.Value, tuple[int | None, int]],
-        result: ir.Value,
-        like: ir.Value,
-        at: ir.Node,
-    ) -> ir.Value:
-        result.type = like.type
-        self._place(at)
-        self.packed[key] = result
-        return result
 
     def _check_sizes(self, value: ir.Value, batch: int, row: int) -> None:
         """Raise NotPacked unless a value has one row for all, or the batch's sizes."""
@@ -591,7 +576,3 @@ class _Packer:
 
 def _kind(node: ir.Node) -> Kind | None:
     return KINDS.get(node.op_type) if node.domain == FUSE else None
-
-
-def _masks(node: ir.Node) -> Sequence[ir.Value | None]:
-    return node.inputs[3:]

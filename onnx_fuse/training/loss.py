@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import total_ordering
@@ -27,6 +28,10 @@ class Run:
     loss: float | None = None
     norm: float | None = None
     fault: str = ""
+
+
+def _binary(work: Callable[[float, float], float]) -> Callable[[Loss, SupportsFloat], float]:
+    return lambda loss, other: work(float(loss), float(other))
 
 
 @total_ordering
@@ -55,25 +60,12 @@ class Loss:
     def __hash__(self) -> int:
         return hash(float(self))
 
-    def __add__(self, other: SupportsFloat) -> float:
-        return float(self) + float(other)
-
-    def __sub__(self, other: SupportsFloat) -> float:
-        return float(self) - float(other)
-
-    def __mul__(self, other: SupportsFloat) -> float:
-        return float(self) * float(other)
-
-    def __truediv__(self, other: SupportsFloat) -> float:
-        return float(self) / float(other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __rsub__(self, other: SupportsFloat) -> float:
-        return float(other) - float(self)
-
-    def __rtruediv__(self, other: SupportsFloat) -> float:
-        return float(other) / float(self)
+    __add__ = __radd__ = _binary(operator.add)
+    __sub__ = _binary(operator.sub)
+    __rsub__ = _binary(lambda loss, other: other - loss)
+    __mul__ = __rmul__ = _binary(operator.mul)
+    __truediv__ = _binary(operator.truediv)
+    __rtruediv__ = _binary(lambda loss, other: other / loss)
 
     def __neg__(self) -> float:
         return -float(self)

@@ -222,10 +222,7 @@ class Adam(Optimizer):
     """The number that keeps the denominator from 0."""
 
     counts: ClassVar[bool] = True
-
-    @property
-    def slots(self) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    slots: ClassVar[dict[str, float]] = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         beta1, beta2 = self.betas
@@ -238,9 +235,7 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    @property
-    def decoupled(self) -> bool:
-        return True
+    decoupled: ClassVar[bool] = True
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         kind, attributes = super().rule(decay)
@@ -278,13 +273,8 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
     """The factors β1 and β2."""
 
-    @property
-    def decoupled(self) -> bool:
-        return True
-
-    @property
-    def slots(self) -> dict[str, float]:
-        return {"exp_avg": 0.0}
+    decoupled: ClassVar[bool] = True
+    slots: ClassVar[dict[str, float]] = {"exp_avg": 0.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         beta1, beta2 = self.betas
@@ -336,14 +326,11 @@ class NAdam(Adam):
     """Whether the decay bypasses the running means, as AdamW's does."""
 
     shared: ClassVar[tuple[str, ...]] = ("mu_product",)
+    slots: ClassVar[dict[str, float]] = Adam.slots | {"mu_product": 1.0}
 
     @property
     def decoupled(self) -> bool:
         return self.decoupled_weight_decay
-
-    @property
-    def slots(self) -> dict[str, float]:
-        return super().slots | {"mu_product": 1.0}
 
     def rule(self, decay: float) -> tuple[str, dict[str, Any]]:
         decay = decay if self.decoupled_weight_decay else 0.0

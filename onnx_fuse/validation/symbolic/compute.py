@@ -8,6 +8,7 @@ from onnx_ir import Node
 
 from onnx_fuse.ir.build import given
 from onnx_fuse.ir.sizes import SymbolicSize, rounded_down, size, unknown
+from onnx_fuse.ir.windows import around
 from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, needed, sizes_in
 
 
@@ -110,16 +111,14 @@ def _windows(
     n = len(x)
     strides = node.attributes.get_ints("strides", [1] * n)
     dilations = node.attributes.get_ints("dilations", [1] * n)
-    pads = node.attributes.get_ints("pads", [0] * 2 * n)
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    pads, auto = around(node, n), node.attributes.get_string("auto_pad", "NOTSET")
     up = node.attributes.get_int("ceil_mode", 0)
     dims = []
     for i in range(n):
         if auto.startswith("SAME"):
             dims.append(-(-x[i] // strides[i]))
             continue
-        padding = 0 if auto == "VALID" else pads[i] + pads[i + n]
-        room = x[i] + padding - (kernel[i] - 1) * dilations[i] - 1
+        room = x[i] + pads[i] - (kernel[i] - 1) * dilations[i] - 1
         w.system.require("least", room, size(0))
         dims.append((-(-room // strides[i]) if up else room // strides[i]) + 1)
     return dims
@@ -136,15 +135,9 @@ def _conv_transpose(w: Walk, node: Node) -> list[Fact]:
         return [NOTHING]
     strides = node.attributes.get_ints("strides", [1] * n)
     dilations = node.attributes.get_ints("dilations", [1] * n)
-    pads = node.attributes.get_ints("pads", [0] * 2 * n)
-    more = node.attributes.get_ints("output_padding", [0] * n)
+    pads, more = around(node, n), node.attributes.get_ints("output_padding", [0] * n)
     dims = [
-        (x[2 + i] - 1) * strides[i]
-        + more[i]
-        + (k[2 + i] - 1) * dilations[i]
-        + 1
-        - pads[i]
-        - pads[i + n]
+        (x[2 + i] - 1) * strides[i] + more[i] + (k[2 + i] - 1) * dilations[i] + 1 - pads[i]
         for i in range(n)
     ]
     return [Fact((x[0], k[1] * node.attributes.get_int("group", 1), *dims))]

@@ -423,7 +423,8 @@ def _pointwise(node: ir.Node, depth: int) -> _Form | None:
     sizes = _joined(forms)
     if sizes is None or len(forms) != 2 or any(form.conditions for form in forms):
         return None
-    return _of_positions(node.op_type, *forms, sizes)
+    a, b = forms
+    return _of_positions(node.op_type, a, b, sizes)
 
 
 def _combined(forms: Sequence[_Form], work: Callable[..., float]) -> _Form | None:
