@@ -14,9 +14,11 @@ from onnx_fuse import autodiff, report
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import shapes
+from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import inline, save, to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
 from onnx_fuse.validation import shapes as inferred
@@ -106,6 +108,29 @@ def test_sessions_of_a_check_read_large_weights_where_they_are() -> None:
     for as_written in (True, False):
         (y,) = ort.run(ort.session(graph, as_written=as_written), {"x": x})
         np.testing.assert_allclose(y, x @ weight, rtol=1e-6)
+
+
+def test_sessions_map_the_weights_of_a_file(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).standard_normal((2, 16, 1 << 13), np.float32)
+    text = "g (float[N,16] x) => (float[N,M] y, float[N,M] z) <float[16,8192] w = {0}, "
+    model = text_model(text + "float[16,8192] v = {0}> { y = MatMul (x, w) z = MatMul (x, v) }")
+    for name, weight in zip("wv", weights, strict=True):
+        model.graph.initializers[name].const_value = onnx_ir.tensor(weight)
+    path, link = tmp_path / "a model.onnx", tmp_path / "link.onnx"
+    save(model, path)
+    link.symlink_to(path)
+    x = np.ones((2, 16), np.float32)
+    expected = ort.run(ort.session(path, as_written=True), {"x": x})
+    for graph in (DualGraph.of_file(path), DualGraph.of_model(read(path), path)):
+        assert isinstance(graph, DualGraph)
+        assert not graph.weights
+        assert len(graph.data) < weights[0].nbytes
+        for as_written in (True, False):
+            answers = ort.run(ort.session(graph, as_written=as_written), {"x": x})
+            for y, z in zip(answers, expected, strict=True):
+                np.testing.assert_array_equal(y, z)
+    assert DualGraph.of_file(link) == link
+    assert [*DualGraph.of_model(read(link), link).weights] == ["w", "v"]
 
 
 def test_a_result_that_is_wrong_at_one_level_alone_fails(monkeypatch: pytest.MonkeyPatch) -> None:

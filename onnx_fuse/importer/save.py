@@ -19,7 +19,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
-from onnx_fuse.importer.weights import GRAPH, INITIALIZER, RAW_DATA, Piece, lengthy
+from onnx_fuse.importer.weights import GRAPH, INITIALIZER, PLACE, RAW_DATA, Piece, lengthy
 from onnx_fuse.ir.build import all_nodes, given, remove_unused_nodes, rename_shadowing_values
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
 from onnx_fuse.ir.names import FusedName
@@ -101,10 +101,17 @@ def is_large_weight(tensor: ir.TensorProtocol | None) -> bool:
     )
 
 
-def serialized_without_weights(model: ir.Model, *, shapes: bool = True) -> bytes:
+def stands_in_file(tensor: object) -> bool:
+    """Whether a tensor was read from the model's own file, which holds its bytes as they are."""
+    return getattr(tensor, "meta", {}).get(PLACE, (None,))[0] == ""
+
+
+def serialized_without_weights(
+    model: ir.Model, *, shapes: bool = True, file: Path | None = None
+) -> bytes:
     """The model as a protobuf that only names its large weights, which others hold.
 
-    `shapes=False` as in `save`.
+    Those that stand in the model's `file` are named as bytes of it. `shapes=False` as in `save`.
     """
     graph = model.graph
     held = {
@@ -113,8 +120,10 @@ def serialized_without_weights(model: ir.Model, *, shapes: bool = True) -> bytes
     try:
         for name, tensor in held.items():
             assert tensor is not None
+            inside = file is not None and stands_in_file(tensor)
+            place = (file.name, tensor.meta[PLACE][1]) if inside else (WEIGHTS, 0)
             graph.initializers[name].const_value = ir.ExternalTensor(
-                *(WEIGHTS, 0, tensor.nbytes, tensor.dtype),
+                *(*place, tensor.nbytes, tensor.dtype),
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )

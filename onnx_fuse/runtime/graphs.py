@@ -7,6 +7,7 @@ made; those that are in the model's file as they are stay there.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from onnx_fuse.arrays import Array
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
-from onnx_fuse.importer.load import reread
-from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
-from onnx_fuse.importer.weights import PLACE, Place, read_places
+from onnx_fuse.importer.load import read, reread
+from onnx_fuse.importer.save import is_large_weight, serialized_without_weights, stands_in_file
+from onnx_fuse.importer.weights import PLACE, Place, parts_of_file, read_places
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.runtime.recurrences import survivable
 
@@ -104,13 +106,18 @@ class DualGraph:
 
     `data` is a protobuf, and `weights` holds the large weights that it only names: an array of
     unsigned integers and the ONNX type of its elements, by name. Sessions read these arrays where
-    they are, so nobody may change them.
+    they are, so nobody may change them. Others it names as bytes of a file in `folder`, which
+    sessions map: while one is open, nobody may write into that file.
     """
 
     def __init__(
-        self, data: bytes, weights: dict[str, tuple[Array, int]], opened: Callable[[], ir.Model]
+        self,
+        data: bytes,
+        weights: dict[str, tuple[Array, int]],
+        opened: Callable[[], ir.Model],
+        folder: Path | None = None,
     ) -> None:
-        self.data, self.weights, self._opened = data, weights, opened
+        self.data, self.weights, self._opened, self.folder = data, weights, opened, folder
 
     @classmethod
     def of_container(cls, container: Container, model: Path) -> DualGraph:
@@ -124,20 +131,52 @@ class DualGraph:
         return cls(data, weights, partial(_opened, container, stored))
 
     @classmethod
-    def of_model(cls, model: ir.Model) -> DualGraph:
-        """That of a model in memory, over the arrays of its weights."""
-        model = survivable(model)
+    def of_model(cls, model: ir.Model, file: str | os.PathLike[str] | None = None) -> DualGraph:
+        """That of a model in memory, over the arrays of its weights or over those of its `file`."""
+        model, file = survivable(model), _mappable(file)
         weights = {
             name: _as_integers(tensor.numpy(), tensor.dtype, tensor.shape.numpy())
             for name, value in model.graph.initializers.items()
-            if (tensor := value.const_value) is not None and is_large_weight(tensor)
+            if (tensor := value.const_value) is not None
+            and is_large_weight(tensor)
+            and not (file and stands_in_file(tensor))
         }
-        return cls(serialized_without_weights(model, shapes=False), weights, lambda: model)
+        data = serialized_without_weights(model, shapes=False, file=file)
+        return cls(data, weights, lambda: model, file and file.parent)
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> DualGraph | str | os.PathLike[str]:
+        """That of a file as it is, none of whose large weights is copied.
+
+        The path itself where nothing is gained, and where onnxruntime has to say what is wrong.
+        """
+        if (file := _mappable(path)) is None:
+            return path
+        try:
+            with file.open("rb") as opened:
+                rest, weights = parts_of_file(opened)
+            proto = onnx.ModelProto.FromString(rest)
+        except (OSError, DecodeError):
+            return path
+        if weights is None:
+            return path
+        for tensor in proto.graph.initializer:
+            entries = {entry.key: entry for entry in tensor.external_data}
+            if entries and entries["location"].value == weights.location:
+                at, nbytes = weights.places[int(entries["offset"].value)]
+                entries["location"].value, entries["offset"].value = file.name, str(at)
+                tensor.external_data.add(key="length", value=str(nbytes))
+        return cls(proto.SerializeToString(), {}, partial(read, file), file.parent)
 
     @cached_property
     def model(self) -> ir.Model:
         """The fused graph, over the same weights."""
         return self._opened()
+
+
+def _mappable(file: str | os.PathLike[str] | None) -> Path | None:
+    """The file unless it is a link, whose target onnxruntime takes for a way out of the folder."""
+    return None if file is None or os.path.islink(file) else Path(file)
 
 
 def _as_integers(array: Array, kind: ir.DataType, shape: Sequence[int]) -> tuple[Array, int]:

@@ -169,7 +169,7 @@ def quiet_options(
 
 
 def _over_weights(graph: DualGraph, options: Any) -> Any:
-    """A session over the arrays of a graph's weights: none of them is copied or parsed.
+    """A session over the arrays of a graph's weights: none of them is parsed.
 
     The options name these, and would pass them on to the next model: they are for this one.
     """
@@ -178,9 +178,15 @@ def _over_weights(graph: DualGraph, options: Any) -> Any:
     of_numpy = ort.OrtValue.ortvalue_from_numpy_with_onnx_type
     values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
+    if graph.folder is not None:
+        options.add_session_config_entry(_FOLDER, str(graph.folder))
     opened = _session(graph.data, options, CPU_ONLY)
     opened.onnx_fuse_weights = graph  # as long as somebody has the session
     return opened
+
+
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The option for the folder of the files that a protobuf in memory names."""
 
 
 def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any) -> Any:
@@ -390,6 +396,7 @@ def guarded(work: Callable[[], T], name: str) -> T:
 @contextlib.contextmanager
 def in_background(work: Callable[[], T], name: str) -> Iterator[Callable[[], T]]:
     """`guarded`, of which the block is given the answer when it asks."""
+    import onnxruntime  # noqa: F401 - once, and not in each child
 
     def faults_named() -> T:
         with faults(name):

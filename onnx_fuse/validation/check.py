@@ -22,6 +22,7 @@ from onnx_fuse.importer.save import weight_bytes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.options import OutputOptions, shared, takes
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.session import load
 from onnx_fuse.textwrap import html_table
 from onnx_fuse.validation.blame import Culprit, find_culprits
@@ -202,7 +203,8 @@ def check_outputs(
 
     def actual_sizes() -> tuple[list[str], list[str]]:
         notes: list[str] = []
-        return wrong_sizes(model, every[: len(oracle.pairs)], notes, threads), notes
+        file = original if isinstance(original, str | os.PathLike) else None
+        return wrong_sizes(model, every[: len(oracle.pairs)], notes, threads, file), notes
 
     with (
         begin(actual_sizes, "the original") as sizes,
@@ -487,7 +489,12 @@ def _answers(
     *,
     as_written: bool = False,
 ) -> list[list[Any]]:
-    """The fused model's outputs on all feeds, from a session that is closed afterwards."""
+    """The fused model's outputs on all feeds, from a session that is closed afterwards.
+
+    onnxruntime itself reads a file for one level; for the other one its weights are mapped.
+    """
+    if as_written and threads and isinstance(fused, str | os.PathLike):
+        fused = DualGraph.of_file(fused)
     with ort.faults("the fused model"):
         session = request.session(fused, as_written=as_written, fallback=False, threads=threads)
         outputs = [v.name for v in session.get_outputs()]

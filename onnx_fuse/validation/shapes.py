@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -11,8 +12,8 @@ import onnx_ir as ir
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.validation.inputs import Feeds
-from onnx_fuse.validation.request import runnable
 
 _STRING = ir.DataType.STRING
 _RUNS = 8
@@ -20,13 +21,18 @@ _RUNS = 8
 
 
 def wrong_sizes(
-    model: ir.Model, feeds: Sequence[Feeds], notes: list[str], threads: int = 0
+    model: ir.Model,
+    feeds: Sequence[Feeds],
+    notes: list[str],
+    threads: int = 0,
+    file: str | os.PathLike[str] | None = None,
 ) -> list[str]:
     """A sentence for each node whose inferred sizes are not those of a run on onnxruntime.
 
     All results of the main graph are looked at, by a Shape node each: their numbers take no memory.
     What the file declares is left out, so that inference alone speaks. A symbol has to have one
-    size in a run. `notes` takes why nothing could be compared.
+    size in a run. `notes` takes why nothing could be compared. Weights of the model's `file` are
+    read where they are.
     """
     plain = model.clone()
     for node in plain.graph:
@@ -51,7 +57,8 @@ def wrong_sizes(
     plain.graph.outputs[:] = shapes
     sentences: dict[ir.Node, str] = {}
     try:
-        opened = partial(ort.session, runnable(plain), as_written=True, threads=threads)
+        graph = DualGraph.of_model(plain, file)
+        opened = partial(ort.session, graph, as_written=True, threads=threads)
         session = opened(prepacks=False) if values else None  # to pack takes as long as some runs
         for feed in _of_other_shapes(feeds) if values else ():
             answers = ort.run(session, feed)
