@@ -52,13 +52,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5286, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
-    "importer": 5747, "ir": 2415, "kernels": 9807, "lower": 9412, "nn": 5143, "ops": 12519,
-    "program": 10929, "report": 2377, "rewrite": 4284, "runtime": 9613, "torch": 3755,
-    "training": 7835, "validation": 4807,
+    "": 5295, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
+    "importer": 5796, "ir": 2415, "kernels": 9807, "lower": 9412, "nn": 5143, "ops": 12519,
+    "program": 10929, "report": 2377, "rewrite": 4284, "runtime": 9659, "torch": 3755,
+    "training": 7835, "validation": 4822,
     "generation": 1744,
     "adapters": 1160, "quantization": 1242,
-    "tests": 55765, "tools": 10855,
+    "tests": 55807, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

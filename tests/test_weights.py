@@ -1,5 +1,6 @@
 """Large initializers are read beside the protobuf: the same model as its parser gives, always."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from support import ENCODER, parsed
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import weights
-from onnx_fuse.importer.load import external_files
+from onnx_fuse.importer.load import external_files, read
 from onnx_fuse.importer.save import save
 
 
@@ -111,6 +112,22 @@ def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_refused(saved: Callable[..
     proto.graph.initializer[0].dims[0] = 8
     with pytest.raises(ModelError, match="tensor 't0' holds 868 bytes, but its shape needs 992"):
         load(saved(proto))
+
+
+def test_lazy_weights_are_those_of_the_file_until_it_is_written_to(
+    saved: Callable[..., Path],
+) -> None:
+    path, other = saved(model()), saved(model(), "other.onnx")
+    lazy, whole = (read(path, lazy=by).graph.initializers for by in (True, False))
+    for name, value in whole.items():
+        np.testing.assert_array_equal(lazy[name].const_value.numpy(), value.const_value.numpy())
+    again = read(other, lazy=True).graph.initializers["t0"].const_value
+    os.replace(other, path)
+    assert lazy["t0"].const_value.numpy().any()
+    assert again.numpy().any()
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ModelError, match="has been written to"):
+        again.numpy()
 
 
 def test_a_file_cannot_name_what_is_in_memory(saved: Callable[..., Path]) -> None:

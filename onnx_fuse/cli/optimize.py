@@ -117,7 +117,7 @@ def optimize(
         )
     hardware = hardware_of(target) if target else None
     wanted = _opset(opset)
-    original = read(model)
+    original = read(model, lazy=True)
     before = report.summary(original, "original", model)
     graph = files.load(original, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None

@@ -40,7 +40,7 @@ from onnx_fuse.importer.untrusted import (
     store_dense,
     tensors,
 )
-from onnx_fuse.importer.weights import PLACE, InContainer, Weights, parts, parts_of_file
+from onnx_fuse.importer.weights import PLACE, InContainer, InFile, Weights, parts, parts_of_file
 from onnx_fuse.ir.actual_sizes import POOLS
 from onnx_fuse.ir.build import all_nodes, subgraphs
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE, MAP_TYPE, PREVIEW, Model, one_line
@@ -75,10 +75,12 @@ def reread(data: bytes, weights: Weights) -> ir.Model:
     return model
 
 
-def read(source: Model) -> ir.Model:
+def read(source: Model, *, lazy: bool = False) -> ir.Model:
     """Parse and check `source` and leave it as it is: its functions, its opset, its weights' order.
 
     External tensors are mapped into memory, so the model no longer depends on where its file was.
+    With `lazy` large weights in a file itself are read whenever their numbers are asked for, and
+    meanwhile it may be replaced but not written to.
     """
     with file_faults(source):
         if isinstance(source, ir.Model):
@@ -101,7 +103,7 @@ def read(source: Model) -> ir.Model:
             else:
                 folders = (Path(source).parent, Path(source).resolve().parent)
                 progress.report(f"reading {Path(source).name}")
-                data, weights = parts(Path(source))
+                data, weights = parts(Path(source), lazy=lazy)
                 proto = _checked(_parse(data))
             check_tensors(proto, folders, weights)
             check_names(proto)
@@ -273,8 +275,17 @@ def _mapped(tensor: object, folders: Sequence[Path], weights: Weights | None) ->
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
     if weights is not None and tensor.location == weights.location:
-        array = weights.array(tensor).view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
-        held = ir.Tensor(array, tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+
+        def numbers() -> ir.Tensor[Any]:
+            array = weights.array(tensor).view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+            return ir.Tensor(array, tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+
+        held: Any
+        if isinstance(weights, InFile):
+            held = ir.LazyTensor(numbers, tensor.dtype, ir.Shape(tensor.shape.numpy()))
+            held.name, held.doc_string = tensor.name, tensor.doc_string
+        else:
+            held = numbers()
         if (place := weights.place(tensor)) is not None:
             held.meta[PLACE] = place
         return held

@@ -120,8 +120,9 @@ def serialized_without_weights(
     try:
         for name, tensor in held.items():
             assert tensor is not None
-            inside = file is not None and stands_in_file(tensor)
-            place = (file.name, tensor.meta[PLACE][1]) if inside else (WEIGHTS, 0)
+            place = (WEIGHTS, 0)
+            if file is not None and stands_in_file(tensor):
+                place = (file.name, tensor.meta[PLACE][1])
             graph.initializers[name].const_value = ir.ExternalTensor(
                 *(*place, tensor.nbytes, tensor.dtype),
                 shape=ir.Shape(tensor.shape.numpy()),

@@ -10,8 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
@@ -19,7 +21,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.container import WEIGHTS, Container
+from onnx_fuse.container import WEIGHTS, Container, stamp
+from onnx_fuse.errors import ModelError
 
 PLACE = "place"
 """Key of a tensor's `meta`: (file, offset, the file's stamp) of its bytes.
@@ -54,21 +57,21 @@ class Weights(Protocol):
 
 
 def read_places(file: BinaryIO, places: Sequence[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
-    """The bytes at each (offset, number), in threads. Raises OSError where the file has shrunk."""
-
-    def part(place: tuple[int, int]) -> np.ndarray[Any, Any]:
-        at, left = place
-        array = np.empty(left, np.uint8)
-        view = array.data
-        while left:
-            got = os.preadv(file.fileno(), [view[-left:]], at)
-            if not got:
-                raise OSError("the file ends early: it is being written")
-            at, left = at + got, left - got
-        return array
-
+    """The bytes at each (offset, number), in threads. Raises ModelError if the file has shrunk."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(part, places))
+        return list(pool.map(partial(_read_place, file.fileno()), places))
+
+
+def _read_place(file: int, place: tuple[int, int]) -> np.ndarray[Any, Any]:
+    at, left = place
+    array = np.empty(left, np.uint8)
+    view = array.data
+    while left:
+        got = os.preadv(file, [view[-left:]], at)
+        if not got:
+            raise ModelError("the file ends early: it is being written")
+        at, left = at + got, left - got
+    return array
 
 
 class InMemory:
@@ -80,18 +83,40 @@ class InMemory:
         self._arrays: list[np.ndarray[Any, Any]] = []
 
     def read(self, file: BinaryIO) -> None:
-        """Read the bytes at `places`. Raises OSError where the file has shrunk."""
+        """Read the bytes at `places`. Raises ModelError where the file has shrunk."""
         self._arrays = read_places(file, self.places)
 
     def nbytes(self, tensor: onnx.TensorProto) -> int:
-        number = next(int(e.value) for e in tensor.external_data if e.key == "offset")
-        return self._arrays[number].nbytes
+        return self._arrays[_number(tensor)].nbytes
 
     def array(self, tensor: ir.ExternalTensor) -> np.ndarray[Any, Any]:
         return self._arrays[tensor.offset or 0]
 
     def place(self, tensor: ir.ExternalTensor) -> Place | None:
         return "", self.places[tensor.offset or 0][0], None
+
+
+class InFile(InMemory):
+    """Initializers that stay in the file and are read whenever their numbers are asked for."""
+
+    def read(self, file: BinaryIO) -> None:
+        """Keep the file open for what is read later."""
+        self._file, self._stamp = os.dup(file.fileno()), stamp(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def nbytes(self, tensor: onnx.TensorProto) -> int:
+        return self.places[_number(tensor)][1]
+
+    def array(self, tensor: ir.ExternalTensor) -> np.ndarray[Any, Any]:
+        """The bytes. Raises ModelError where the file is no longer as it was."""
+        array = _read_place(self._file, self.places[tensor.offset or 0])
+        if stamp(self._file) != self._stamp:
+            raise ModelError("the model's file has been written to since it was opened")
+        return array
+
+
+def _number(tensor: onnx.TensorProto) -> int:
+    return next(int(e.value) for e in tensor.external_data if e.key == "offset")
 
 
 class InContainer:
@@ -112,21 +137,24 @@ class InContainer:
         return None
 
 
-def parts(path: Path) -> tuple[bytes, InMemory | None]:
-    """The model at `path` to be parsed, and the weights that it names but no longer holds."""
+def parts(path: Path, *, lazy: bool = False) -> tuple[bytes, InMemory | None]:
+    """The model at `path` to be parsed, and the weights that it names but no longer holds.
+
+    With `lazy` these are read when they are asked for.
+    """
     with path.open("rb") as file:
-        rest, weights = parts_of_file(file)
+        rest, weights = parts_of_file(file, InFile() if lazy else InMemory())
         if weights is not None:
             weights.read(file)
         return rest, weights
 
 
-def parts_of_file(file: BinaryIO) -> tuple[bytes, InMemory | None]:
+def parts_of_file(file: BinaryIO, weights: InMemory | None = None) -> tuple[bytes, InMemory | None]:
     """As `parts`, of an open file, with weights that are still to be read."""
     size = os.fstat(file.fileno()).st_size
     if size < _SMALL_FILE or not hasattr(os, "preadv"):
         return file.read(), None
-    weights = InMemory()
+    weights = weights or InMemory()
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return b"".join(_model(data, size, weights)), weights

@@ -493,10 +493,11 @@ def _answers(
 
     onnxruntime itself reads a file for one level; for the other one its weights are mapped.
     """
+    model: Any = fused
     if as_written and threads and isinstance(fused, str | os.PathLike):
-        fused = DualGraph.of_file(fused)
+        model = DualGraph.of_file(fused)
     with ort.faults("the fused model"):
-        session = request.session(fused, as_written=as_written, fallback=False, threads=threads)
+        session = request.session(model, as_written=as_written, fallback=False, threads=threads)
         outputs = [v.name for v in session.get_outputs()]
         if outputs != list(names):
             raise ModelError(
