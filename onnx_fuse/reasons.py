@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 
 _TABLE = """
-# any fusion
+# any operator
 activation: {op} is not one of the activations that fuse ({names})
 bias-shape: its bias is not known, or not one number a column
-computed: the graph computes {what}, or has it as an input
+computed: computed in the graph, or an input of it: {what}
 between: {op} stands between {above} and {below}
 cpu-slower: onnxruntime's CPU takes longer for the Gemm (--fuse ConvAsGemm makes it)
 follows: it follows {source}, not {wanted}
@@ -21,7 +21,7 @@ other-readers: other nodes, or an output of the model, read {what}, too
 plugin: {text}
 scaled: {what} other than 1
 trained: its parameters are trained, so they are not folded into {what}
-unknown: {what} is not known before a run
+unknown: known only when it runs: {what}
 unlike: it overflows, or loses a sign, where {op} does not
 unfused: it does not fuse with {others}
 # matrix multiplications
@@ -108,6 +108,17 @@ tensor-scale: the scores are scaled by the tensor '{name}'{how}
 unrecognized: unrecognized attention: its scores come from {source}, or other operators follow it
 weights-reader: the weights go into {op}, not into a matrix multiplication with v
 weights-type: the weights are of another type than the scores, or are cast to one
+# operators on a GPU
+broadcast-heads: its queries, keys and values have batches or heads that broadcast
+empty: it is empty, or too large for indices of 32 bits
+faster: its parts are faster{by}
+four-bits: its weight stays in 4 bits, so a fused product is computed in parts
+misfit: {what} do not fit {to}
+kernels: {reasons}
+no-kernel: no kernel for {what}
+not-a-row: {what} is not one row
+results: no kernel gives {names}
+unserved: no kernel
 # whatever else is left
 gate: the gate of a gated unit: a GPU multiplies the halves in the same pass, after the matrix
   multiplication of both halves, because {why}

@@ -52,13 +52,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5295, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
-    "importer": 5796, "ir": 2415, "kernels": 9807, "lower": 9412, "nn": 5143, "ops": 12519,
-    "program": 10929, "report": 2377, "rewrite": 4284, "runtime": 9659, "torch": 3755,
+    "": 5306, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
+    "importer": 5796, "ir": 2415, "kernels": 9807, "lower": 9396, "nn": 5143, "ops": 12519,
+    "program": 10926, "report": 2377, "rewrite": 4284, "runtime": 9659, "torch": 3755,
     "training": 7835, "validation": 4822,
     "generation": 1744,
     "adapters": 1160, "quantization": 1242,
-    "tests": 55807, "tools": 10855,
+    "tests": 55811, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -184,9 +184,13 @@ def place_of(module: str) -> tuple[str, ...]:
 
 
 def test_a_reason_is_in_the_table_and_has_the_values_of_its_wording() -> None:
-    calls = [c for path in SOURCES for c in nodes(path) if isinstance(c, ast.Call)]
-    reasons = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "Reason"]
-    made = {(ast.literal_eval(c.args[0]), *sorted(str(k.arg) for k in c.keywords)) for c in reasons}
+    calls = [c for path in SOURCES for c in nodes(path) if isinstance(c, ast.Call) and c.args]
+    made = {
+        (c.args[0].value, *sorted(str(k.arg) for k in c.keywords))
+        for c in calls
+        if isinstance(c.func, ast.Name) and c.func.id in ("Reason", "Unserved")
+        if isinstance(c.args[0], ast.Constant)
+    }
     fields = {code: {f for _, f, *_ in Formatter().parse(WORDINGS[code])} for code in WORDINGS}
     assert made == {(code, *sorted(filter(None, names))) for code, names in fields.items()}
 

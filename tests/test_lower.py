@@ -164,7 +164,7 @@ def test_the_floor_of_a_convolution_counts_its_products():
 def test_the_copies_of_a_lowering_that_refuses_go_with_it(monkeypatch):
     def refuses(ctx, node):
         ctx.dense(node, 0)
-        raise context.Unserved("not today")
+        raise context.Unserved("unserved")
 
     table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Softmax"): refuses}
     monkeypatch.setattr(walk, "lowerings", lambda: table)

@@ -109,7 +109,7 @@ def test_segments_are_cut_at_host_calls() -> None:
     parts = segments(p)
     assert [bool(part.host) for part in parts] == [False, True, False]
     assert [part.first for part in parts] == [0, 1, 2]
-    assert p.fallbacks == ("GridSample: cubic in three axes",)
+    assert p.fallbacks == ("GridSample: no kernel for cubic steps in three axes",)
 
 
 def bits(calls: set[int]) -> int:

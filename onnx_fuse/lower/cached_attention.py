@@ -31,11 +31,11 @@ _FLAGS = ("sliding_window_cache", "qk_output")
 def _hold_plain(ctx: Context, node: ir.Node) -> None:
     """Raise Unserved for a node of which the kernels do not take all."""
     reasons = [reason for i, reason in _REFUSED.items() if ctx.has(node, i)]
-    reasons += [f"it has {name}" for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
-    reasons += ["it is not causal"] if not ctx.attr(node, "causal", 1) else []
+    reasons += [name for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
+    reasons += ["keys after its queries"] if not ctx.attr(node, "causal", 1) else []
     reasons += ["half a cache"] if ctx.has(node, 3) != ctx.has(node, 4) else []
     if reasons:
-        raise Unserved(reasons[0])
+        raise Unserved("no-kernel", what=reasons[0])
 
 
 _STEPS = ("key_step", "value_step")
@@ -48,12 +48,12 @@ def _steps(ctx: Context, node: ir.Node, kv_heads: int, size: int) -> dict[str, T
         return {}
     stored = {ctx.view(node, i).dtype for i in (3, 4) if ctx.has(node, i)}
     if stored not in ({"int8"}, {"float8_e4m3fn"}) or ctx.attr(node, "kv_cache_bit_width", 8) == 4:
-        raise Unserved("its cache is quantized to another type than int8 and float8e4m3fn")
+        raise Unserved("no-kernel", what="a cache in other codes than int8 and float8e4m3fn")
     steps = {}
     for name, kind, i in zip(_STEPS, kinds, (12, 13), strict=True):
         one, scale = kind == "PER_TENSOR", ctx.dense(node, i)
         if scale.size != (1 if one else kv_heads * size) or scale.dtype != "float32":
-            raise Unserved("its scales do not fit its cache")
+            raise Unserved("misfit", what="its scales", to="its cache")
         each = scale.view((1, 1) if one else (kv_heads, size)).expand((kv_heads, size))
         steps[name] = ctx.contiguous(each)
     return steps
@@ -80,7 +80,7 @@ def group_query_attention(ctx: Context, node: ir.Node) -> None:
     _hold_plain(ctx, node)
     total = number(ctx.given(node, 6, "its total_sequence_length").reshape(-1)[0])
     if len(ctx.view(node, 0).shape) != 3:
-        raise Unserved("its queries are not [B, S, heads]")
+        raise Unserved("no-kernel", what="queries other than [B, S, heads]")
     q, k, v = _split(ctx, node, ctx.attr(node, "num_heads"), ctx.attr(node, "kv_num_heads"))
     rows, size = q.shape[2:]
     pasts = [ctx.dense(node, i) for i in (3, 4) if ctx.has(node, i)]
@@ -98,7 +98,7 @@ def group_query_attention(ctx: Context, node: ir.Node) -> None:
             reads["positions"] = ctx.dense(node, 9)
             more["positions"] = "first" if total == rows else "each"
         if 2 * half > size or (interleaved and size % 2) or not context:
-            raise Unserved("its angles do not fit its heads")
+            raise Unserved("misfit", what="its angles", to="its heads")
     reads |= _steps(ctx, node, k.shape[1], size)
     _through_cache(ctx, node, reads, places, _sink(ctx, node, q.shape[1], q.dtype), **more)
 
@@ -125,9 +125,9 @@ def _through_cache(
     numbers = {t.dtype for name, t in reads.items() if name not in others}
     each = more.get("positions") == "each" and reads["positions"].size != batch * rows
     if not all(fits) or len(numbers) > 1 or lengths.size != batch or each:
-        raise Unserved("its operands have sizes or types that differ")
+        raise Unserved("misfit", what="the sizes or types of its operands", to="each other")
     if heads % kv_heads or not batch * rows * places:
-        raise Unserved("it is empty, or its heads do not fit")
+        raise Unserved("no-kernel", what="heads that do not fit, or no element")
     dtype, cache = q.dtype, (batch, kv_heads, places, size)
     stored = pasts[0].dtype if steps else dtype
     named = [i < len(node.outputs) for i in (1, 2)]
@@ -154,21 +154,21 @@ def shared_buffer(ctx: Context, node: ir.Node) -> None:
     first = 6 if node.op_type == "MultiHeadAttention" else 5
     past = (first, first + 1, first + 2)
     if not all(ctx.has(node, i) for i in past):
-        raise Unserved("it has no buffer with a length")
+        raise Unserved("no-kernel", what="a past without buffers and their length")
     if any(ctx.has(node, i) for i in range(3, len(node.inputs)) if i not in past):
-        raise Unserved("it has a bias, a mask or the cache of a beam search")
+        raise Unserved("no-kernel", what="a bias, a mask or the cache of a beam search")
     heads, shapes = ctx.attr(node, "num_heads"), [ctx.view(node, i).shape for i in range(3)]
     if any(len(shape) != 3 or shape[1] != 1 for shape in shapes):
-        raise Unserved("it has not one new token a sequence, or no heads side by side")
+        raise Unserved("no-kernel", what="several new tokens, or heads apart")
     if any(shape[2] % heads for shape in shapes) or ctx.view(node, past[2]).size != 1:
-        raise Unserved("its heads do not fit, or its sequences have lengths of their own")
+        raise Unserved("no-kernel", what="heads that do not fit, or several lengths")
     reads = dict(zip("qkv", _split(ctx, node, heads, heads), strict=True))
     reads |= {name: ctx.dense(node, i) for (_, name), i in zip(_PAIRS, past, strict=False)}
     (batch, _, rows, size), places = reads["q"].shape, reads["past_key"].shape[2]
     one = Attention(rows, places, size, (batch, heads), reads["q"].dtype, size, lengths=True)
     one = replace(one, q_strides=reads["q"].strides[:3])
     if not ctx.serves(one):
-        raise Unserved("a mask would not hide a NaN after its tokens")
+        raise Unserved("no-kernel", what="a NaN after its tokens")
     reads["lengths"] = ctx.contiguous(ctx.view(node, past[2]).view((1,)).expand((batch,)))
     _through_cache(ctx, node, reads, places, {}, keep=True)
 
@@ -180,7 +180,7 @@ def _sink(ctx: Context, node: ir.Node, heads: int, dtype: str) -> dict[str, Tens
         return {"sink": ctx.constant(np.zeros(heads, dtype_of(dtype)))} if smooth else {}
     sink = ctx.dense(node, 11)
     if (sink.size, sink.dtype) != (heads, dtype):
-        raise Unserved("its sink does not fit its heads")
+        raise Unserved("misfit", what="its sinks", to="its heads")
     return {"sink": sink}
 
 
@@ -229,7 +229,7 @@ def _attend(
     if ctx.serves(own):
         return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
     if sink:
-        raise Unserved("no kernel for so many new tokens has a sink")
+        raise Unserved("no-kernel", what="a sink and so many new tokens")
     mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)
     reads["mask"] = mask.expand((batch, heads, rows, key.shape[2]))
     problem = replace(problem, mask=reads["mask"].strides, guard=1)
@@ -289,9 +289,9 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> None:
     (batch, kv_heads, rows, size), past = k.shape, pasts[0].shape[2]
     shapes = [(batch, kv_heads, n, size) for n in (rows, rows, past, past)]
     if [t.shape for t in (k, reads["v"], *pasts)] != shapes:
-        raise Unserved("its keys and values differ in size")
+        raise Unserved("misfit", what="its keys", to="its values")
     if (q.shape[0], *q.shape[2:]) != (batch, rows, size) or not batch * rows * size:
-        raise Unserved("it is empty, or its queries are not those of its keys")
+        raise Unserved("no-kernel", what="queries that are not those of its keys, or no element")
     more: dict[str, Any] = {"uniform": not placed}
     roomy = ctx.in_rooms and not placed
     if roomy:
@@ -302,7 +302,7 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> None:
         try:
             tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
         except ValueError:
-            raise Unserved("its tables do not broadcast to its heads") from None
+            raise Unserved("misfit", what="its tables", to="its heads") from None
         reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
         more |= {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
         more |= {"positions": "rows", "columns": True}

@@ -49,16 +49,9 @@ from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import (
-    LENGTHS,
-    UNKNOWN,
-    Buffer,
-    Call,
-    PassContext,
-    Tensor,
-    dense_strides,
-)
+from onnx_fuse.program.call import LENGTHS, Buffer, Call, PassContext, Tensor, dense_strides
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Hardware
+from onnx_fuse.reasons import Reason
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -104,14 +97,11 @@ class Mistyped(ModelError):
 
 
 class Unserved(Exception):
-    """Raised for a node that a lowering cannot serve, with the reason."""
+    """Raised for a node that a lowering cannot serve, with a code of `reasons` and its values."""
 
-
-class NotStatic(Unserved):
-    """Raised for what would have to be known before the program runs."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} is {UNKNOWN}"
+    def __init__(self, code: str, **values: object) -> None:
+        self.reason = Reason(code, **values)
+        super().__init__(str(self.reason))
 
 
 class Context(PassContext, ABC):
@@ -398,10 +388,10 @@ class Context(PassContext, ABC):
         return None if value is None else self.slots[value].host
 
     def given(self, node: ir.Node, i: int, what: str = "its shape") -> np.ndarray:
-        """The value of input `i`; raises NotStatic, which names `what`, where it is not known."""
+        """The value of input `i`; raises Unserved, which names `what`, where it is not known."""
         value = self.host(node, i)
         if value is None:
-            raise NotStatic(what)
+            raise Unserved("unknown", what=what)
         return value
 
     def attr(self, node: ir.Node, name: str, default: object = None) -> Any:
@@ -431,7 +421,7 @@ class Context(PassContext, ABC):
             types = self.infer(node)
             inferred = types[i] if types is not None else None
             if inferred is None:
-                raise NotStatic(f"the shape of output {i}")
+                raise Unserved("unknown", what=f"the shape of output {i}")
             dtype = dtype or inferred[0]
             shape = shape if shape is not None else inferred[1]
         self._hold_sizes(node, i, shape)
@@ -534,7 +524,7 @@ class Context(PassContext, ABC):
         if not self.serves(problem):
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-            raise Unserved(listing or f"{problem.op} has no kernel")
+            raise Unserved("kernels", reasons=listing or f"{problem.op} has no kernel")
         nodes = (self.label(node),)
         self.calls.append(
             Call.of(node.op_type, nodes, problem, reads, writes, inplace=tuple(inplace))
@@ -560,7 +550,7 @@ Lowering: TypeAlias = Callable[[Context, ir.Node], None]
 def floats(x: Tensor, *others: Tensor) -> Tensor:
     """`x`; raises Unserved unless its type is one of FLOATS, and that of the others."""
     if x.dtype not in FLOATS or any(t.dtype != x.dtype for t in others):
-        raise Unserved(f"no kernel for {x.dtype}")
+        raise Unserved("no-kernel", what=x.dtype)
     return x
 
 

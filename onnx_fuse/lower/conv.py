@@ -137,7 +137,7 @@ def convolution(
     transposed = node.op_type == "ConvTranspose"
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
-        raise Unserved(f"{rank} spatial axes")
+        raise Unserved("no-kernel", what=f"{rank} spatial axes")
     reads: dict[str, Tensor] = {}
     bias_values = ctx.host(node, 2) if ctx.has(node, 2) else None
     if ctx.has(node, 2) and (bias_values is None or bias_values.any()):  # a missing bias is zeros
@@ -154,7 +154,7 @@ def convolution(
         reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
     if min(taps.before) < 0:
-        raise Unserved("auto_pad cuts the image, where the stride is larger than the kernel")
+        raise Unserved("no-kernel", what="an auto_pad that cuts the image")
     if not x.size:  # no channels or no pixels: the sum of nothing is that of one zero
         zero = ctx.constant(np.zeros((), dtype_of(x.dtype)))
         if not x.shape[1]:
@@ -186,7 +186,7 @@ def convolution(
     )
     if not any(moves) and not transposed and groups == 1 and shape.filters >= 16:
         if slope is not None:
-            raise Unserved("a filter of one tap is a Gemm, whose kernels take one slope for all")
+            raise Unserved("no-kernel", what="filters of one tap and slopes by filter")
         return _product(ctx, node, reads, y, shape)
     ctx.select(node, shape, reads, {"y": y})
 
@@ -200,10 +200,10 @@ def activated(ctx: Context, node: ir.Node) -> None:
     """ConvRelu and its like: the activation in the epilogue; the pre-activation is not kept."""
     name = FusedName.of(node.op_type)
     if name.exposed:
-        raise Unserved(f"it returns {', '.join(name.exposed)}")
+        raise Unserved("results", names=", ".join(name.exposed))
     row = ACTIVATIONS[name.activation]
     if ctx.view(node, 0).dtype == "float64":
-        raise Unserved("the epilogue's activations are of float32")
+        raise Unserved("no-kernel", what="an activation in float64")
     convolution(ctx, node, row.key, float(ctx.attr(node, "alpha", row.alpha)))
 
 
@@ -214,7 +214,7 @@ def sloped(ctx: Context, node: ir.Node) -> None:
     row = slope.reshape((filters,)) if slope.size == filters else None
     by_filter = len(slope.shape) >= channels and slope.shape[-channels] == filters
     if row is None or not by_filter or x.dtype == "float64" or slope.dtype != x.dtype:
-        raise Unserved("the slope is not one number a filter, in the type of x, or that is float64")
+        raise Unserved("no-kernel", what="float64, or slopes of another shape or type")
     convolution(ctx, node, "leaky_relu", 0.0, row)
 
 

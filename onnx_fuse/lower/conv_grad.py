@@ -20,20 +20,20 @@ def weight_grad(ctx: Context, node: ir.Node) -> None:
     dy, x = ctx.view(node, 0), ctx.view(node, 1)
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3 or not (dy.size and x.size):
-        raise Unserved(f"{rank} spatial axes, or nothing to sum")
+        raise Unserved("no-kernel", what=f"{rank} spatial axes, or nothing to sum")
     groups, kernel = ctx.attr(node, "group", 1), ctx.attr(node, "kernel_shape")
     taps = window(ctx, node, kernel, x.shape[2:], dy.shape[2:])
     channels = x.shape[1] // groups
     padded = -(-channels // 8) * 8 if groups == 1 else channels  # an access takes 8 of them
     if rank == 3 and padded != channels:
-        raise Unserved(f"{channels} channels of a volume (a multiple of 8)")
+        raise Unserved("no-kernel", what=f"{channels} channels of a volume (a multiple of 8)")
     math = ctx.math if x.dtype == "float32" else "ieee"
     problem = ConvWeightGrad(
         x.shape[0], groups, padded, dy.shape[1] // groups, triple(x.shape[2:]),
         triple(dy.shape[2:]), taps, x.dtype, x.dtype, math=math,
     )  # fmt: skip
     if not ctx.serves(problem):
-        raise Unserved("no kernel for its type, channels or axes")
+        raise Unserved("no-kernel", what="its type, channels or axes")
     slopes = ctx.contiguous(channels_last(dy))
     dw = ctx.output(node, 0, (dy.shape[1], channels, *kernel), x.dtype)
     if padded == channels:
@@ -57,9 +57,9 @@ def max_pool_grad(ctx: Context, node: ir.Node) -> None:
     dy, x = ctx.view(node, 0), ctx.view(node, 1)
     rank = len(x.shape) - 2
     if x.dtype not in FLOATS or not 1 <= rank <= 3:
-        raise Unserved(f"no kernel for {x.dtype} in {rank} axes")
+        raise Unserved("no-kernel", what=f"{x.dtype} in {rank} axes")
     if not dy.size:
-        raise Unserved("there is no window")
+        raise Unserved("empty")
     taps = window(ctx, node, ctx.attr(node, "kernel_shape"), x.shape[2:], dy.shape[2:])
     batch, channels = x.shape[:2]
     last = in_stretch(ctx, x)

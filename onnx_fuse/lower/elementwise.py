@@ -156,12 +156,12 @@ def cast(ctx: Context, node: ir.Node) -> None:
         like = ctx.host(node, 1)
         dtype = like.dtype.name if like is not None else ctx.view(node, 1).dtype
     if dtype not in STORAGE or x.dtype not in STORAGE:
-        raise Unserved(f"no cast from {x.dtype} to {dtype}")
+        raise Unserved("no-kernel", what=f"a cast from {x.dtype} to {dtype}")
     if dtype == x.dtype:
         ctx.alias(node, 0, x)
         return
     if dtype == "float8_e8m0fnu":
-        raise Unserved(f"no cast to {dtype}")
+        raise Unserved("no-kernel", what=f"a cast to {dtype}")
     code = Code()
     value = code.load(x)
     if dtype in LARGEST:

@@ -57,17 +57,17 @@ def gated_gemm(ctx: Context, node: ir.Node) -> None:
     at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
     x, w = ctx.view(node, 0), ctx.view(node, at)
     if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
-        raise Unserved(f"no gated Gemm of {x.dtype} in {len(x.shape)} axes and {list(w.shape)}")
+        raise Unserved("no-kernel", what=f"{x.dtype} in {len(x.shape)} axes and {list(w.shape)}")
     if 0 in (*x.shape, *w.shape):
-        raise Unserved("nothing to multiply")
+        raise Unserved("empty")
     row = bias_row(ctx, node, at + 1, w.shape[1])
     if w.shape[1] % (2 * BLOCK):
-        raise Unserved(f"{w.shape[1] // 2} columns are no multiple of {BLOCK}")
+        raise Unserved("no-kernel", what=f"{w.shape[1] // 2} columns (a multiple of {BLOCK})")
     if ctx.known(w) is None or ctx.known(row) is None:
-        raise Unserved("its weights are not constants")
+        raise Unserved("computed", what="its weights")
     attrs = {**activation(ctx, node, name.activation), "gate": True}
     if not _pays(ctx, node, w, attrs):
-        raise Unserved("the matrix multiplication by itself and a pass over its halves are faster")
+        raise Unserved("faster", by="")
     one, columns = (
         required(
             ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))

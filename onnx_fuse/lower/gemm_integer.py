@@ -108,7 +108,7 @@ def _matmul(ctx: Context, node: ir.Node, places: tuple[int, int, int, int]) -> T
     ia, ib, iza, izb = places
     a, b, batch, shape = factors(ctx.view(node, ia), ctx.view(node, ib))
     if a.dtype not in BYTES or b.dtype not in BYTES:
-        raise Unserved(f"no kernel for {a.dtype} and {b.dtype}")
+        raise Unserved("no-kernel", what=f"{a.dtype} and {b.dtype}")
     za, zb = _zero(ctx, node, iza), _zero(ctx, node, izb)
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a matrix multiplication over {a.shape[-1]} and {b.shape[-2]}")
@@ -193,9 +193,9 @@ def _requantize(
 def qlinear_matmul(ctx: Context, node: ir.Node) -> None:
     """QLinearMatMul: a, sa, za, b, sb, zb, sy, zy; scales of a and y are one number each."""
     if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
-        raise Unserved("scales of a's and y's rows have no kernel")
+        raise Unserved("no-kernel", what="scales of a's or y's rows")
     if ctx.view(node, 7).dtype not in BYTES:
-        raise Unserved(f"no kernel for {ctx.view(node, 7).dtype}")
+        raise Unserved("no-kernel", what=ctx.view(node, 7).dtype)
     total = _matmul(ctx, node, (0, 3, 2, 5))
     if ctx.view(node, 4).size not in (1, *total.shape[-1:]):
         raise ValueError("b's scales do not fit its columns")
@@ -208,7 +208,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     x, w = ctx.view(node, ix), ctx.view(node, iw)
     rank, groups = len(x.shape) - 2, int(ctx.attr(node, "group", 1))
     if x.dtype not in BYTES or w.dtype not in BYTES or not 1 <= rank <= 3:
-        raise Unserved(f"no kernel for {x.dtype} and {w.dtype} over {rank} axes on {ctx.hw.arch}")
+        raise Unserved("no-kernel", what=f"{x.dtype} and {w.dtype} over {rank} axes")
     batch, channels = x.shape[:2]
     filters, each = w.shape[0] // groups, w.shape[1]
     if channels != each * groups or w.shape[0] % groups:
@@ -216,7 +216,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     types = ctx.infer(node)
     shape = types[0] if types else None
     if shape is None:
-        raise Unserved("its shape is not known")
+        raise Unserved("no-kernel", what="an unknown shape")
     outer = (1,) * (3 - rank) + shape[1][2:]
     total = ctx.scratch("int32", (batch, groups, filters, prod(outer)))
     if not total.size:
@@ -226,7 +226,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         raise ValueError("the zero points do not fit x, or the filters")
     taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
     if min(taps.before) < 0:
-        raise Unserved("auto_pad cuts the image, where the stride is larger than the kernel")
+        raise Unserved("no-kernel", what="an auto_pad that cuts the image")
     lead = (1,) * (3 - rank)
     x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)
     # channels last, so that a tap's are neighbours, and the border is the zero point
@@ -314,7 +314,7 @@ def _at_once(ctx: Context, node: ir.Node) -> bool:
 def qlinear_conv(ctx: Context, node: ir.Node) -> None:
     """QLinearConv: x, sx, zx, w, sw, zw, sy, zy, bias (int32)."""
     if any(ctx.view(node, i).size != 1 for i in (1, 6, 7)):
-        raise Unserved("scales of x and y are one number each")
+        raise Unserved("no-kernel", what="several scales of x or y")
     if _at_once(ctx, node):
         return
     total = _convolution(ctx, node, (0, 3, 2, 5))

@@ -62,7 +62,7 @@ def _pick(ctx: Context, node: ir.Node) -> None:
     k = number(index.reshape(-1)[0])
     k += x.shape[axis] if k < 0 else 0
     if not 0 <= k < x.shape[axis]:
-        raise Unserved(f"index {k} is outside the axis of {x.shape[axis]}")
+        raise Unserved("no-kernel", what=f"index {k} in an axis of {x.shape[axis]}")
     one = x.at(axis, k)
     strides = (*one.strides[:axis], *(0,) * index.ndim, *one.strides[axis:])
     shape = (*one.shape[:axis], *index.shape, *one.shape[axis:])
@@ -103,7 +103,7 @@ def scatter_elements(ctx: Context, node: ir.Node) -> None:
     rank = len(x.shape)
     axis = ctx.attr(node, "axis", 0) % rank
     if any(index.shape[k] != x.shape[k] for k in range(rank) if k != axis):
-        raise Unserved("the indices do not cover the other axes")
+        raise Unserved("misfit", what="its indices", to="the other axes")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not y.size:
         return

@@ -20,21 +20,21 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> None:
     dt, xh = ctx.view(node, 0), ctx.view(node, 1)
     w, gamma, beta = (ctx.dense(node, i) for i in range(2, 5))
     if {t.dtype for t in (dt, xh, w, gamma, beta)} != {"float32"}:
-        raise Unserved("only float32 is computed")
+        raise Unserved("no-kernel", what="other types than float32")
     a, b = (xh, dt) if turned else (dt, xh)
     left, right = matrix(ctx, a.permute((1, 0))), matrix(ctx, b)
     if not left.trans or right.trans:
-        raise Unserved("dt or xh does not lie in rows")
+        raise Unserved("no-kernel", what="a dt or xh that does not lie in rows")
     (k, m), n = a.shape, b.shape[1]
     problem = GemmProblem.of(
         "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
         align=alignment(left.tensor, right.tensor), turned=turned,
     )  # fmt: skip
     if select(problem.op, problem, ctx.hw) is None:
-        raise Unserved("no kernel serves it")
+        raise Unserved("unserved")
     # the body's product, its passes over W and G, its sums and its product of one row
     if not pays((_first_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
-        raise Unserved("another matrix multiplication is faster by more than the passes cost")
+        raise Unserved("faster", by="")
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
     names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
     writes = {

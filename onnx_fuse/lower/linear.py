@@ -33,8 +33,6 @@ from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
-PACKED = "its weight stays in 4 bits"
-"""Why a fused product is lowered in parts (`decompose.four_bits`)."""
 MAX_BATCH = 3
 TILE_ROWS = 128
 """The rows of a product in a batch below which it is better to copy rows that stand apart."""
@@ -174,7 +172,7 @@ def activation(ctx: Context, node: ir.Node, suffix: str) -> dict[str, Any]:
 def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor:
     """Input `i`, a bias of n columns or one number for all, as a row; else raises Unserved."""
     if (row := _row(ctx, node, i, n)) is None:
-        raise Unserved("the bias is not one row")
+        raise Unserved("not-a-row", what="the bias")
     return row
 
 
@@ -193,16 +191,16 @@ def fused_gemm(ctx: Context, node: ir.Node) -> None:
     """Gemm, Gemm<Act>: y = act(x · w + c), z the pre-activation where it is exposed."""
     name = FusedName.of(node.op_type)
     if name.exposed not in ((), ("z",)):
-        raise Unserved(f"no kernel gives {', '.join(name.exposed)}")
+        raise Unserved("results", names=", ".join(name.exposed))
     if stays_packed(ctx, node.inputs[1]):
-        raise Unserved(PACKED)
+        raise Unserved("four-bits")
     x, w = ctx.view(node, 0), ctx.view(node, 1)
     n = w.shape[1]
     row = bias_row(ctx, node, 2, n)
     attrs = {"bias": True} | activation(ctx, node, name.activation)
     shape = (*x.shape[:-1], n)
     if len(x.shape) == 1:
-        raise Unserved("x is a vector")
+        raise Unserved("no-kernel", what="a vector x")
     y = ctx.output(node, 0, shape, x.dtype)
     writes = {}
     act = (str(attrs.get("act", "")), float(str(attrs.get("act_alpha", 0.0))))
@@ -220,14 +218,14 @@ def norm_gemm(ctx: Context, node: ir.Node) -> None:
     name = FusedName.of(node.op_type)
     exposed = name.exposed
     if not set(exposed) <= {"mean", "rstd", "z"}:
-        raise Unserved(f"no kernel gives {', '.join(exposed)}")
+        raise Unserved("results", names=", ".join(exposed))
     at = 2 if name.rms else 3
     if stays_packed(ctx, node.inputs[at]):
-        raise Unserved(PACKED)
+        raise Unserved("four-bits")
     w = ctx.view(node, at)
     row = bias_row(ctx, node, at + 1, w.shape[1])
     if len(ctx.view(node, 0).shape) < 2:
-        raise Unserved("x is a vector")
+        raise Unserved("no-kernel", what="a vector x")
     weights = node.inputs[at]
     maker = weights.producer() if weights is not None else None
     # a step reads the copy that the update before it wrote, and decides as if it cast the weight
@@ -270,7 +268,7 @@ def norm_product(
     if "z" in exposed:
         problem = problem.replace(save_z=True)
     if select("LayerNormGemm", problem, ctx.hw) is None:
-        raise Unserved(f"no kernel serves {problem}")
+        raise Unserved("no-kernel", what=problem)
     beta = None if rms else ctx.view(node, 2)
     folded, trans = None, right.trans
     if not exposed:
@@ -351,7 +349,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> None:
     """(LayerNorm|RMSNorm)Gemm<Act>Grad: dx, dscale, (dbias,) dw, dc from dy and what was kept."""
     name = FusedName.of(node.op_type)
     if name.exposed:
-        raise Unserved(f"no kernel gives {', '.join(name.exposed)}")
+        raise Unserved("results", names=", ".join(name.exposed))
     rms = name.rms
     names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
     names = [key for key in names if not rms or key not in ("beta", "mean")]
@@ -359,12 +357,12 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> None:
     x, w = operands["x"], operands["w"]
     k, n = w.shape
     if {t.dtype for key, t in operands.items() if key not in ("mean", "rstd")} != {x.dtype}:
-        raise Unserved("operands of several types")
+        raise Unserved("no-kernel", what="operands of several types")
     if {operands[key].dtype for key in ("mean", "rstd") if key in operands} != {"float32"}:
-        raise Unserved("mean and rstd are not float32")
+        raise Unserved("no-kernel", what="a mean or rstd in other types than float32")
     row = bias_row(ctx, node, names.index("c"), n)
     if len(x.shape) < 2:
-        raise Unserved("x is a vector")
+        raise Unserved("no-kernel", what="a vector x")
     problem = GemmProblem.of(
         "LayerNormGemmGrad",
         m=prod(x.shape[:-1]),
@@ -380,11 +378,11 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> None:
     if select(problem.op, problem, ctx.hw, ctx.prefs) is None:
         why = refusals(problem.op, problem, ctx.hw).items()
         listing = "; ".join(f"{kernel}: {reason}" for kernel, reason in why)
-        raise Unserved(listing or "it has no rows")
+        raise Unserved("kernels", reasons=listing or "it has no rows")
     if problem.op not in forced(ctx.prefs):
         fused, apart = (total(p, ctx.hw, ctx.prefs) for p in ((problem,), _apart(problem)))
         if apart <= fused:
-            raise Unserved(f"its parts are faster: {apart * 1e6:.1f} µs against {fused * 1e6:.1f}")
+            raise Unserved("faster", by=f": {apart * 1e6:.1f} µs against {fused * 1e6:.1f}")
     if turned := _turned(ctx, problem, w):
         problem = problem.replace(trans_b=True)
     reads = {
@@ -485,7 +483,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> None:
         or name.exposed not in ((), ("dz",))
     ):
         raise Unserved(
-            f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
+            "no-kernel", what=f"{n} columns of {dy.dtype} (16-bit rows of whole 16 bytes)"
         )
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)

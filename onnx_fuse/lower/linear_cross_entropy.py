@@ -270,18 +270,18 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> None:
     x, w, labels = ctx.view(node, 0), ctx.view(node, 1), ctx.dense(node, 3)
     (m, k), classes = x.shape, w.shape[0]
     if x.dtype not in ("float32", "float16", "bfloat16") or w.dtype != x.dtype:
-        raise Unserved(f"no kernel for {x.dtype} and {w.dtype}")
+        raise Unserved("no-kernel", what=f"{x.dtype} and {w.dtype}")
     if labels.dtype not in ("int32", "int64") or 0 in (m, k, classes):
-        raise Unserved(f"labels of {labels.dtype}, or no row")
+        raise Unserved("no-kernel", what=f"labels of {labels.dtype}, or no row")
     exposed = FusedName.of(node.op_type).exposed
     gradients = [bool(exposed) and ctx.wants(node, i) for i in (2, 3, 4)]
     weight = ctx.host(node, 4)
     if not ctx.view(node, 4).shape and (weight is None or weight != 1):
-        raise Unserved("its weight is one number other than 1")
+        raise Unserved("no-kernel", what="a weight of one number other than 1")
     biased = len(ctx.view(node, 2).shape) == 1
     row = bias_row(ctx, node, 2, classes) if biased else None
     if row is None and not is_zero(ctx, node):
-        raise Unserved("its bias is a number that is not known beforehand")
+        raise Unserved("no-kernel", what="a bias of one unknown number")
     stride = -(-classes // COLUMNS) * COLUMNS
     rows = chunk_rows(m, stride, x.dtype)
     if stride != classes and not _leaves_gaps(ctx, x, w, rows, stride):

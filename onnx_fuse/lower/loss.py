@@ -46,12 +46,12 @@ def cross_entropy_grad(ctx: Context, node: ir.Node) -> None:
     """dx = slope (softmax(x) - [class is the label]); label and slope [N, 1, ...]."""
     x, target = floats(ctx.dense(node, 0)), ctx.dense(node, 1)
     if target.dtype not in ("int32", "int64"):
-        raise Unserved(f"no kernel for {x.dtype}")
+        raise Unserved("no-kernel", what=f"labels of {target.dtype}")
     classes, inner = x.shape[1], prod(x.shape[2:])
     count = x.shape[0] * inner
     weight_shape = (x.shape[0], 1, *x.shape[2:])
     if target.shape != weight_shape:
-        raise Unserved("the labels are not one a row")
+        raise Unserved("misfit", what="its labels", to="its rows")
     slope = ctx.contiguous(ctx.view(node, 2).expand(weight_shape))
     dx = ctx.output(node, 0, x.shape, x.dtype)
     problem = CrossEntropy("grad", count, classes, inner, x.dtype, target.dtype)

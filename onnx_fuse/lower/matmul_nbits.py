@@ -76,12 +76,12 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> None:
              (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))]  # fmt: skip
     k, n, bits, block = sizes
     if ctx.attr(node, "weight_prepacked", 0):
-        raise Unserved("weights packed for another runtime's kernels")
+        raise Unserved("no-kernel", what="weights packed for another runtime's")
     if bits not in (2, 4, 8) or block < 16 or block & (block - 1):
-        raise Unserved(f"no kernel for {bits} bits in blocks of {block}")
+        raise Unserved("no-kernel", what=f"{bits} bits in blocks of {block}")
     a = ctx.dense(node, 0)
     if a.dtype not in FLOATS:
-        raise Unserved(f"no kernel for {a.dtype}")
+        raise Unserved("no-kernel", what=a.dtype)
     if a.shape[-1:] != (k,):
         raise ValueError(f"rows of a have {a.shape[-1] if a.shape else 1} elements, but K is {k}")
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
@@ -102,7 +102,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> None:
             raise ValueError(f"{elements[name]} elements of {name} are needed, not {tensor.size}")
         like = name in ("scale", "bias") or (name, zero) == ("zero", "float")
         if like and tensor.dtype != a.dtype:
-            raise Unserved(f"no kernel for {a.dtype} with {name} in {tensor.dtype}")
+            raise Unserved("no-kernel", what=f"{a.dtype} with {name} in {tensor.dtype}")
     product(ctx, node, a, y, packed, n=n, bits=bits, block=block, zero=zero)
 
 

@@ -41,16 +41,16 @@ def layer_norm(ctx: Context, node: ir.Node) -> None:
     length = prod(x.shape[axis:])
     scale = _row(ctx, node, 1 + skip, x.shape[axis:])
     if scale is None:
-        raise Unserved("the scale does not have the shape of a row")
+        raise Unserved("not-a-row", what="the scale")
     reads = {"x": x, "scale": scale}
     if skip:
         reads["residual"] = ctx.dense(node, 1)
         if reads["residual"].shape != x.shape:
-            raise Unserved("the residual is broadcast")
+            raise Unserved("broadcast")
     if not rms and ctx.has(node, 2 + skip):
         bias = _row(ctx, node, 2 + skip, x.shape[axis:])
         if bias is None:
-            raise Unserved("the bias does not have the shape of a row")
+            raise Unserved("not-a-row", what="the bias")
         reads["bias"] = bias
     outputs = ["y", "sum"] if skip else ["y"]
     outputs += name.exposed if node.domain == FUSE else ["mean", "rstd"]
@@ -91,7 +91,7 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> None:
     length = x.shape[-1] if x.shape else 1
     floats(x, *(reads[n] for n in ("dy", "ds") if n in reads))
     if scale.size != length or not x.size:
-        raise Unserved("the scale does not have the shape of a row")
+        raise Unserved("not-a-row", what="the scale")
     problem = NormGrad(
         x.size // length, length, x.dtype, scale.dtype, rstd.dtype, 0, rms, skip,
         dx=ctx.wants(node, 0),
@@ -115,7 +115,7 @@ def group_norm(ctx: Context, node: ir.Node) -> None:
     batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
     groups = ctx.attr(node, "num_groups", channels)
     if scale.size != channels:
-        raise Unserved("scale and bias are per group (opset 18)")
+        raise Unserved("group-scale")
     y = ctx.output(node, 0, x.shape, x.dtype)
     if not x.size:
         return
@@ -161,15 +161,15 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> None:
     dy, x = ctx.view(node, 0), ctx.view(node, 1)
     scale, bias = ctx.dense(node, 2), ctx.dense(node, 3)
     if not floats(x, dy).size or x.size >= 2**32:
-        raise Unserved("nothing to reduce, or 32-bit indices do not reach")
+        raise Unserved("empty")
     outer, last = x.shape, in_stretch(ctx, x)
     images, channels, pixels = outer[0], outer[1], prod(outer[2:])
     groups = ctx.attr(node, "num_groups", channels)
     if scale.size != channels or bias.size != channels or channels % groups:
-        raise Unserved("scale and bias are not a number a channel")
+        raise Unserved("group-scale")
     act = ACTIVATIONS.get(FusedName.of(node.op_type).activation)
     if act is not None and x.dtype == "float64":
-        raise Unserved("its activation is computed in float32")
+        raise Unserved("no-kernel", what="an activation in float64")
     problem = GroupGrad(
         "sums", images, channels, pixels, channels // groups, last, 1, 1, x.dtype, scale.dtype,
         ctx.attr(node, "epsilon", 1e-5), act.key if act else "",
@@ -223,7 +223,7 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> None:
     """BatchNormGrad: dx, dscale, dbias; the forward's mean and variance are the same calls."""
     dy, x, scale = ctx.view(node, 0), ctx.view(node, 1), ctx.dense(node, 2)
     if not floats(x, dy).size or x.size >= 2**32:
-        raise Unserved("nothing to reduce, or 32-bit indices do not reach")
+        raise Unserved("empty")
     relu = _relu_behind(ctx, node)
     dy = ctx.view(relu[0], 1) if relu is not None else dy
     outer, last = x.shape, in_stretch(ctx, x)

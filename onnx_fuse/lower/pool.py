@@ -45,10 +45,10 @@ def _pool(ctx: Context, node: ir.Node, x: Tensor) -> None:
     """The pool of x, which is the node's input or its codes."""
     largest = node.op_type == "MaxPool"
     if x.dtype not in FLOATS and (not largest or x.dtype not in ("int8", "uint8")):
-        raise Unserved(f"no kernel for {x.dtype}")
+        raise Unserved("no-kernel", what=x.dtype)
     rank = len(x.shape) - 2
     if not 1 <= rank <= 3:
-        raise Unserved(f"{rank} spatial axes")
+        raise Unserved("no-kernel", what=f"{rank} spatial axes")
     kernel = ctx.attr(node, "kernel_shape")
     outer = spatial(ctx, node, kernel, x.shape[2:])
     shape = (*x.shape[:2], *outer) if outer else None
@@ -106,7 +106,7 @@ def global_pool(ctx: Context, node: ir.Node) -> None:
     kind = node.op_type.removeprefix("Global").removesuffix("Pool")
     p = ctx.attr(node, "p", 2)
     if kind == "Lp" and p not in (1, 2):
-        raise Unserved(f"p = {p}")
+        raise Unserved("no-kernel", what=f"p = {p}")
     y = ctx.output(node, 0)
     if y.size:
         reducer = {"Average": "Mean", "Max": "Max", "Lp": f"L{p}"}[kind]
@@ -213,7 +213,7 @@ def resize(ctx: Context, node: ir.Node) -> None:
     rank = len(x.shape)
     mode = ctx.attr(node, "mode", "nearest")
     if x.dtype not in FLOATS and (mode != "nearest" or x.dtype not in ("int32", "int8", "uint8")):
-        raise Unserved(f"no kernel for {x.dtype}")
+        raise Unserved("no-kernel", what=x.dtype)
     y = ctx.output(node, 0)
     axes = [a % rank for a in ctx.attr(node, "axes") or range(rank)]
     scales = dict.fromkeys(range(rank), 1.0)
@@ -232,11 +232,11 @@ def resize(ctx: Context, node: ir.Node) -> None:
             ratios = [(min if policy == "not_larger" else max)(ratios)] * len(axes)
         scales |= dict(zip(axes, ratios, strict=True))
     else:
-        raise Unserved("its scales are not known before it runs")
+        raise Unserved("unknown", what="its scales")
     transform = ctx.attr(node, "coordinate_transformation_mode", "half_pixel")
     roi = ctx.host(node, 1) if ctx.has(node, 1) else None
     if transform == "tf_crop_and_resize" and roi is None:
-        raise Unserved("its region of interest is not known before it runs")
+        raise Unserved("unknown", what="its region of interest")
     antialias = bool(ctx.attr(node, "antialias", 0))
     todo = [
         a for a in range(rank) if scales[a] != 1 and not (antialias and x.shape[a] == y.shape[a])
@@ -320,15 +320,15 @@ def grid_sample(ctx: Context, node: ir.Node) -> None:
     x, grid = ctx.dense(node, 0), ctx.dense(node, 1)
     rank = len(x.shape) - 2
     if x.dtype not in FLOATS or rank not in (2, 3):
-        raise Unserved(f"no kernel for {x.dtype} in {rank} axes")
+        raise Unserved("no-kernel", what=f"{x.dtype} in {rank} axes")
     modes = {"nearest": 0, "linear": 1, "bilinear": 1, "cubic": 2, "bicubic": 2}
     mode = modes[ctx.attr(node, "mode", "linear")]
     if mode == 2 and rank == 3:
-        raise Unserved("cubic in three axes")
+        raise Unserved("no-kernel", what="cubic steps in three axes")
     paddings = ("zeros", "border", "reflection")
     y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
     if not y.size or not x.size:
-        raise Unserved("it is empty")
+        raise Unserved("empty")
     problem = GridSample(
         x.shape[0], x.shape[1], triple(x.shape[2:]), prod(grid.shape[1:-1]), rank, x.dtype,
         grid.dtype, mode, paddings.index(ctx.attr(node, "padding_mode", "zeros")),
@@ -343,7 +343,7 @@ def col2im(ctx: Context, node: ir.Node) -> None:
     image, block = ([int(n) for n in ctx.given(node, i, "its shapes")] for i in (1, 2))
     rank = len(image)
     if not 1 <= rank <= 3:
-        raise Unserved(f"{rank} spatial axes")
+        raise Unserved("no-kernel", what=f"{rank} spatial axes")
     y = ctx.output(node, 0, (x.shape[0], x.shape[1] // prod(block), *image), x.dtype)
     taps = window(ctx, node, block, image, [1] * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]

@@ -106,7 +106,7 @@ def _number(ctx: Context, code: Code, node: ir.Node, i: int, view: View) -> Ref 
 
 def _hold_stored(*dtypes: str) -> None:
     if other := [dtype for dtype in dtypes if dtype not in STORAGE]:
-        raise Unserved(f"no kernel for {other[0]}")
+        raise Unserved("no-kernel", what=other[0])
 
 
 def quantize(ctx: Context, node: ir.Node) -> None:
@@ -132,9 +132,9 @@ def quantize(ctx: Context, node: ir.Node) -> None:
     if _from_zero(ctx, node):
         dtype = "uint8"
     if how not in FLOATS or x.dtype not in (*FLOATS, "int32") or scale.dtype == "int32":
-        raise Unserved(f"no kernel divides {x.dtype} by {scale.dtype} in {how}")
+        raise Unserved("no-kernel", what=f"{x.dtype} by {scale.dtype} in {how}")
     if dtype not in RANGES and dtype not in LARGEST:
-        raise Unserved(f"no kernel quantizes to {dtype}")
+        raise Unserved("no-kernel", what=f"codes of {dtype}")
     y, parts = ctx.output(node, 0, x.shape, dtype), _parts(ctx, node, x, scale)
     if not ctx.attr(node, "block_size", 0):
         y = follow(ctx, node, y, [x])
@@ -242,7 +242,7 @@ def dequantize(ctx: Context, node: ir.Node) -> None:
     dtype = dtype_name(ir.DataType(asked)) if asked else scale.dtype
     _hold_stored(q.dtype, scale.dtype, dtype)
     if dtype not in FLOATS:
-        raise Unserved(f"no kernel dequantizes to {dtype}")
+        raise Unserved("no-kernel", what=f"codes to {dtype}")
     parts = _parts(ctx, node, q, scale)
     if not four_bit_weights(ctx, node) and (once := _once(ctx, node, q, parts, dtype)) is not None:
         ctx.alias(node, 0, once)
@@ -405,7 +405,7 @@ def dynamic_quantize(ctx: Context, node: ir.Node) -> None:
     """
     x = ctx.dense(node, 0)
     if x.dtype != "float32":
-        raise Unserved(f"no kernel for {x.dtype}")
+        raise Unserved("no-kernel", what=x.dtype)
     y = ctx.output(node, 0, x.shape, "uint8")
     scale, zero = ctx.output(node, 1, (), "float32"), ctx.output(node, 2, (), "uint8")
     ctx.select(node, Range(x.size), {"x": x}, {"scale": scale, "zero": zero})

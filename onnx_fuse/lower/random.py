@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name
 from onnx_fuse.lower.context import Context, Lowering, Unserved, apply, emit
-from onnx_fuse.program.call import UNKNOWN, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.data_movement import Random
 
 UNIFORM, NORMAL, BERNOULLI, DROPOUT = range(4)
@@ -44,7 +44,7 @@ def draw(ctx: Context, node: ir.Node) -> None:
     shape = ctx.view(node, 0).shape if like else tuple(ctx.attr(node, "shape"))
     dtype = _dtype(ctx, node, ctx.view(node, 0).dtype if like else "float32")
     if dtype not in FLOATS:
-        raise Unserved(f"no random numbers of {dtype}")
+        raise Unserved("no-kernel", what=f"random numbers of {dtype}")
     y = ctx.output(node, 0, shape, dtype)
     if "Normal" in node.op_type:
         fill(ctx, node, y, NORMAL, ctx.attr(node, "mean", 0.0), ctx.attr(node, "scale", 1.0))
@@ -69,7 +69,7 @@ def dropout(ctx: Context, node: ir.Node) -> None:
     training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
     ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)
     if training is None or (training.any() and ratio is None):
-        raise Unserved(f"its ratio, or whether it trains, is {UNKNOWN}")
+        raise Unserved("unknown", what="its ratio, or whether it trains")
     share = float(ratio.reshape(-1)[0]) if ratio is not None else 0.0
     if not training.any() or share == 0:
         ctx.alias(node, 0, x)

@@ -20,7 +20,7 @@ from onnx_fuse.kernels.reduce import pass_width
 from onnx_fuse.kernels.rule_based import BLOCK
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last
-from onnx_fuse.lower.context import Context, Lowering, Unserved, apply
+from onnx_fuse.lower.context import Context, Lowering, apply
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
 from onnx_fuse.program.size import OpenSize, any_batch, coarse
@@ -132,9 +132,7 @@ def reduction(
 def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int]:
     listed = ctx.attr(node, "axes")
     if ctx.has(node, 1):
-        if ctx.host(node, 1) is None:
-            raise Unserved("its axes are not known before it runs")
-        listed = [int(a) for a in ctx.given(node, 1).reshape(-1)]
+        listed = [int(a) for a in ctx.given(node, 1, "its axes").reshape(-1)]
     if not listed:
         return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
     return sorted({int(a) % rank for a in listed}) if rank else []  # a scalar's axis 0 is none

@@ -20,7 +20,7 @@ def roi_align(ctx: Context, node: ir.Node) -> None:
     """RoiAlign: bins of regions of interest, averaged or their maximum."""
     x, rois, index = (ctx.dense(node, i) for i in range(3))
     if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
-        raise Unserved(f"no kernel for {x.dtype} of rank {len(x.shape)}")
+        raise Unserved("no-kernel", what=f"{x.dtype} of rank {len(x.shape)}")
     y = ctx.output(node, 0)
     if not x.size:  # onnxruntime and the kernel would read pixels that are not there
         copy(ctx, node, ctx.constant(np.zeros((), dtype_of(x.dtype))), y)
@@ -39,7 +39,7 @@ def deform_conv(ctx: Context, node: ir.Node) -> None:
     """DeformConv: the moved taps of every place as columns, then a product with the weights."""
     x, w, offset = (ctx.dense(node, i) for i in range(3))
     if x.dtype not in FLOATS or len(x.shape) != 4:
-        raise Unserved(f"no kernel for {x.dtype} in {len(x.shape) - 2} axes")
+        raise Unserved("no-kernel", what=f"{x.dtype} in {len(x.shape) - 2} axes")
     groups, shifts = ctx.attr(node, "group", 1), ctx.attr(node, "offset_group", 1)
     batch, channels, *image = x.shape
     outer, taps = offset.shape[2:], prod(w.shape[2:])
@@ -73,7 +73,7 @@ def nms_chosen(ctx: Context, node: ir.Node) -> None:
     """
     boxes, scores = ctx.dense(node, 0), ctx.dense(node, 1)
     if boxes.dtype != "float32" or scores.dtype != "float32":
-        raise Unserved(f"no kernel for {boxes.dtype}")
+        raise Unserved("no-kernel", what=boxes.dtype)
     batch, classes, count = scores.shape
     reads = {"boxes": boxes, "scores": scores}
     limits = enumerate(("most", "iou", "least"), 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering, NotStatic, around
+from onnx_fuse.lower.context import Context, Lowering, Unserved, around
 from onnx_fuse.program.data_movement import (
     CumulativeSum,
     KeptCounts,
@@ -58,7 +58,7 @@ def kept_positions(ctx: Context, node: ir.Node) -> None:
     keep, first, number = ctx.dense(node, 0), ctx.dense(node, 1), ctx.host(node, 2)
     if number is None:
         ctx.require_operand(node, 2)  # the counts of tiles decide about no shape
-        raise NotStatic("its shape")
+        raise Unserved("unknown", what="its shape")
     count = int(number.reshape(-1)[0])
     position = ctx.output(node, 0, (count,), "int64")
     if not count:

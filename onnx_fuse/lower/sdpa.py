@@ -26,8 +26,6 @@ from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.size import OpenSize, broadcast
 
 A = TypeVar("A", bound=Attention)
-APART = "its matrix multiplications are faster apart"
-BROADCAST = "its queries, keys and values have batches or heads that broadcast"
 SCORES = 1 << 30
 """Bytes of scores in memory that speed may cost."""
 MARGIN = 1.3
@@ -51,7 +49,7 @@ def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     their batches or heads; H is a multiple of Hkv. Raises Unserved where they do not fit together.
     """
     if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
-        raise Unserved(BROADCAST)
+        raise Unserved("broadcast-heads")
     try:
         (batch,) = broadcast(q.shape[:1], k.shape[:1], v.shape[:1])
         (shared,) = broadcast(k.shape[1:2], v.shape[1:2])
@@ -59,7 +57,7 @@ def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
         if not shared or heads % shared:  # heads of keys to which one of queries is broadcast
             (heads,) = broadcast((heads,), (shared,))
     except ValueError:
-        raise Unserved(BROADCAST) from None
+        raise Unserved("broadcast-heads") from None
     leading = ((batch, heads), (batch, shared), (batch, shared))
     fitted = [
         t if t.shape[:2] == lead else ctx.contiguous(t.expand((*lead, *t.shape[2:])))
@@ -156,14 +154,14 @@ def _masks(
         if step == "Where":
             fill = ctx.host(node, at + 1)
             if fill is None or np.isnan(fill).any():
-                raise Unserved("what its condition fills in is not known")
+                raise Unserved("no-kernel", what="a fill that is not known")
             suffix = name.removeprefix("mask")
             masks.fields[f"keep{suffix}"] = True
             masks.fields[f"fill{suffix}"] = float(fill.reshape(()))
             tensor = _as_numbers(ctx, node, tensor, q.dtype)
         at += 2 if step == "Where" else 1
         if larger:
-            raise Unserved("its mask is larger than the scores")
+            raise Unserved("mask-grows")
         if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
             tensor = ctx.contiguous(tensor)
         masks.reads[name] = tensor.expand(shape)
@@ -196,9 +194,9 @@ def sdpa(ctx: Context, node: ir.Node) -> None:
     """y = softmax(z) v with z from scale q kᵀ, the S x T matrix never in memory."""
     exposed = FusedName.of(node.op_type).exposed
     if exposed not in ((), ("lse",)):
-        raise Unserved(f"it returns {', '.join(exposed)}")
+        raise Unserved("results", names=", ".join(exposed))
     if len(ctx.view(node, 0).shape) != 4:
-        raise Unserved("its operands are not [B, H, S, D]")
+        raise Unserved("no-kernel", what="operands other than [B, H, S, D]")
     q, k, v = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
     masks = _masks(ctx, node, 3, q, k)
     y = _output(ctx, node, 0, (*q.shape[:3], v.shape[3]), q.dtype)
@@ -206,7 +204,7 @@ def sdpa(ctx: Context, node: ir.Node) -> None:
     if exposed:
         writes["lse"] = ctx.output(node, 1, (*q.shape[:3], 2), "float32")
     if not prod(y.shape) or not k.shape[2]:
-        raise Unserved("it is empty")
+        raise Unserved("empty")
     problem, masks = _windowed(ctx, node, Attention, q, k, v, masks, 3, y=y)
     reads = {"q": q, "k": k, "v": v} | masks.reads
     if (quantized := _quantized(ctx, node, problem, reads)) is not None:
@@ -220,7 +218,7 @@ def sdpa(ctx: Context, node: ir.Node) -> None:
         except Unserved as error:
             raise NoRoom(str(error)) from None
     if _apart_pays(ctx, problem, 2 * len(exposed)):
-        raise Unserved(APART)
+        raise Unserved("faster", by="")
     ctx.select(node, problem, reads, writes)
 
 
@@ -278,13 +276,13 @@ def attention(ctx: Context, node: ir.Node) -> None:
     A sliding window that no kernel skips becomes a mask known at lowering.
     """
     if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
-        raise Unserved("it has a mask or a past, or its heads are not apart")
+        raise Unserved("no-kernel", what="a mask, a past or heads side by side")
     if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
-        raise Unserved("it has a softcap, or returns more than the attention")
+        raise Unserved("no-kernel", what="a softcap or further results")
     q, k, v = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
     shape = (*q.shape[:3], v.shape[3])
     if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise Unserved("it is empty, or its types differ")
+        raise Unserved("no-kernel", what="operands that are empty or of several types")
     reads = {"q": q, "k": k, "v": v}
     left, right = (ctx.attr(node, f"{side}_window_size", -1) for side in ("left", "right"))
     right = 0 if ctx.attr(node, "is_causal", 0) else right
@@ -293,7 +291,7 @@ def attention(ctx: Context, node: ir.Node) -> None:
     if left >= 0 or right >= 0:
         fields = _window(left, right, q.shape[2], k.shape[2])
         if fields is None:
-            raise Unserved("a query sees no key through its window")
+            raise Unserved("no-kernel", what="a window without a key")
         problem = replace(problem, **{"causal": False, **fields})
         if problem.window and not ctx.serves(problem):
             ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
@@ -309,16 +307,16 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
     dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
     if _fitted(ctx, q, k, v) != (q, k, v):
-        raise Unserved(BROADCAST)
+        raise Unserved("broadcast-heads")
     lse = ctx.dense(node, 2)
     masks = _masks(ctx, node, 6, q, k)
     if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
-        raise Unserved("it is empty")
+        raise Unserved("empty")
     asked, masks = _windowed(ctx, node, AttentionGrad, q, k, v, masks, 6, dy=dy, y=y)
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse} | masks.reads
     names, shapes = ("dq", "dk", "dv"), (q.shape, k.shape, v.shape)
     if _apart_pays(ctx, asked):
-        raise Unserved(APART)
+        raise Unserved("faster", by="")
     merged = _merged(ctx, node, shapes, q.dtype)
     if merged is not None:
         writes = dict(zip(names, merged, strict=True))

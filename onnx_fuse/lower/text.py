@@ -39,14 +39,14 @@ def tfidf(ctx: Context, node: ir.Node) -> None:
     x = ctx.dense(node, 0)
     pool = ctx.attr(node, "pool_int64s")
     if x.dtype not in ("int32", "int64") or not pool:
-        raise Unserved("it is over strings")
+        raise Unserved("no-kernel", what="strings")
     table = entries(
         ctx.attr(node, "ngram_counts"), len(pool), ctx.attr(node, "ngram_indexes"),
         ctx.attr(node, "min_gram_length"), ctx.attr(node, "max_gram_length"),
         ctx.attr(node, "max_skip_count"),
     )  # fmt: skip
     if table is None:
-        raise Unserved("two n-grams share a column")
+        raise Unserved("no-kernel", what="n-grams that share a column")
     width = len(table)
     y = ctx.output(node, 0, (*x.shape[:-1], width), "float32")
     reads = {"x": x, "pool": ctx.constant(np.array(pool, np.int64)), "entry": ctx.constant(table)}

@@ -13,7 +13,7 @@ from onnx_fuse.cuda.pointwise import cast_step, dtype_name
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Context, Lowering, NotStatic, Unserved, apply, copy
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply, copy
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
@@ -208,7 +208,7 @@ def _pad_axes(
     """edge, reflect, wrap: axis by axis, the border rows copied from their sources."""
     rank = len(x.shape)
     if any(b < 0 or a < 0 for b, a in zip(before, after, strict=True)):
-        raise Unserved(f"Pad mode {mode} with negative pads has no kernel")
+        raise Unserved("no-kernel", what=f"Pad mode {mode} with negative pads")
     padded = [k for k in range(rank) if before[k] or after[k]]
     if not padded:
         ctx.alias(node, 0, x)
@@ -267,13 +267,13 @@ def bit_cast(ctx: Context, node: ir.Node) -> None:
     """The same bits as another type of that size."""
     x, name = ctx.view(node, 0), dtype_name(ir.DataType(ctx.attr(node, "to")))
     if ITEMSIZE.get(name) != ITEMSIZE[x.dtype]:
-        raise Unserved(f"no view of {x.dtype} as {name}")
+        raise Unserved("no-kernel", what=f"a view of {x.dtype} as {name}")
     ctx.alias(node, 0, Tensor(x.buffer, name, x.shape, x.strides, x.offset))
 
 
 def constant_of_shape(ctx: Context, node: ir.Node) -> None:
     """Refuse a shape that is not known; one that is known is evaluated on the host."""
-    raise NotStatic("its shape")
+    raise Unserved("unknown", what="its shape")
 
 
 def eye_like(ctx: Context, node: ir.Node) -> None:

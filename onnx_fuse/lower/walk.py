@@ -29,7 +29,6 @@ from onnx_fuse.lower.context import (
     WEIGHT_LIMIT,
     Lowering,
     Mistyped,
-    NotStatic,
     Slot,
     Unserved,
     data_type,
@@ -46,10 +45,11 @@ from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import LENGTHS, UNKNOWN, Call, NeedsValues, Program, Shapes, Tensor
+from onnx_fuse.program.call import LENGTHS, Call, NeedsValues, Program, Shapes, Tensor
 from onnx_fuse.program.passes.callgraph import writers_of
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Prefs
+from onnx_fuse.reasons import Reason
 
 FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", "GatherElements",
           "GatherND", "Gemm", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
@@ -334,25 +334,25 @@ class Lowerer(Control):
             if not reason:
                 return
             self._rewind(mark)
-            if UNKNOWN in reason and (names := self._deciding(node)):
+            if reason.name == "unknown" and (names := self._deciding(node)):
                 raise NeedsValues(names)
             if self._learns(node, reason):
                 self._defer(node)
             elif not (self._empty(node) or self._expand(node)):
                 self._fallback(node, reason)
             elif lowering is not None:
-                self.in_parts.setdefault(node.op_type, reason)
+                self.in_parts.setdefault(node.op_type, str(reason))
         finally:
             if outermost:
                 self._owner = ""
 
-    def _attempt(self, lowering: Lowering | None, node: ir.Node) -> str:
-        """Why the lowering does not serve the node; "" where it has."""
+    def _attempt(self, lowering: Lowering | None, node: ir.Node) -> Reason | None:
+        """Why the lowering does not serve the node; None where it has."""
         given = (v for v in node.inputs if v is not None)
         if (unsupported := next((v for v in given if not self._numeric(v)), None)) is not None:
-            return f"no kernel takes {unsupported.dtype} tensors"
+            return Reason("no-kernel", what=f"{unsupported.dtype} tensors")
         if lowering is None:
-            return "no kernel"
+            return Reason("unserved")
         if node.domain == "" and node.op_type in FITTED:
             # kernels take types that an opset's operator does not have
             with contextlib.suppress(Mistyped):
@@ -361,8 +361,8 @@ class Lowerer(Control):
             with self._misfits(node):
                 lowering(self, node)
         except Unserved as error:
-            return str(error)
-        return ""
+            return error.reason
+        return None
 
     @contextlib.contextmanager
     def _misfits(self, node: ir.Node) -> Iterator[None]:
@@ -556,13 +556,13 @@ class Lowerer(Control):
             value = self.host(node, i)
             if value is None:
                 unknown.append(i)
-                raise NotStatic(f"input {i}")
+                raise Unserved("unknown", what=f"input {i}")
             return value
 
         try:
             with self._misfits(node):
                 results = rule(op, node, shapes, known)
-        except NotStatic:
+        except Unserved:
             if names := self._deciding(node, unknown[0]):
                 raise NeedsValues(names) from None
             self.undecided.add(node)
@@ -636,7 +636,7 @@ class Lowerer(Control):
         ir.passes.common.InlinePass()(single)
         return single.graph
 
-    def _fallback(self, node: ir.Node, reason: str) -> None:
+    def _fallback(self, node: ir.Node, reason: Reason) -> None:
         """Fall back to onnxruntime, or defer to a later stage if shapes depend on data."""
         if self._learns(node, reason):  # a decomposition asked for a value
             self._defer(node)
@@ -646,7 +646,7 @@ class Lowerer(Control):
             self._defer(node)
             return
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
-        self.fallbacks.setdefault(name, reason)
+        self.fallbacks.setdefault(name, str(reason))
         types = None if captured(node) or sequences(self, node.inputs) else self.infer(node)
         outputs = [(i, v) for i, v in enumerate(node.outputs) if v.name]
         found_types = [None if types is None else types[i] for i, _ in outputs]
@@ -676,7 +676,7 @@ class Lowerer(Control):
                 (),
                 tuple(reads.items()),  # type: ignore[arg-type]
                 tuple(writes.items()),
-                note=reason,
+                note=str(reason),
                 host=model.SerializeToString(),
             )
         )
@@ -686,9 +686,9 @@ class Lowerer(Control):
         for value in node.outputs:
             self.slots[value] = Slot(later=True)
 
-    def _learns(self, node: ir.Node, reason: str) -> bool:
+    def _learns(self, node: ir.Node, reason: Reason) -> bool:
         """Whether a later stage can lower the node, once a small deciding operand is computed."""
-        if UNKNOWN not in reason and node.op_type not in CONTROL and node not in self.undecided:
+        if reason.name != "unknown" and node.op_type not in CONTROL and node not in self.undecided:
             return False
         tensors = (self.slots[v].tensor for v in node.inputs if v is not None)
         return any(

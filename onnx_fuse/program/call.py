@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 ModelBytes = bytes  # a serialized ModelProto
 INT32_LIMIT = 2**31
-UNKNOWN = "not known before it runs"
-"""Part of the reason where an operand's value would have to be known at lowering. Small integer
-feeds that such an operand comes from are then made part of the shape key."""
 
 
 LOWEST = {

@@ -198,7 +198,7 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> Reason:
         read_by = f"{_kinds(readers)}{more}" if readers else "outputs of the model alone"
         return Reason("norm-readers", readers=read_by)
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
-        return Reason("computed", what="what its matrix multiplication is by")
+        return Reason("computed", what="what its matrix multiplication multiplies by")
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if "Cast" in views:
         return Reason("norm-cast")
