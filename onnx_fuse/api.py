@@ -62,21 +62,21 @@ def optimize(
 
 @overload
 def optimize(
-    model: Any, args: Any = None, *, level: int = 2, fuse: Sequence[str] = (),
+    model: Any, args: object = None, *, level: int = 2, fuse: Sequence[str] = (),
     skip: Sequence[str] = (), precision: str = "fp32", report: Literal[False] = False,
 ) -> onnx.ModelProto: ...  # fmt: skip
 
 
 @overload
 def optimize(
-    model: Any, args: Any = None, *, level: int = 2, fuse: Sequence[str] = (),
+    model: Any, args: object = None, *, level: int = 2, fuse: Sequence[str] = (),
     skip: Sequence[str] = (), precision: str = "fp32", report: Literal[True],
 ) -> tuple[Result, Report]: ...  # fmt: skip
 
 
 def optimize(
-    model: Any,
-    args: Any = None,
+    model: object,
+    args: object = None,
     *,
     level: int = 2,
     fuse: Sequence[str] = (),
@@ -135,7 +135,7 @@ def gradient(
     wrt: Sequence[str] | None = None,
     loss: str | None = None,
     order: int = 1,
-    **options: Any,
+    **options: object,
 ) -> Kind: ...
 
 
@@ -145,7 +145,7 @@ def gradient(
     wrt: Sequence[str] | None = None,
     loss: str | None = None,
     order: int = 1,
-    **options: Any,
+    **options: object,
 ) -> onnx.ModelProto: ...
 
 
@@ -154,7 +154,7 @@ def gradient(
     wrt: Sequence[str] | None = None,
     loss: str | None = None,
     order: int = 1,
-    **options: Any,
+    **options: object,
 ) -> Result:
     """Append the backward of a model to it: a graph that computes gradients on any runtime.
 
@@ -199,7 +199,7 @@ def hvp(
     *,
     loss: str,
     device: str = "cpu",
-    **options: Any,
+    **options: object,
 ) -> dict[str, Any]:
     """The product of a loss's Hessian with vectors, by the names of weights or inputs.
 

@@ -36,7 +36,7 @@ class Rep(BackendRep):
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
 
-    def run(self, inputs: object, **kwargs: Any) -> tuple[Any, ...]:
+    def run(self, inputs: object, **kwargs: object) -> tuple[Any, ...]:
         """Run the model on a list of arrays (in the order of the inputs), one array, or a dict.
 
         `kwargs` may have "run_options", for `InferenceSession.run`. Returns the outputs as a named
@@ -59,7 +59,7 @@ class Backend(Base):
 
     @classmethod
     def is_compatible(
-        cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: Any
+        cls, model: onnx.ModelProto | bytes | str, device: str = "CPU", **kwargs: object
     ) -> bool:
         """Whether the model is valid, its operators are known, and the device is usable.
 
@@ -87,7 +87,7 @@ class Backend(Base):
         model: onnx.ModelProto | bytes | str,
         inputs: object,
         device: str = "CPU",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Any, ...]:
         """Run a model once on `inputs`, those of `Rep.run`; `kwargs` are those of `prepare`."""
         return cls.prepare(model, device, **kwargs).run(inputs)

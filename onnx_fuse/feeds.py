@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class InputSpec:
     """An input as runs check it: name, onnxruntime's name of its type, NumPy's type, shape."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Argument) -> None:
         self.name: str = value.name
         self.type = value.type.removeprefix("tensor(").removesuffix(")")
         self.dtype = dtype_of(_NUMPY_NAMES.get(self.type, self.type))

@@ -42,7 +42,7 @@ class Variant:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
+    def launch(self, problem: AnyProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel's calls, from the changed source."""
         return tuple(
             replace(x, source=self._text) if Path(x.source).name == self._file else x

@@ -84,7 +84,7 @@ def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
         cls.__init__.__qualname__ = function.__qualname__  # which a TypeError names
 
         @wraps(function)
-        def call(*args: Any, **options: Any) -> R:
+        def call(*args: object, **options: object) -> R:
             lead = [*args[: len(before)], *(options.pop(p.name) for p in before[len(args) :])]
             given = cls(*args[len(before) :], **options)
             check_types(given)

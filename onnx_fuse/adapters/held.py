@@ -251,7 +251,7 @@ class HeldAdapters:
             raise UsageError(f"the adapters of this batch have {ranks} ranks, {_room(most, ranks)}")
         shape = rows_for(ranks), layout.columns
         executable: Executable | None = session._executable
-        stack: Any
+        stack: Array | DeviceTensor
         if executable is None:
             stack = np.zeros(shape, layout.dtype)
             np.concatenate(parts, out=stack[:ranks])

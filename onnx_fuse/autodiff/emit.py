@@ -114,7 +114,7 @@ class Emitter(Writer):
         try:
             if carries_body(node):
                 return self._infer_body(node, types)
-            schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+            schema: Any = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
             proto = ir.serde.serialize_node(node)
             inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
                 schema, proto, types, data, None, self._imports
@@ -160,7 +160,7 @@ def _key(node: ir.Node) -> Any:
     """A key that is equal for nodes that compute the same; None for those that are never shared."""
     attributes = []
     for name, attribute in sorted(node.attributes.items()):
-        value: Any = attribute.value
+        value = attribute.value
         if attribute.type == ir.AttributeType.TENSOR:
             if value.size > 256:
                 return None

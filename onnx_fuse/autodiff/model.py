@@ -152,7 +152,7 @@ def only_measured(graph: ir.Graph) -> dict[str, str]:
 
 def gradient(
     model: Model, wrt: Sequence[str] | None = None, loss: str | None = None, order: int = 1,
-    **options: Any,
+    **options: object,
 ) -> ir.Model:  # fmt: skip
     """Append the backward of a model to it; arguments and errors are those of `api.gradient`."""
     if order not in (1, 2):

@@ -67,7 +67,7 @@ def root(
 
 def _add_command(command: Callable[..., None], examples: Sequence[str]) -> None:
     @wraps(command)
-    def run(**options: Any) -> None:
+    def run(**options: object) -> None:
         if entry_points(group="onnx_fuse.plugins"):
             from onnx_fuse import plugins
 
@@ -169,7 +169,7 @@ def _report_error(error: Exception) -> int:
 
 _INTERRUPTED = 130
 # The parser's own errors; their base class has no public name in typer.
-_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _fail(text: str, code: int) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def check(
     original: Path,
-    candidate: Any,
+    candidate: Path | onnx_ir.Model,
     request: Request,
     inputs: Path | None = None,
     source: onnx_ir.Model | None = None,

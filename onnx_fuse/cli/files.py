@@ -8,16 +8,21 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import is_stream
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from onnx_fuse.ir.constants import Model
 
 T = TypeVar("T")
 Paths: TypeAlias = "Mapping[str, Path | Sequence[Path] | None]"
 
 
-def load(model: Any, name: str) -> Any:
+def load(model: Model, name: str) -> ir.Model:
     """`session.load`, with `name` in the error even where the model was parsed before."""
     from onnx_fuse import session
 

@@ -69,7 +69,7 @@ def with_options(text: str = "", *classes: type, after: str = "") -> Callable[[C
         expanded = {key for cls in objects.values() for key in _fields(cls)}
 
         @wraps(command)
-        def call(**values: Any) -> None:
+        def call(**values: object) -> None:
             values |= {key: parse(values[key]) for key, parse in read.items() if key in values}
             values |= {name: cls(**values_of(cls, values)) for name, cls in objects.items()}
             command(**{key: value for key, value in values.items() if key not in expanded})

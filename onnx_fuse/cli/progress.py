@@ -12,9 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from onnx_fuse import progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 _PATIENCE = 2.0  # seconds without a bar
 _REFRESH = 0.2
@@ -106,7 +110,7 @@ class _Bar:
                 if self._stop.wait(_REFRESH):
                     return
 
-    def _show(self, bars: Any, task: Any, console: Any) -> None:
+    def _show(self, bars: Progress, task: TaskID, console: Console) -> None:
         label, done, total = self._what, self._done, self._total
         spent = time.monotonic() - self._step_began
         text = f"{time.monotonic() - self._began:.0f} s"

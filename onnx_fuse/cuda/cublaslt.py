@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from onnx_fuse.errors import DeviceError
@@ -47,7 +48,7 @@ class BoundMatmul:
         m, n, k = problem.m, problem.n, problem.k
         lda, ldb = problem.ld
 
-        def put(setter: Any, what: int, name: Any, dtype: str, value: int) -> None:
+        def put(setter: Callable[..., Any], what: int, name: int, dtype: str, value: int) -> None:
             word = np.array([value], dtype)
             setter(what, name, word.ctypes.data, word.nbytes)
 
@@ -133,7 +134,7 @@ class BoundMatmul:
             destroy(what)
 
 
-def _handle(lt: Any) -> int:
+def _handle(lt: ModuleType) -> int:
     """The library's handle for the current device, which is made once."""
     from cuda.bindings import driver
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -628,7 +628,7 @@ class Code:
         self.rows.append(Row(len(self.reads) - 1, at, step, size))
         return "load", len(self.reads) - 1
 
-    def scalar(self, value: Any, dtype: str) -> Ref:
+    def scalar(self, value: float | np.generic, dtype: str) -> Ref:
         """A number known at lowering, passed as an argument of the kernel."""
         kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
         kind = kind or ("f32" if dtype in FLOATS else "i32")
@@ -664,7 +664,7 @@ def cast_step(dtype: str) -> str:
     return special.get(dtype, "Cast")
 
 
-def rounded(code: Code, value: Any, dtype: str, saturate: bool) -> Any:
+def rounded(code: Code, value: Ref, dtype: str, saturate: bool) -> Ref:
     """A float rounded to one of LARGEST's dtypes; a NaN stays one where the dtype has it."""
     if saturate:
         value = code.step("ClipMin", "float32", value, code.scalar(-LARGEST[dtype], "float32"))

@@ -275,7 +275,7 @@ class Batcher:
         if not any(rows):
             return
         count, draws = len(rows), self._draws(rows)
-        ids: Any = np.zeros((count, 1), np.int64)
+        ids = np.zeros((count, 1), np.int64)
         counts = np.ones(count, np.int64)
         for i, request in enumerate(rows):
             if request is not None:

@@ -24,13 +24,14 @@ from onnx_fuse.generation.decoder import CacheTensor, decoder_of
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.generation.sampling import AFTER, LAST, TOKEN, append_sampler, sampler
 from onnx_fuse.ir.build import Builder, required_inputs
-from onnx_fuse.ir.constants import CANONICAL_OPSET
+from onnx_fuse.ir.constants import CANONICAL_OPSET, Model
 from onnx_fuse.runtime import device, ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.session import InferenceSession, load
 
 if TYPE_CHECKING:
     from onnx_fuse.cache import Entry
+    from onnx_fuse.runtime.binding import Binding
 
 
 class Engine:
@@ -278,7 +279,7 @@ class Engine:
         self.sampler.run_with_iobinding(binding, **how)
         return binding.get_outputs()[0]
 
-    def _count(self, binding: Any, feeds: dict[str, Array]) -> None:
+    def _count(self, binding: Binding, feeds: dict[str, Array]) -> None:
         """Let each run make what is one more in the next, from what `feeds` have now."""
         for name in self.decoder.counted:
             array = np.ascontiguousarray(feeds.pop(name))
@@ -330,7 +331,7 @@ class _Sampled(InferenceSession):
     """A decoder's file with a sampler behind it, which the cache tells from the file by itself."""
 
     def __init__(
-        self, source: Any, model: ir.Model, at: int, append: partial[None], device: str | None,
+        self, source: Model, model: ir.Model, at: int, append: partial[None], device: str | None,
         precision: str,
     ) -> None:  # fmt: skip
         self._loaded, self._at, self._append = [model], at, append

@@ -17,6 +17,7 @@ from onnx_fuse.generation.options import GeneratorOptions
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, streams
 from onnx_fuse.generation.speculation import Draft
 from onnx_fuse.options import shared, takes
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
@@ -90,7 +91,7 @@ class Generator:
         plain = options.repetition_penalty == 1 and (len(lengths) == 1 or not self._eos)
         self._is_ahead = self._engine.runs_ahead and plain and options.draft is None
         self._begun_runs = deque[Answer]()
-        self._latest: Any = None  # tokens of the last of them
+        self._latest: DeviceTensor | None = None  # tokens of the last of them
         self._draft = None if options.draft is None else Draft(self._room, options)
 
     def memory(self) -> dict[str, int]:

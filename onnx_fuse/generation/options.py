@@ -31,7 +31,7 @@ class DecoderOptions:
         repetition_penalty (--repetition-penalty, above 0): Make tokens that came before less
             probable by this factor. | Logits above 0 are divided by it, and others multiplied.
         """
-    model: Any = field(kw_only=False)
+    model: object = field(kw_only=False)
     device: str | None = None
     precision: str = "fp32"
     temperature: float = 0.0
@@ -92,7 +92,7 @@ class GeneratorOptions(Continuation, DecoderOptions):
         """
     chunk: int | None = None
     max_length: int | None = None
-    draft: Any = None
+    draft: object = None
     guesses: int = 4
     adapter: str | Sequence[str | None] | None = None
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.generation.options import DecoderOptions
 from onnx_fuse.ir.build import Builder, add_input
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
+from onnx_fuse.runtime.tensor import Argument
 
 TOKEN = "next_token"
 AFTER = "after."
@@ -119,7 +120,7 @@ def _drawn(op: Builder, x: ir.Value, sampling: DecoderOptions, drawn: ir.Value) 
     return place if places is None else op.GatherElements(places, place, axis=1)
 
 
-def sampler(logits: object, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
+def sampler(logits: Argument, sampling: DecoderOptions, ragged: bool, rows: int = 1) -> ir.Model:
     """A model of its own, from an output `logits` as a session describes it."""
     from onnx_fuse.feeds import InputSpec
 

@@ -15,7 +15,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.ir.constants import Model, one_line
 
 
-def exported(model: Any, args: Any = None, dynamic_shapes: Any = None) -> Model:
+def exported(model: Any, args: object = None, dynamic_shapes: object = None) -> Model:
     """The model that was given, or the ONNX model of what PyTorch calls one.
 
     Args:
@@ -45,7 +45,7 @@ def _is_module(model: object) -> bool:
                for c in type(model).__mro__)  # fmt: skip
 
 
-def _export(module: Any, args: Any, dynamic_shapes: Any) -> onnx.ModelProto:
+def _export(module: Any, args: object, dynamic_shapes: object) -> onnx.ModelProto:
     import torch
 
     named: dict[str, Any] = dict(args) if isinstance(args, Mapping) else {}

@@ -341,7 +341,7 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
             value.shape = None if source.shape is None else ir.Shape(source.shape[1:])
     body = node.attributes.pop("body").as_graph()
     directions = {} if ways is None else {"scan_input_directions": ways.as_ints()}
-    attributes: Any = {"body": body, "num_scan_inputs": count, **directions}
+    attributes: dict[str, Any] = {"body": body, "num_scan_inputs": count, **directions}
     inner = ir.node("Scan", elements, attributes, num_outputs=len(node.outputs))
     inner.name = f"{stem}.element"
     for i, value in enumerate(inner.outputs):
@@ -361,7 +361,7 @@ def _slope_of_other_types(node: ir.Node, op: Writer) -> list[ir.Value] | None:
     x = node.inputs[0]
     if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
         return None
-    slope: Any = given(node, 1)
+    slope: ir.Value | float | None = given(node, 1)
     if slope is None:
         slope = float(np.float32(_pop_attribute(node, "alpha", 0.01)))
     return [op.formula("Where(x < 0, slope * x, x)", x=x, slope=slope)]

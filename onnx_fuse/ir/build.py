@@ -30,7 +30,7 @@ class Builder:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
 
-        def build(*inputs: Any, **keywords: Any) -> Any:
+        def build(*inputs: object, **keywords: Any) -> Any:
             return self.node(op_type, inputs, **keywords)
 
         return build

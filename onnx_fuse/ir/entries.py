@@ -21,6 +21,8 @@ from onnx_fuse.ir.traits import VIEWS
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Sizes: TypeAlias = list[SymbolicSize | None]
+Entry: TypeAlias = "SymbolicSize | bool | None"
+"""A number or a truth value; None where it is not known."""
 MOST = 64
 """The entries of a tensor that are followed; of a longer one nothing is known."""
 
@@ -205,7 +207,7 @@ def comparisons(sign: Callable[[SymbolicSize], int | None]) -> dict[str, Callabl
     """The operators that compare entries, by the sign of a difference where it is known."""
 
     def comparison(holds: Callable[[int], bool]) -> Callable[..., Any]:
-        def decide(a: Any, b: Any) -> bool | None:
+        def decide(a: Entry, b: Entry) -> bool | None:
             if a is None or b is None or isinstance(a, bool) or isinstance(b, bool):
                 return None
             order = sign(a - b)
@@ -241,7 +243,7 @@ def arithmetic(
 ) -> Callable[..., Any]:
     """A function of sizes as one of entries; where `settled`, without an unknown in the result."""
 
-    def compute(*args: Any) -> SymbolicSize | None:
+    def compute(*args: object) -> SymbolicSize | None:
         if any(not isinstance(a, SymbolicSize) for a in args):
             return None
         result = function(*args)
@@ -284,7 +286,7 @@ _FOLLOWED |= {*_NUMBERS, *_COMPARED, *LOGIC, *_REDUCTIONS}
 def _cast_to(node: ir.Node) -> Callable[..., Any]:
     to = ir.DataType(node.attributes.get_int("to", 0))
 
-    def cast(a: Any) -> Any:
+    def cast(a: Entry) -> Any:
         if to == ir.DataType.BOOL:
             order = a if isinstance(a, bool) or a is None else sign(a)
             return None if order is None else bool(order)

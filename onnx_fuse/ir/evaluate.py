@@ -207,7 +207,7 @@ def _at(arrays: Sequence[Any], index: int) -> Any:
     return arrays[index] if index < len(arrays) else None
 
 
-def _ints(array: Any) -> tuple[int, ...]:
+def _ints(array: Array) -> tuple[int, ...]:
     return tuple(int(n) for n in np.reshape(array, -1))
 
 

@@ -38,7 +38,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import FLOATS, Code, call_of, dtype_name
+from onnx_fuse.cuda.pointwise import FLOATS, Code, Ref, call_of, dtype_name
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
@@ -583,13 +583,13 @@ def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
     return sizes.broadcast(*shapes)
 
 
-def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
+def emit(ctx: Context, code: Code, node: ir.Node, value: Ref, y: Tensor) -> None:
     """Append the call that stores `value` to `y`."""
     call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
     ctx.append(call)
 
 
-def apply(ctx: Context, node: ir.Node, y: Tensor, step: str, *operands: Any) -> None:
+def apply(ctx: Context, node: ir.Node, y: Tensor, step: str, *operands: Tensor | float) -> None:
     """y = step(operands), tensors that broadcast to y's shape and numbers; "": the operand itself.
 
     A number is of the type of the last tensor, or of y's.

@@ -11,7 +11,6 @@ passes hand on stays on the device.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -226,7 +225,7 @@ def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> i
     """The oldest opset that has the node's operator, where later versions only allow more types."""
     schema = onnx.defs.get_schema(node.op_type, opset, "")
 
-    def same(a: Any, b: Any) -> bool:
+    def same(a: onnx.defs.OpSchema, b: onnx.defs.OpSchema) -> bool:
         ends = [[(p.name, p.option) for p in (*s.inputs, *s.outputs)] for s in (a, b)]
         return bool(
             ends[0] == ends[1] and a.doc == b.doc and set(a.attributes) == set(b.attributes)

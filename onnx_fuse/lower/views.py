@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -186,7 +185,7 @@ def pad(ctx: Context, node: ir.Node) -> None:
     if mode != "constant":
         return _pad_axes(ctx, node, x, before, after, mode)
     y = follow(ctx, node, ctx.output(node, 0, shape, x.dtype), [x])
-    fill: Any = 0
+    fill: Tensor | float = 0
     if ctx.has(node, 2):
         value = ctx.host(node, 2)
         fill = ctx.view(node, 2).view(()) if value is None else value.reshape(-1)[0]

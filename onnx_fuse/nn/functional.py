@@ -394,7 +394,7 @@ def merge_heads(x: Tensor) -> Tensor:
 @operation
 def _loss(
     op: Writer, x: ir.Value, target: ir.Value, weight: Given, pos_weight: Given, *more: ir.Value,
-    kind: str, names: tuple[str, ...], **options: Any,
+    kind: str, names: tuple[str, ...], **options: object,
 ) -> Any:  # fmt: skip
     options |= {"weight": weight, "pos_weight": pos_weight, **dict(zip(names, more, strict=True))}
     return LOSSES[kind].build(op, x, target, options)

@@ -132,7 +132,7 @@ class _Named(Optimizer):
 
     kind: ClassVar[str]
 
-    def __init__(self, parameters: Module | Iterable[Any], **numbers: Any) -> None:
+    def __init__(self, parameters: Module | Iterable[Any], **numbers: object) -> None:
         super().__init__(parameters, rules.make(self.kind, **numbers))
 
 

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import onnx_ir as ir
+
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
 
@@ -81,7 +83,7 @@ class Activation:
             text = text.replace(f"@{name}", repr(value))
         return re.sub(r"\bdy\b", dy, text) + "\n"
 
-    def alone(self, op: Builder, x: Any, fused: Any) -> Any:
+    def alone(self, op: Builder, x: ir.Value, fused: ir.Node) -> Any:
         """The standalone op of x, with the attribute that the fused node took over."""
         numbers = {k: a.value for k, a in fused.attributes.items() if f"{k}:" in self.attributes}
         attributes = numbers | dict(self.fixed)

@@ -204,7 +204,7 @@ class _Text:
 # ---- as nodes --------------------------------------------------------------------------------
 
 
-def emitted(text: str, op: Builder, node: ir.Node | None = None, /, **values: Any) -> Any:
+def emitted(text: str, op: Builder, node: ir.Node | None = None, /, **values: object) -> Any:
     """The result of formulas, one a line or between `;`, whose nodes the Builder `op` makes.
 
     A last line of names between commas gives them all. `values` are the tensors, and what a

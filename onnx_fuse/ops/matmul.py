@@ -94,7 +94,7 @@ def einsum_terms(node: ir.Node, ranks: Sequence[int | None]) -> tuple[list[str],
     return [t.replace("...", letters) for t in terms], right.replace("...", letters)
 
 
-def _turned(op: Writer, x: Any, letters: str, order: Sequence[str]) -> tuple[Any, str]:
+def _turned(op: Writer, x: ir.Value, letters: str, order: Sequence[str]) -> tuple[Any, str]:
     """A term of an Einsum with its letters in this order."""
     perm = sorted(range(len(letters)), key=lambda at: order.index(letters[at]))
     moved = op.Transpose(x, perm=perm) if perm != sorted(perm) else x

@@ -114,7 +114,7 @@ def dims(value: ir.Value) -> list[int] | None:
     return None if None in sizes else [s for s in sizes if s is not None]
 
 
-def same_dim(a: Any, b: Any) -> bool:
+def same_dim(a: int | ir.SymbolicDim, b: int | ir.SymbolicDim) -> bool:
     """Equal for certain: one size, or one symbol."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
@@ -169,7 +169,7 @@ class Writer(Builder):
     opset: int
     fresh: Callable[[str], str]
 
-    def formula(self, text: str, node: ir.Node | None = None, /, **values: Any) -> Any:
+    def formula(self, text: str, node: ir.Node | None = None, /, **values: object) -> Any:
         """The result of formulas (`ops.formula`) of these values."""
         return emitted(text, self, node, **values)
 
@@ -187,7 +187,7 @@ class Writer(Builder):
         wide.dtype, wide.shape = ir.DataType.FLOAT, value.shape
         return wide
 
-    def emit(self, name: str, inputs: list[Any], like: list[Any], **attributes: Any) -> Any:
+    def emit(self, name: str, inputs: list[Any], like: list[Any], **attributes: object) -> Any:
         """A node of ours whose outputs have the types and shapes of `like`."""
         values = self.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
         values = (values,) if len(like) == 1 else values

@@ -70,7 +70,7 @@ class Formulas:
         return writer.formulas([writer.row(_tree(text)) for text in texts])
 
     @classmethod
-    def read(cls, data: Any, *, conditions: bool = False) -> Formulas:
+    def read(cls, data: Sequence[Any], *, conditions: bool = False) -> Formulas:
         """The expressions that `data` described: whole numbers, or conditions.
 
         Raises ValueError for anything else, and for numbers that could become too large.
@@ -278,7 +278,7 @@ class _FormulaWriter:
         first = len(self._constants)
         last = first + len(self._symbols)
 
-        def place(operand: Any) -> int:
+        def place(operand: str | int) -> int:
             if isinstance(operand, str):
                 return self._constants[int(operand)]
             return first - 1 - operand if operand < 0 else last + operand

@@ -45,7 +45,7 @@ def evaluate(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
 # ---- rules --------------------------------------------------------------------------------------
 
 
-def _elementwise(one: Callable[..., Any], kind: Any = object) -> Any:
+def _elementwise(one: Callable[..., Any], kind: type = object) -> Any:
     ufunc = np.frompyfunc(one, one.__code__.co_argcount, 1)
 
     def rule(node: ir.Node, arrays: Arrays) -> np.ndarray | None:

@@ -184,12 +184,11 @@ class _Planner:
         self._steps.append((make, parts))
         return 2, len(self._steps) - 1
 
-    def _open(self, value: Any) -> _Place | None:
+    def _open(self, value: object) -> _Place | None:
         """The place of a value that holds open sizes; None for a value without any."""
-        kind = type(value)
-        if kind in PLAIN:
+        if type(value) in PLAIN:
             return None
-        if kind is OpenSize:
+        if type(value) is OpenSize:
             return self._sizes.setdefault(expression(value), (1, len(self._sizes)))
         entry = self._objects.get(id(value))
         if entry is not None:
@@ -265,7 +264,7 @@ class Array:
 class InstanceOf:
     """Makes an instance of a dataclass, unchecked, of the fields `names`; others are `fixed`."""
 
-    kind: Any
+    kind: type[Any]
     fixed: dict[str, Any]
     names: tuple[str, ...]
 
@@ -288,6 +287,6 @@ def field_names(kind: object) -> tuple[str, ...]:
 
 
 @cache
-def defaults(kind: Any) -> dict[str, Any]:
+def defaults(kind: type[Any]) -> dict[str, Any]:
     """The default values of a dataclass's fields that have one."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}

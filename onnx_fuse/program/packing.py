@@ -56,9 +56,9 @@ class Packing:
         return None if text is None else cls.from_json(json.loads(text))
 
     @classmethod
-    def from_json(cls, fields: Any) -> Packing:
+    def from_json(cls, fields: Mapping[str, Any]) -> Packing:
         """That whose fields, as `asdict` has them, JSON gave back."""
-        lists: Any = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+        lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
         return cls(**{**fields, **lists})
 
     @property

@@ -50,7 +50,7 @@ _INTEGERS = (int, OpenSize)
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
+def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 

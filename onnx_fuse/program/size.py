@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil, floor, isfinite
-from typing import Any, cast
+from typing import Any, SupportsInt, TypeGuard, cast
 
 import numpy as np
 
@@ -141,15 +141,15 @@ class OpenSize:
 
     # ---- arithmetic that stays open ----
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: float | OpenSize) -> Any:
         return _combined(self, other, 1) if _whole(other) else self.plain() + other
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: float | OpenSize) -> Any:
         return _combined(self, other, -1) if _whole(other) else self.plain() - other
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: float | OpenSize) -> Any:
         return _combined(-self, other, 1) if _whole(other) else other - self.plain()
 
     def __neg__(self) -> Any:
@@ -161,7 +161,7 @@ class OpenSize:
     def __abs__(self) -> Any:
         return self if self >= 0 else -self
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: float | OpenSize) -> Any:
         if not _whole(other):
             return other * self.plain()  # a sequence too
         if not isinstance(other, OpenSize):
@@ -178,19 +178,19 @@ class OpenSize:
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, other: Any) -> Any:
+    def __floordiv__(self, other: float | OpenSize) -> Any:
         return _divided(self, other) if _whole(other) else NotImplemented
 
-    def __rfloordiv__(self, other: Any) -> Any:
+    def __rfloordiv__(self, other: float | OpenSize) -> Any:
         return _divided(other, self) if _whole(other) else NotImplemented
 
-    def __mod__(self, other: Any) -> Any:
+    def __mod__(self, other: float | OpenSize) -> Any:
         return _remainder(self, other) if _whole(other) else NotImplemented
 
-    def __rmod__(self, other: Any) -> Any:
+    def __rmod__(self, other: float | OpenSize) -> Any:
         return _remainder(other, self) if _whole(other) else NotImplemented
 
-    def __divmod__(self, other: object) -> Any:
+    def __divmod__(self, other: float | OpenSize) -> Any:
         return self // other, self % other
 
     # ---- decisions ----
@@ -293,7 +293,7 @@ class Ratio:
 
     __slots__ = ("above", "below")
 
-    def __init__(self, above: Any, below: Any) -> None:
+    def __init__(self, above: int | OpenSize, below: int | OpenSize) -> None:
         self.above, self.below = above, below
 
     def __ceil__(self) -> Any:
@@ -312,12 +312,12 @@ class Ratio:
     __rtruediv__ = _of_float(lambda number, other: other / number)
 
 
-def plain(size: int) -> int:
+def plain(size: int | OpenSize) -> int:
     """A size as an integer that is no `OpenSize`, guarded if it was one."""
     return size.plain() if isinstance(size, OpenSize) else size
 
 
-def number(value: Any) -> int:
+def number(value: SupportsInt) -> int:
     """An element of an array of integers or of sizes, as it is or as a Python integer."""
     return cast(int, value) if isinstance(value, OpenSize) else int(value)
 
@@ -332,7 +332,7 @@ def array(values: object) -> np.ndarray:
     return cells if isinstance(values, list | tuple) else cells.reshape(())
 
 
-def hint(size: int) -> int:
+def hint(size: int | OpenSize) -> int:
     """The value of a size here, unguarded: for messages, and where only this shape matters."""
     if isinstance(size, OpenSize):
         return size.value
@@ -425,7 +425,7 @@ def text_of(terms: Polynomial) -> str:
     return f"({'+'.join(parts)})" if parts else "0"
 
 
-def expression(size: int) -> str:
+def expression(size: int | OpenSize) -> str:
     """A size as a Python expression over the symbols."""
     return text_of(size.terms) if isinstance(size, OpenSize) else str(size)
 
@@ -436,7 +436,7 @@ def expression(size: int) -> str:
 _WHOLE = (int, OpenSize, np.integer)
 
 
-def _whole(other: object) -> bool:
+def _whole(other: object) -> TypeGuard[int | OpenSize]:
     return isinstance(other, _WHOLE)
 
 
@@ -465,11 +465,11 @@ def _combined(a: OpenSize, b: int | OpenSize, sign: int) -> Any:
     terms = dict(a.terms)
     for atoms, n in _terms(b).items():
         terms[atoms] = terms.get(atoms, 0) + sign * n
-    return _normalized(a.trace, terms, a.value + sign * hint(cast(int, b)))
+    return _normalized(a.trace, terms, a.value + sign * hint(b))
 
 
-def _compared(a: OpenSize, b: object, how: str) -> bool:
-    number = a.value - hint(cast(int, b))
+def _compared(a: OpenSize, b: int | OpenSize, how: str) -> bool:
+    number = a.value - hint(b)
     outcome = number < 0 if how == "<" else number <= 0 if how == "<=" else number == 0
     key = a.terms, b.terms if isinstance(b, OpenSize) else b, how
     if key in a.trace.asked:
@@ -507,7 +507,7 @@ def _trace(a: int | OpenSize, b: int | OpenSize) -> Trace:
 
 
 def _divided(a: int | OpenSize, b: int | OpenSize) -> Any:
-    trace, number = _trace(a, b), hint(cast(int, a)) // hint(cast(int, b))
+    trace, number = _trace(a, b), hint(a) // hint(b)
     if isinstance(b, OpenSize) and b == 0:
         raise ZeroDivisionError
     if isinstance(a, OpenSize):
@@ -521,7 +521,7 @@ def _divided(a: int | OpenSize, b: int | OpenSize) -> Any:
 
 
 def _remainder(a: int | OpenSize, b: int | OpenSize) -> Any:
-    trace, number = _trace(a, b), hint(cast(int, a)) % hint(cast(int, b))
+    trace, number = _trace(a, b), hint(a) % hint(b)
     if isinstance(b, OpenSize) and b == 0:
         raise ZeroDivisionError
     if isinstance(a, OpenSize):

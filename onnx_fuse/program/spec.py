@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 
@@ -389,7 +389,7 @@ def _of_map(arg: TensorMap) -> Iterator[str]:
         yield "has a box that is not of 1 to 256 elements an axis"
 
 
-def int_of(value: Any) -> int:
+def int_of(value: SupportsInt) -> int:
     """The value of an integer argument, an open size included."""
     return value if isinstance(value, OpenSize) else int(value)  # type: ignore[return-value]
 

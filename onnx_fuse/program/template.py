@@ -152,11 +152,11 @@ class _ObjectTable:
         self._depths: list[int] = []
         self._objects: dict[int, tuple[Any, int]] = {}  # kept, so that their ids stay their own
 
-    def row(self, value: Any) -> int:
+    def row(self, value: object) -> int:
         """The number of an object."""
         kind = type(value)
         if kind in PLAIN and kind is not bytes:
-            return self._add((kind, value.hex() if kind is float else value), 0)
+            return self._add((kind, value.hex() if type(value) is float else value), 0)
         if id(value) not in self._objects:
             self._objects[id(value)] = value, self._of(value)
         return self._objects[id(value)][1]
@@ -250,7 +250,7 @@ def read(
 class _Words:
     """The numbers of data, taken one part after another."""
 
-    def __init__(self, words: Any) -> None:
+    def __init__(self, words: Sequence[int]) -> None:
         self._words = np.asarray(words, np.int64 if len(words) == 0 else None)
         if self._words.ndim != 1 or self._words.dtype.kind != "i":
             raise ValueError("words that are no numbers")

@@ -86,7 +86,7 @@ def settings(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
     ]
 
 
-def _said(setting: Any) -> str:
+def _said(setting: object) -> str:
     if not isinstance(setting, Mapping):
         return str(setting)
     return ", ".join(f"{name} {value}" for name, value in setting.items())

@@ -165,7 +165,7 @@ def _type(value: ir.Value) -> str:
 
 
 def _attribute(attribute: ir.Attr) -> str:
-    value: Any = attribute.value
+    value = attribute.value
     if attribute.type == ir.AttributeType.GRAPH:
         return f"graph of {len(value)} nodes"
     if attribute.type == ir.AttributeType.TENSOR:

@@ -65,7 +65,7 @@ def bars(title: str, rows: Sequence[Sequence[Any]], *, share: bool = False) -> V
 
 
 def chart(
-    label: str, title: str, x: Axis, y: Axis, *series: Mapping[str, Any], **more: Any
+    label: str, title: str, x: Axis, y: Axis, *series: Mapping[str, Any], **more: object
 ) -> View:
     """Lines, points or columns over two axes; `more` is what else the script draws."""
     return View("chart", label, {"title": title, "x": x, "y": y, "series": series, **more})

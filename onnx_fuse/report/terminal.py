@@ -149,9 +149,10 @@ class Printer:
             return
         table = tables.Table()
         for i, (name, width) in enumerate(zip(cells[0], widths, strict=True)):
-            justify: Any = "left" if i < left else "right"
             head = "\n".join(textwrap.wrap(name, width))
-            table.add_column(Text(head), justify=justify, width=width, no_wrap=True)
+            table.add_column(
+                Text(head), justify="left" if i < left else "right", width=width, no_wrap=True
+            )
         for row in cells[1:]:
             if not row:
                 table.add_section()

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 from onnx_fuse.arrays import Array
@@ -29,6 +29,9 @@ from onnx_fuse.runtime.graphs import DualGraph
 from onnx_fuse.runtime.recurrences import survivable
 from onnx_fuse.runtime.tensor import Argument
 
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, IOBinding, NodeArg, SessionOptions
+
 T = TypeVar("T")
 Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | DualGraph"
 CPU_ONLY = ("CPUExecutionProvider",)
@@ -37,7 +40,7 @@ FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 def session(
     model: Source,
-    options: Any = None,
+    options: SessionOptions | None = None,
     *,
     as_written: bool = False,
     fallback: bool = True,
@@ -168,7 +171,7 @@ def quiet_options(
     return options
 
 
-def _over_weights(graph: DualGraph, options: Any) -> Any:
+def _over_weights(graph: DualGraph, options: SessionOptions) -> Any:
     """A session over the arrays of a graph's weights: none of them is parsed.
 
     The options name these, and would pass them on to the next model: they are for this one.
@@ -189,7 +192,7 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 """The option for the folder of the files that a protobuf in memory names."""
 
 
-def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any) -> Any:
+def _session(model: Source, options: SessionOptions, providers: Sequence[Any], **more: Any) -> Any:
     import onnxruntime as ort
 
     if isinstance(model, DualGraph):
@@ -230,7 +233,7 @@ _BFLOAT16 = "tensor(bfloat16)"
 class _Around:
     """A session around onnxruntime's, which answers what is not defined here."""
 
-    _inner: Any
+    _inner: InferenceSession
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -254,7 +257,7 @@ class WithFallback(_Around):
         """Run the session; what fails in a node is run as written, if that does not fail too."""
         return list(self._tried(lambda inner: inner.run(names, feeds, options)))
 
-    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+    def run_with_iobinding(self, iobinding: IOBinding, run_options: object = None) -> None:
         """Run on what is bound, as `run` does."""
         # onnxruntime's Python asks that the binding be the session's own; its C++ does not
         self._tried(lambda inner: inner._sess.run_with_iobinding(iobinding._iobinding, run_options))
@@ -303,7 +306,7 @@ class Widened(_Around):
         """The outputs as the model has them."""
         return [self._argument(a) for a in self._inner.get_outputs()]
 
-    def _argument(self, end: Any) -> Argument:
+    def _argument(self, end: NodeArg) -> Argument:
         kind = _BFLOAT16 if end.name in self._narrow else end.type
         return Argument(end.name, kind, end.shape)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
@@ -247,7 +248,7 @@ class CompiledFunction(torch.autograd.Function):
     """A node of autograd for a call. `apply` takes the Ready, and tensors or None."""
 
     @staticmethod
-    def forward(ctx: Any, ready: CompiledForward, *args: Tensor | None) -> Any:
+    def forward(ctx: FunctionCtx, ready: CompiledForward, *args: Tensor | None) -> Any:
         ctx.ready = ready
         tensors = args
         if len(args) != ready.tensors:
@@ -265,7 +266,7 @@ class CompiledFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *dys: Tensor) -> tuple[Tensor | None, ...]:
         ready, needs = ctx.ready, ctx.needs_input_grad[1:]
         present = getattr(ctx, "present", None)  # which arguments are tensors, where some are None
         if present is not None:

@@ -47,7 +47,7 @@ class ExportedModule(nn.Module):
 
     _programs: Programs
 
-    def forward(self, *args: Any, **named: Any) -> Any:
+    def forward(self, *args: object, **named: object) -> Any:
         """What the module's own forward returns."""
         if (
             torch.compiler.is_compiling()
@@ -113,7 +113,7 @@ class Programs:
         if len(children) != len(self._children) or not all(map(is_, children, self._children)):
             self._begin(module)
         leaves: Sequence[Any] = (*args, *named.values())
-        spec: Any = len(args), (*named,)
+        spec: object = len(args), (*named,)
         if any(not isinstance(x, (Tensor, *exports.PLAIN)) for x in leaves):
             leaves, nested = tree.tree_flatten((args, named))
             spec = str(nested)
@@ -148,13 +148,13 @@ class Programs:
                 kind.programs = [each for each in kind.programs if each is not program]
 
     def _made(
-        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: object
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: tuple[Any, ...]
     ) -> ExportedForward:
         with self._lock:
             return self._export(module, args, named, key)
 
     def _export(
-        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: tuple[Any, ...]
     ) -> ExportedForward:
         kind, shapes = self._kinds.setdefault(key[0], CallKind()), [tuple(s) for s in key[1:]]
         for old in [each for each in kind.programs if each.is_stale()]:

@@ -145,7 +145,7 @@ def export(
         warnings.simplefilter("ignore")
         flat.training = module.training
         try:
-            marks: Any = None
+            marks: tuple[object, ...] | None = None
             if any(axes):
                 marks = (tuple(dict.fromkeys(each, torch.export.Dim.AUTO) for each in axes),)
             program = torch.export.export(flat, tensors, strict=False, dynamic_shapes=marks)
@@ -238,8 +238,9 @@ class _Attention(TorchFunctionMode):
     """Writes out attention with dropout, which torch.onnx would export without it."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
         named = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **named)

@@ -14,7 +14,7 @@ Casts to float32 and back to x's type may stand anywhere between in a norm.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,10 +116,10 @@ class _Writer(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False, graph=graph)
         self._op, self._parameters = op, dict[Any, Any]()
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: str, args: object, kwargs: object) -> Any:
         return self._parameters.setdefault(target, _typed(ir.Value(name=target)))
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _typed(_WRITERS[target](self._op, *args, **kwargs))
 
     call_method = call_function
@@ -153,7 +153,7 @@ def _leaky_relu(op: Builder, x: ir.Value, negative_slope: float, inplace: bool =
     return op.LeakyRelu(x, alpha=negative_slope)
 
 
-def _mean(op: Builder, x: Any, dim: Any, keepdim: bool = False) -> Any:
+def _mean(op: Builder, x: ir.Value, dim: int | Sequence[int], keepdim: bool = False) -> Any:
     return op.ReduceMean(x, np.ravel(dim), keepdims=int(keepdim))
 
 

@@ -411,7 +411,7 @@ def attention(
         mask: Up to four axes that broadcast to [B, H, S, T]: bool, where False hides a key, or of
             q's type, which is added. A query that sees no key gets zeros.
         causal: Query i sees keys 0 to i alone.
-        scale: Any number but 0; the default is 1 / √D.
+        scale: A number other than 0; the default is 1 / √D.
 
     Returns:
         [B, H, S, E] of q's type; in an autocast region of its type.

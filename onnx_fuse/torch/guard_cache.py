@@ -59,7 +59,7 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     places = [first[id(t)] for t in tensors]
     chosen = [i for i, place in enumerate(places) if i == place]
     none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    guards: Any = torch._C._dynamo.guards.TensorGuards(*[tensors[i] for i in chosen], **none)
+    guards = torch._C._dynamo.guards.TensorGuards(*[tensors[i] for i in chosen], **none)
     check: Callable[..., bool] = guards.check
     if len(chosen) == len(tensors):
         return check

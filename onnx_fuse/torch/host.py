@@ -47,7 +47,7 @@ class HostRunner:
         ends = (*model.graph.inputs, *model.graph.initializers.values(), *model.graph.outputs)
         if any(v.dtype in narrow for v in ends):
             model = widened(model, narrow, ir.DataType.FLOAT)
-        self._evaluator: Any = None
+        self._evaluator: Reference | None = None
         with ort.faults("running a graph on the CPU"):
             try:
                 self._session = ort.session(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.library import Library
 from torch.utils import _pytree as tree
 
@@ -94,7 +95,7 @@ def tangent(
     return run_graph(twice.key, [*nonzero, *rest])
 
 
-def one_by_one(op: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+def one_by_one(op: Any, info: Any, in_dims: object, *args: object) -> tuple[Any, Any]:
     """The rule of vmap for any operator: each of the batch by itself."""
     flat, spec = tree.tree_flatten(args)
     dims = tree.tree_flatten(in_dims, is_leaf=lambda d: d is None)[0]
@@ -160,7 +161,7 @@ def call_graph(graph: OnnxGraph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if ready:
         if not ready.mask:
             return ready.run(tensors)[0]
-        results: Any = eager.apply(ready, *tensors)
+        results = eager.apply(ready, *tensors)
         return results if isinstance(results, tuple) else (results,)
     return _with_gradient(graph.key, tensors)[: len(graph.outputs)]
 
@@ -189,7 +190,7 @@ class _UnderTransforms(torch.autograd.Function):
         return tuple(torch.ops.onnx_fuse.graph(key, list(tensors)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         key, *tensors = inputs
         base, _, last = key.rpartition("/")
         ctx.mask = last.removeprefix("forward:") if last.startswith("forward:") else ""
@@ -204,18 +205,18 @@ class _UnderTransforms(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: FunctionCtx, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         graph = find(ctx.key)
         results = iter(tangent(graph, tangents[1:], ctx.saved_tensors[: ctx.count]))
         inner = [None] * max(ctx.kept - len(graph.outputs), 0)
         return (*(next(results) if e.differentiable else None for e in graph.outputs), *inner)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_backward(ctx, ctx.needs_input_grad[1:], grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, key: str, *tensors: Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: Sequence[Any], key: str, *tensors: Tensor) -> tuple[Any, Any]:
         """A batch of the first tensor's as further rows; any other one by one."""
         first, *others = in_dims[1:]
         if first is None or not find(key).rows or any(d is not None for d in others):
@@ -228,7 +229,7 @@ class _UnderTransforms(torch.autograd.Function):
 
 
 def _backward(
-    ctx: Any, wanted: Sequence[bool], grads: Sequence[Tensor | None]
+    ctx: FunctionCtx, wanted: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     graph, by_name = find(ctx.key), {}
     saved = ctx.saved_tensors  # which may be asked for once

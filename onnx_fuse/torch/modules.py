@@ -87,7 +87,7 @@ class _NormLinear(nn.Module):
         return module
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **more: Any
+        self, state_dict: dict[str, Any], prefix: str, *args: object, **more: object
     ) -> None:
         for number, name in (("0", "norm"), ("1", "linear")):  # as nn.Sequential calls them
             for key in [k for k in state_dict if k.startswith(f"{prefix}{number}.")]:

@@ -65,7 +65,9 @@ class _Tracer(fx.Tracer):
         _check_further(type(m).forward)
         return False
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> Any:
         """The forward, with a placeholder for each argument that is not fixed.
 
         `**kwargs` stay empty, which fx cannot do where others are fixed.

@@ -50,7 +50,7 @@ class Compiling:
 
         return {COPIES: self._graphs.of_copies()} if self._graphs.copies else {}
 
-    def _refuse(self, *arguments: Any) -> Any:
+    def _refuse(self, *arguments: object) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
     array = write = start = commit = resume_updates = recompute = _refuse

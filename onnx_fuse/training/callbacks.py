@@ -372,7 +372,7 @@ class Wandb(_Tracker):
     `options` are those of `wandb.init`, such as project, name or mode="offline".
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.options = options
         self._run: Any = None
 
@@ -396,7 +396,7 @@ class MLflow(_Tracker):
     (MLFLOW_TRACKING_URI).
     """
 
-    def __init__(self, experiment: str | None = None, **options: Any) -> None:
+    def __init__(self, experiment: str | None = None, **options: object) -> None:
         self.experiment, self.options = experiment, options
         self._mlflow: Any = None
 

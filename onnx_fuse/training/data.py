@@ -135,7 +135,7 @@ def split(arrays: Mapping[str, Array], share: float, seed: int) -> tuple[dict[st
     kinds = np.ndarray, Images
     named = {name: array for name, array in arrays.items() if isinstance(array, kinds)}
 
-    def taken(array: Any, rows: Array) -> Any:
+    def taken(array: Array | Images, rows: Array) -> Any:
         return array.taken(rows) if isinstance(array, Images) else array[rows]
 
     return tuple({name: taken(array, rows) for name, array in named.items()} for rows in parts)
@@ -201,7 +201,7 @@ def fit(
     return fitted
 
 
-def _exact(array: Any, dtype: np.dtype[Any]) -> bool:
+def _exact(array: Array | DeviceTensor, dtype: np.dtype[Any]) -> bool:
     """Whether numbers on the host are floats of a type, each of them."""
     floats = dtype.kind == "f" or dtype.name == "bfloat16"
     if isinstance(array, DeviceTensor) or array.dtype.kind not in "iuf" or not floats:
@@ -211,7 +211,7 @@ def _exact(array: Any, dtype: np.dtype[Any]) -> bool:
         return np.array_equal(again, np.asarray(array), equal_nan=True)
 
 
-def _numbers_of_names(feed: str, rows: Any, names: Sequence[str]) -> Array:
+def _numbers_of_names(feed: str, rows: object, names: Sequence[str]) -> Array:
     """The place among `names` of each row's name, -1 for None; such places stay as they are."""
     numbers: dict[Any, int] = {None: -1, -1: -1}
     for i, name in enumerate(names):

@@ -31,7 +31,7 @@ class Images:
     image: tuple[int, ...] = ()
     """The shape of one: [C, H, W], or [H, W, C] where `last`."""
     last: bool = False
-    dtype: Any = np.float32
+    dtype: type | np.dtype[Any] = np.float32
     mean: Sequence[float] = (0.0,)
     std: Sequence[float] = (1.0,)
 

@@ -62,7 +62,7 @@ class Learner(Protocol):
     def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model with the trained weights, or, with `ema`, with their averages."""
 
-    def checkpoint(self, folder: str | os.PathLike[str], **extra: Any) -> Path:
+    def checkpoint(self, folder: str | os.PathLike[str], **extra: object) -> Path:
         """Write a folder from which a run continues, with the values of `extra`; its path."""
 
     def restore(self, folder: str | os.PathLike[str]) -> None:

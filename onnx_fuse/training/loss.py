@@ -48,7 +48,7 @@ class Loss:
     def __float__(self) -> float:
         return self._read(self._run)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
         return np.array(float(self), dtype)
 
     def __eq__(self, other: object) -> bool:

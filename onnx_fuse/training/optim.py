@@ -545,7 +545,7 @@ TABLE: dict[str, type[Optimizer]] = {
 """The optimizers by the names that the command line and checkpoints use."""
 
 
-def make(name: str, **options: Any) -> Optimizer:
+def make(name: str, **options: object) -> Optimizer:
     """Make an optimizer by the name of its class in lower case, such as "adamw".
 
     `options` are its fields; those that are None take their defaults. Raises UsageError for an

@@ -12,6 +12,7 @@ from onnx_fuse.options import shared
 if TYPE_CHECKING:
     import os
 
+    from onnx_fuse.ir.constants import Model
     from onnx_fuse.program.problem import Hardware
     from onnx_fuse.training.adapters import Lora
     from onnx_fuse.training.losses import Given, Term
@@ -126,7 +127,7 @@ class TrainingOptions(StepOptions):
             packed is computed with its padding, with one warning (docs/padding.md).
         sync_batchnorm (--sync-batchnorm): Normalize batches by the statistics of all GPUs' rows.
         """
-    teacher: Any = None
+    teacher: Model | None = None
     distill: Mapping[str, float] | None = None
     temperature: float | None = 2.0
     seed: int = 0

@@ -37,7 +37,7 @@ def as_json(options: TrainingOptions, optimizer: optim.Optimizer) -> dict[str, A
     return json.loads(json.dumps(record, default=np.ndarray.tolist))
 
 
-def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losses.Term]:
+def stored_loss(folder: str | os.PathLike[str], stored: str | list[Any]) -> str | list[losses.Term]:
     """The loss that a checkpoint's settings hold. Raises UsageError where they hold a digest."""
     if isinstance(stored, str):
         return stored
@@ -46,7 +46,7 @@ def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losse
     return [losses.Term(**term) for term in stored]
 
 
-def stored_lora(stored: Any) -> Lora | dict[str, Lora] | None:
+def stored_lora(stored: dict[str, Any] | None) -> Lora | dict[str, Lora] | None:
     """The adapters of a run, of which a checkpoint's settings hold one or several by name."""
     if stored is None or not all(isinstance(each, dict) for each in stored.values()):
         return None if stored is None else Lora(**{"merged": False} | stored)

@@ -224,7 +224,7 @@ class _Step:
         self.parts: ByWeight = {}  # of weights that are gathered to read
         self.histories: dict[ir.Value, ir.Value | None] = {}  # float8's, and what follows
 
-    def input(self, name: str, dtype: ir.DataType, shape: Any) -> ir.Value:
+    def input(self, name: str, dtype: ir.DataType, shape: Iterable[Any] | None) -> ir.Value:
         return add_input(self.graph, self.op.fresh(name), dtype, shape)
 
     def scalar(self, name: str, dtype: ir.DataType) -> ir.Value:

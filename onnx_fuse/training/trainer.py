@@ -71,8 +71,8 @@ __dir__ = __all__.copy
 
 @dataclasses.dataclass(frozen=True)
 class _TrainerArguments(TrainingOptions):
-    model: Any
-    args: Any = None
+    model: object
+    args: object = None
 
 
 _WEIGHTS = ("parameter", "statistic", "average")
@@ -579,7 +579,7 @@ class Trainer:
 
     # -- checkpoints --
 
-    def checkpoint(self, folder: str | os.PathLike[str], **extra: Any) -> Path:
+    def checkpoint(self, folder: str | os.PathLike[str], **extra: object) -> Path:
         """Write the folder `folder/step-N`, from which `resume` continues to the same bits.
 
         All ranks of a run call it together, and rank 0 writes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from onnx_ir import AttributeType, DataType, Node, Value
@@ -142,7 +141,7 @@ def with_hidden_row(role: Role, array: Array, *, inverted: bool) -> Array:
     if not array.size:
         return array
     array = array.copy()
-    hidden: Any = 0
+    hidden: Array | int = 0
     if role.kind == "added":
         hidden = np.array(float(role.dtype.min)).astype(array.dtype)
     elif role.dtype == DataType.BOOL:

@@ -412,9 +412,10 @@ def _unsteady(
     return unsteady
 
 
-def _scaled_floats(array: Any, factor: float) -> Any:
-    floats = isinstance(array, np.ndarray) and array.dtype.kind == "f"
-    return (array * factor).astype(array.dtype) if floats else array
+def _scaled_floats(array: object, factor: float) -> Any:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        return array
+    return (array * factor).astype(array.dtype)
 
 
 def _is_empty(array: Any) -> bool:
@@ -433,7 +434,7 @@ class _Row:
 
     run: int
     name: str
-    expected: Any
+    expected: object
     gap: float
     """What onnxruntime's own optimizations change in it in the original."""
     levels: list[Difference]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -137,10 +136,11 @@ def absolute_error(a: Array, b: Array) -> Array:
     return np.where(np.isnan(error), np.inf, error)
 
 
-def alike(a: Any, b: Any) -> bool:
+def alike(a: object, b: object) -> bool:
     """Whether two values are arrays of one shape and type."""
-    arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-    return arrays and a.shape == b.shape and a.dtype == b.dtype
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _list_difference(

@@ -119,7 +119,7 @@ class Body(Writer):
         """x + y; x where there is no y."""
         return x if y is None else self.Add(x, y)
 
-    def like(self, op_type: str, inputs: Sequence[Any], names: str, **attributes: Any) -> Any:
+    def like(self, op_type: str, inputs: Sequence[Any], names: str, **attributes: object) -> Any:
         """A node with those of the call's attributes that are named."""
         taken = {name: self.attr(name) for name in names.split()}
         return self.node(op_type, inputs, attributes={**taken, **attributes})

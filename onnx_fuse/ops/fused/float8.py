@@ -13,8 +13,6 @@ That of g comes back as its gradient: nothing else depends on it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, rank
@@ -130,7 +128,7 @@ def linear(
     act: str,
     operands: tuple[ir.Value, ir.Value, ir.Value],
     histories: tuple[ir.Value, ...],
-    **attributes: Any,
+    **attributes: object,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Emit y = act(x · w + c) in float8; returns y and the next histories of x and of w."""
     x, w, _ = operands

@@ -74,7 +74,7 @@ def likely_sign(value: SymbolicSize) -> int | None:
 
 
 def _cast(to: ir.DataType) -> Guess:
-    def cast(x: Any) -> Any:
+    def cast(x: SymbolicSize | bool | None) -> Any:
         if x is None or (to == ir.DataType.BOOL and isinstance(x, bool)):
             return x
         number = size(int(x)) if isinstance(x, bool) else x
