@@ -114,7 +114,7 @@ class Emitter(Writer):
         try:
             if carries_body(node):
                 return self._infer_body(node, types)
-            schema: Any = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
+            schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
             proto = ir.serde.serialize_node(node)
             inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
                 schema, proto, types, data, None, self._imports

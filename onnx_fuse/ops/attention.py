@@ -294,8 +294,8 @@ def _rotary(op: Writer, node: ir.Node, dys: Values) -> Values:
     dsin = op.ReduceSum(op.Sub(op.Mul(dy2, x1), op.Mul(dy1, x2)), axis, keepdims=0)
     if positions is not None:
         rows = op.Unsqueeze(positions, [-1])
-        dcos = op.scatter_add("ScatterND", op.zeros_like(cos), rows, dcos)
-        dsin = op.scatter_add("ScatterND", op.zeros_like(sin), rows, dsin)
+        dcos = op.scatter_add(op.zeros_like(cos), rows, dcos)
+        dsin = op.scatter_add(op.zeros_like(sin), rows, dsin)
     return [dx, dcos, dsin]
 
 

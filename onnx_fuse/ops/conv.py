@@ -314,7 +314,7 @@ def _max_pool(op: Writer, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node)
     flat = op.constant([-1])
     zeros = op.filled(op.Reshape(op.Size(x), flat), x.dtype)
     places, rows = op.Reshape(indices, flat), op.Reshape(dy, flat)
-    return op.reshape_like(op.scatter_add("ScatterElements", zeros, places, rows, axis=0), x)
+    return op.reshape_like(op.scatter_add(zeros, places, rows, axis=0), x)
 
 
 def _add_to_windows(op: Writer, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
@@ -578,7 +578,7 @@ def _grid_sample(op: Writer, node: ir.Node, dys: Values) -> Values:
         )  # fmt: skip
         if mode == "nearest":
             share = op.formula("rows * Unsqueeze(valid, [1])", rows=rows, valid=valid)
-            dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
+            dx = op.scatter_add(dx, spots, share, axis=2)
             continue
         wx, wy = (r if k else op.Sub(1.0, r) for r, k in ((x_rest, i), (y_rest, j)))
         # pull = Σ_c dy v, the change of the loss with this pixel's weight
@@ -588,7 +588,7 @@ def _grid_sample(op: Writer, node: ir.Node, dys: Values) -> Values:
             rows * Unsqueeze(wx * wy * valid, [1]), pull""",
             rows=rows, flat=flat, spots=spots, valid=valid, wx=wx, wy=wy,
         )  # fmt: skip
-        dx = op.scatter_add("ScatterElements", dx, spots, share, axis=2)
+        dx = op.scatter_add(dx, spots, share, axis=2)
         for axis, other, sign in ((0, wy, i), (1, wx, j)):
             term = op.Mul(pull, other)
             total = sums[axis]

@@ -43,7 +43,7 @@ def _gather(op: Writer, node: ir.Node, dys: Values) -> Values:
     indices = op.to_type(indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
         last = op.Unsqueeze(indices, [-1])
-        return [op.scatter_add("ScatterND", op.zeros_like(x), last, dy)]
+        return [op.scatter_add(op.zeros_like(x), last, dy)]
     return [_scatter_axis(op, x, indices, dy, axis)]
 
 
@@ -76,14 +76,14 @@ def _scatter_axis(op: Writer, x: ir.Value, indices: ir.Value, dy: ir.Value, axis
     shape = op.Gather(op.Shape(x), op.constant(there))
     rows = op.Transpose(dy, perm=forward)
     zeros, last = op.filled(shape, x.dtype), op.Unsqueeze(indices, [-1])
-    added = op.scatter_add("ScatterND", zeros, last, rows)
+    added = op.scatter_add(zeros, last, rows)
     return op.Transpose(added, perm=back)
 
 
 def _gather_elements(op: Writer, node: ir.Node, dys: Values) -> Values:
     x, indices = arguments(node, 2)
     axis = node.attributes.get_int("axis", 0)
-    return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dys[0], axis=axis)]
+    return [op.scatter_add(op.zeros_like(x), indices, dys[0], axis=axis)]
 
 
 def _gather_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
@@ -96,7 +96,7 @@ def _gather_nd(op: Writer, node: ir.Node, dys: Values) -> Values:
             full, dy = (op.Unsqueeze(v, [0]) for v in (full, dy))
         end = op.Mul(op.Size(dy), [2**31])
         full, dy = (op.Slice(v, [0], end, [0]) for v in (full, dy))
-    return [op.scatter_add("ScatterND", op.zeros_like(x), full, dy)]
+    return [op.scatter_add(op.zeros_like(x), full, dy)]
 
 
 def _with_batch(op: Writer, node: ir.Node, indices: ir.Value) -> Tensor:
@@ -173,7 +173,7 @@ def _topk(op: Writer, node: ir.Node, dys: Values) -> Values:
     indices = op.output(node, 1, ir.DataType.INT64, "indices")
     indices.shape = node.outputs[0].shape
     axis = node.attributes.get_int("axis", -1)
-    return [op.scatter_add("ScatterElements", op.zeros_like(x), indices, dy, axis=axis)]
+    return [op.scatter_add(op.zeros_like(x), indices, dy, axis=axis)]
 
 
 def _one_hot(op: Writer, node: ir.Node, dys: Values) -> Values:

@@ -87,7 +87,7 @@ def _cross_entropy(op: Writer, node: ir.Node, dys: Values) -> Values:
     dx = op.Sub(dys[1], op.Mul(p, total))
     if dys[0] is not None:
         slope, index = _nll_slope(op, node, dys[0])
-        part = op.scatter_add("ScatterElements", op.Mul(p, slope), index, op.Neg(slope), axis=1)
+        part = op.scatter_add(op.Mul(p, slope), index, op.Neg(slope), axis=1)
         dx = op.Add(part, dx)
     return [dx]
 

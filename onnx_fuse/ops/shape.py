@@ -109,7 +109,7 @@ def add_along(
     result_shape = op.vector([*before, op.Unsqueeze(size, [0]), *after])
     column = places if axis == n - 1 else op.Unsqueeze(places, list(range(1, n - axis)))
     zeros = op.filled(result_shape, dy.dtype)
-    return op.scatter_add("ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
+    return op.scatter_add(zeros, op.Expand(column, shape), dy, axis=axis)
 
 
 def _concat(op: Writer, node: ir.Node, dys: Values) -> Values:

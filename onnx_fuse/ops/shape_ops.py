@@ -337,9 +337,9 @@ class Writer(Builder):
         return value if dtype is None or value.dtype == dtype else self.Cast(value, to=int(dtype))
 
     def scatter_add(
-        self, kind: str, base: Tensor, indices: Tensor, updates: Tensor, **attributes: Any
+        self, base: Tensor, indices: Tensor, updates: Tensor, axis: int | None = None
     ) -> Tensor:
-        """`base` with updates added at places that may repeat, by ScatterND or ScatterElements.
+        """`base` with updates added at places that may repeat, along an axis or by ScatterND.
 
         In 16 bits the sums are made in float32 for onnxruntime's CPU, which has no others (1.32); a
         graph with `fused` operators runs on our own kernels, which have.
@@ -347,7 +347,8 @@ class Writer(Builder):
         dtype = base.dtype
         if dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) and not self.fused:
             base, updates = (self.Cast(v, to=int(ir.DataType.FLOAT)) for v in (base, updates))
-        added = self.node(kind, [base, indices, updates], reduction="add", **attributes)
+        kind = "ScatterND" if axis is None else "ScatterElements"
+        added = self.node(kind, [base, indices, updates], reduction="add", axis=axis)
         return self.to_type(added, dtype)
 
     def sum_over(self, value: Tensor, axes: Sequence[int], keepdims: int = 0) -> Tensor:
