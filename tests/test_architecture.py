@@ -52,11 +52,11 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5306, "autodiff": 1784, "cli": 3599, "cuda": 1967, "cuda_src": 15321, "distributed": 899,
-    "importer": 5796, "ir": 2415, "kernels": 9807, "lower": 9396, "nn": 5143, "ops": 12519,
-    "program": 10926, "report": 2377, "rewrite": 4284, "runtime": 9659, "torch": 3755,
-    "training": 7835, "validation": 4822,
-    "generation": 1744,
+    "": 5306, "autodiff": 1784, "cli": 3608, "cuda": 1968, "cuda_src": 15321, "distributed": 899,
+    "importer": 5796, "ir": 2417, "kernels": 9807, "lower": 9394, "nn": 5143, "ops": 12520,
+    "program": 10925, "report": 2378, "rewrite": 4284, "runtime": 9662, "torch": 3760,
+    "training": 7836, "validation": 4822,
+    "generation": 1747,
     "adapters": 1160, "quantization": 1242,
     "tests": 55811, "tools": 10855,
 }  # fmt: skip
