@@ -35,6 +35,6 @@ def lanes(n: int) -> int:
 
 
 def defines(**macros: object) -> Defines:
-    """-D macros as (name, text), sorted by name; False becomes 0."""
-    pairs = ((name, str(int(v) if isinstance(v, bool) else v)) for name, v in macros.items())
-    return tuple(sorted(pairs))
+    """-D macros as (name, text), sorted by name; False becomes 0, and None is left out."""
+    given = sorted((name, v) for name, v in macros.items() if v is not None)
+    return tuple((name, str(int(v) if isinstance(v, bool) else v)) for name, v in given)

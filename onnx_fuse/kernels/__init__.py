@@ -178,28 +178,22 @@ def _select(
         kernel = named(op, want)
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        if isinstance(kernel, HeuristicKernel):
-            return _by_rule([kernel], problem, hw, "forced")
-        return _first_that_fits(
-            problem, by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
-        )
-    legal = _legal(op, problem, hw)
-    if problem.trace is not None and problem.trace.batch:
+        legal, records = [kernel], False
+    else:
+        legal = _legal(op, problem, hw)
+    if want is None and problem.trace is not None and problem.trace.batch:
         # one choice for all batches, so one that serves the largest as well
         largest = problem.upper_bound()
         legal = [kernel for kernel in legal if refusal(kernel, largest, hw) is None]
     if not legal:
         return None
-    if isinstance(legal[0], HeuristicKernel) and not (records and tuning.has(op, hw)):
-        return _by_rule(legal, problem, hw, "its rule")
-    largest = problem.upper_bound()
-    if records and (record := tuning.lookup(op, largest, hw, legal)):
-        kernel, best, seconds = record
-        if kernel.fits(problem, best):
-            return Selection(kernel, best, seconds, "tuning record")
-    if isinstance(legal[0], HeuristicKernel):
-        return _by_rule(legal, problem, hw, "its rule")
-    return _first_that_fits(problem, by_cost(tuple(legal), largest, hw, "cost model"), hw)
+    ruled = isinstance(legal[0], HeuristicKernel)
+    if records and (not ruled or tuning.has(op, hw)):
+        record = tuning.lookup(op, problem.upper_bound(), hw, legal)
+        if record is not None and record[0].fits(problem, record[1]):
+            return Selection(*record, "tuning record")
+    why = "forced" if want is not None else "its rule" if ruled else "cost model"
+    return (_by_rule if ruled else _by_class)(legal, problem, hw, why)
 
 
 def serves(op: str, problem: AnyProblem, hw: Hardware, prefs: Prefs = None) -> bool:
@@ -242,8 +236,8 @@ def _by_rule(
     return None
 
 
-def _first_that_fits(
-    problem: AnyProblem, choices: Sequence[Selection], hw: Hardware
+def _by_class(
+    kernels: Sequence[Candidate], problem: AnyProblem, hw: Hardware, why: str
 ) -> Selection | None:
     """The cheapest for the class of `problem` that serves `problem` itself, by launches that a GPU
     takes at the largest sizes of the class.
@@ -252,6 +246,7 @@ def _first_that_fits(
     is a guard as well as what does.
     """
     largest = problem.upper_bound()
+    choices = by_cost(tuple(kernels), largest, hw, why)
     fitting = (c for c in choices if c.kernel.fits(problem, c.config))
     if problem.trace is not None and problem.trace.batch:
         fitting = (c for c in fitting if c.kernel.fits(largest, c.config))

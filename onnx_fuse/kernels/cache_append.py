@@ -16,9 +16,9 @@ def step_args(p: Attention | CacheAppend) -> tuple[Arg, ...]:
     return args("key_step value_step") if p.cache else ()
 
 
-def cache_macro(p: Attention | CacheAppend) -> dict[str, str]:
+def cache_macro(p: Attention | CacheAppend) -> dict[str, object]:
     """Of sdpa/cache.cuh."""
-    return {"CACHE": STORAGE[p.cache]} if p.cache else {}
+    return {"CACHE": STORAGE[p.cache] if p.cache else None}
 
 
 def row_macros(p: CacheAppend) -> dict[str, int]:

@@ -19,7 +19,6 @@ class ApplyChannelNorm(HeuristicKernel[ChannelNorm]):
     free_axes = "yz"
 
     def launch(self, problem: ChannelNorm, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a vector a thread."""
         columns = problem.inner < _SHORT and (problem.pixels > 0 or not problem.group)
         across = problem.channels * problem.inner
         vec = access_width(across if columns else problem.inner, problem.dtype)

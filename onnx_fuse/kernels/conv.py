@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
-from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros, finish
+from onnx_fuse.kernels.conv_nhwc import ENDS, conv_macros, finish
 from onnx_fuse.kernels.kernel import Kernels, launch, roofline
 from onnx_fuse.kernels.rule_based import (
     HeuristicKernel,
     Plan,
     Planned,
     tail_macros,
-    typed,
     window_macros,
 )
 from onnx_fuse.program.launch import Launches, Ptr, args
@@ -30,11 +28,6 @@ from onnx_fuse.program.problems import Conv
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
 _SPLITS = 64  # of a sum, at most
 CHANNELS_LAST = "its images are channels last"
-
-
-def _macros(problem: Conv) -> dict[str, Any]:
-    macros = typed(problem) | {"TRANSPOSED": problem.transposed}
-    return macros | window_macros(problem.window) | act_macros(problem)
 
 
 _SIZES = "i32 groups channels filters inner outer"
@@ -60,7 +53,7 @@ class DirectConv(HeuristicKernel[Conv]):
         return self.one(
             "conv_direct", -(-size // 256), 256,
             *args(f"x weight {ENDS}, i64 size, {_SIZES}, f32 act_alpha", problem, size=size),
-            **_macros(problem), **tail_macros(problem.tail),
+            **conv_macros(problem), **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -73,7 +66,6 @@ class _Tiled(Planned[Conv], HeuristicKernel[Conv]):
     half = False
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
-        """Any problem of channels before the spatial axes."""
         return CHANNELS_LAST if problem.channels_last else super().supports(problem, hw)
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
@@ -116,7 +108,6 @@ class _Tiled(Planned[Conv], HeuristicKernel[Conv]):
         return max(1, steps // (step * (2 if self.half else 4)))
 
     def plan(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Plan:
-        """Packing where it is needed, the product, and the sum of its parts."""
         pixels, dtype, count = prod(problem.outer), problem.dtype, prod(problem.window.kernel)
         columns = problem.batch * pixels
         rows = problem.groups * problem.filters
@@ -155,7 +146,7 @@ class _Tiled(Planned[Conv], HeuristicKernel[Conv]):
             *args(f"{ENDS} workspace, i64 columns, {_SIZES} chunk padded, f32 act_alpha", problem,
                   columns=columns, chunk=chunk, padded=padded),
             smem=2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
-            **_macros(problem), **how, **({} if splits > 1 else tail),
+            **conv_macros(problem), **how, **({} if splits > 1 else tail),
         )  # fmt: skip
         if splits > 1:
             launches.append(finish(problem, size, rows, pixels, splits))
@@ -185,7 +176,6 @@ class Implicit(_Tiled):
     source = "conv/implicit.cu"
 
     def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
-        """Its bytes, or the products at the share of their rate that is reached."""
         # 0.36 to 0.49 of it for the 3 x 3 filters of ResNet-50 in float32 on an H200 (2026-11)
         return roofline(hw, self.numbers(hw), problem.bytes, problem.flops / problem.rate(hw))
 

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.kernels.conv_nhwc import (
     gathered,
-    gathering,
     image_strides,
     is_deep,
     unboxed,
     unpaired,
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
-from onnx_fuse.kernels.kernel import Kernels, launch, matrices, rename, roofline
+from onnx_fuse.kernels.kernel import Kernels, launch, matrices, renamed, roofline
 from onnx_fuse.kernels.rule_based import (
     Chosen,
     HeuristicKernel,
@@ -197,13 +196,11 @@ class ByWgmma(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):
         return [KernelConfig.of(), *(KernelConfig.of(tile=tile) for tile in _WGMMA_TILES)]
 
     def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
-        """The predicted seconds of the rule's tile, or of the configuration's."""
         seconds = self._ruled(problem.concrete(), config)[0]
         # half of a block of 64 channels is idle: 1.6 of what the rule weighs (H200, 2026-11)
         return max(problem.floor(hw), seconds * (1.5 if problem.channels <= 32 else 1.0))
 
     def _ruled(self, problem: ConvWeightGrad, config: KernelConfig) -> tuple[float, _Way]:
-        """Predicted seconds, and how."""
         steps = -(-problem.batch * prod(problem.outer) // 64)
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
         ways = []
@@ -263,7 +260,7 @@ class ByWgmma(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):
         product = self.one(
             "conv_weight_grad_wgmma", (way.tiles, way.parts, 1), 288, slopes,
             gathered(problem, 64), *made, smem=stages * (stage + 16), **macros,
-            **gathering(problem), **window_macros(problem.window),
+            DEEP=is_deep(problem) or None, **window_macros(problem.window),
         )  # fmt: skip
         if direct:
             return product, 0
@@ -280,7 +277,6 @@ class PointwiseWeightGrad(Chosen[ConvWeightGrad]):
         self.inner = Gemm()
 
     def _gemm(self, problem: ConvWeightGrad) -> GemmProblem:
-        """The product, whose k is the pixels."""
         return GemmProblem.of(
             "Gemm", m=problem.filters, n=problem.channels, k=problem.batch * prod(problem.outer),
             dtype=problem.dtype, out_dtype=problem.out_dtype, trans_a=True,
@@ -307,8 +303,7 @@ class PointwiseWeightGrad(Chosen[ConvWeightGrad]):
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         how = self.ruled(problem, config, hw)
         names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
-        launches = self.inner.launch(self._gemm(problem), how, hw)
-        return tuple(rename(launch, names) for launch in launches)
+        return renamed(self.inner.launch(self._gemm(problem), how, hw), names)
 
 
 class DepthwiseGrad(Planned[ConvWeightGrad], HeuristicKernel[ConvWeightGrad]):

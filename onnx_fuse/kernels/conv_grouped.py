@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.conv_nhwc import ENDS, ChannelsLast, act_macros, image_strides
-from onnx_fuse.kernels.rule_based import Chosen, tail_macros, window_macros
-from onnx_fuse.program.launch import Launches, args
+from onnx_fuse.kernels.conv_nhwc import ChannelsLast, conv_macros, tile_args
+from onnx_fuse.kernels.rule_based import Chosen, tail_macros
+from onnx_fuse.program.launch import Launches
 from onnx_fuse.program.problem import Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv
 
@@ -103,7 +102,6 @@ class Grouped(Chosen[Conv], ChannelsLast):
         return max(moved, work / rate) + start + hw.launch_seconds
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, of as many blocks as run at once."""
         config = self.ruled(problem, config, hw)
         high, wide = config.integers("tile")
         _, oh, ow = problem.outer
@@ -116,16 +114,9 @@ class Grouped(Chosen[Conv], ChannelsLast):
         tiles = problem.batch * -(-oh // high) * -(-ow // wide)
         slabs = problem.groups // groups
         blocks = -(-3 * hw.sm_count // slabs) if stays else tiles
-        sn, sy, sx = image_strides(problem)
-        made = args(
-            f"x weight {ENDS}, i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem,
-            sizes=(problem.groups * c, *problem.inner[1:], oh, ow), tiles=tiles, sn=sn, sy=sy,
-            sx=sx,
-        )  # fmt: skip
         return self.one(
             "conv_grouped", (min(tiles, blocks), slabs, 1), 32 * warps * rows,
-            *made, smem=stages * stage,
-            T=C_TYPES[problem.dtype], ACC="float", CHANNELS=c, GROUPS=groups, NT=width, TH=high,
-            TW=wide, WM=rows, STAGES=stages, TRANSPOSED=False, **window_macros(problem.window),
-            **act_macros(problem), **tail_macros(problem.tail),
+            *tile_args(problem, tiles), smem=stages * stage, CHANNELS=c, GROUPS=groups, NT=width,
+            TH=high, TW=wide, WM=rows, STAGES=stages, **conv_macros(problem),
+            **tail_macros(problem.tail),
         )  # fmt: skip

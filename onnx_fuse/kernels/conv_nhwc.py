@@ -14,7 +14,7 @@ from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.kernel import launch, matrices, rename
+from onnx_fuse.kernels.kernel import launch, matrices, renamed
 from onnx_fuse.kernels.rule_based import (
     Chosen,
     HeuristicKernel,
@@ -27,7 +27,7 @@ from onnx_fuse.kernels.rule_based import (
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.launch import Launch, Launches, Ptr, TensorMap, args
+from onnx_fuse.program.launch import Arg, Launch, Launches, Ptr, TensorMap, args
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, IntegerConv
 
@@ -65,10 +65,23 @@ def row_of_weights(problem: Conv) -> int:
 
 
 def act_macros(problem: Conv) -> dict[str, Any]:
-    macros: dict[str, Any] = {**activation_macros(problem.act)}
-    if problem.slope:
-        macros["SLOPE"] = True
-    return macros
+    return {**activation_macros(problem.act), "SLOPE": problem.slope or None}
+
+
+def conv_macros(problem: Conv) -> dict[str, Any]:
+    """Types, window and activation of a Conv."""
+    macros = typed(problem) | {"TRANSPOSED": problem.transposed}
+    return macros | window_macros(problem.window) | act_macros(problem)
+
+
+def tile_args(problem: Conv, tiles: int) -> tuple[Arg, ...]:
+    """The arguments of a kernel that makes so many tiles of images of two axes."""
+    sn, sy, sx = image_strides(problem)
+    sizes = (problem.groups * problem.channels, *problem.inner[1:], *problem.outer[1:])
+    return args(
+        f"x weight {ENDS}, i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem,
+        tiles=tiles, sizes=sizes, sn=sn, sy=sy, sx=sx,
+    )  # fmt: skip
 
 
 def finish(problem: Conv, size: int, filters: int, pixels: int, splits: int) -> Launch:
@@ -189,17 +202,10 @@ class Depthwise(ChannelsLast):
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch; a warp has 32 neighbours, or as many as there are channels."""
-        _, oh, ow = problem.outer
         wide, tall, pairs, width, tiles, grid = self._tiling(problem, config, hw)
-        sn, sy, sx = image_strides(problem)
-        made = args(
-            f"x weight {ENDS}, i64 tiles, i32 sizes, i64 sn, i32 sy sx, f32 act_alpha", problem,
-            tiles=tiles, sizes=(problem.groups, *problem.inner[1:], oh, ow), sn=sn, sy=sy, sx=sx,
-        )  # fmt: skip
         return self.one(
-            "conv_depthwise", grid, 256, *made, T=C_TYPES[problem.dtype], ACC="float", WIDE=wide,
-            TALL=tall, PAIRS=pairs, LANES=width, TRANSPOSED=False, **window_macros(problem.window),
-            **act_macros(problem), **tail_macros(problem.tail),
+            "conv_depthwise", grid, 256, *tile_args(problem, tiles), WIDE=wide, TALL=tall,
+            PAIRS=pairs, LANES=width, **conv_macros(problem), **tail_macros(problem.tail),
         )  # fmt: skip
 
 
@@ -270,7 +276,7 @@ class FewChannels(ChannelsLast):
                   sizes=(h, w, oh, ow)),
             smem=self._smem(problem), T=C_TYPES[problem.dtype], CHANNELS=problem.channels,
             PIXEL=pixel_of(problem), BN=bn, TRANSPOSED=False, **window_macros(problem.window),
-            **act_macros(problem), **({"COLUMN_MOMENTS": 1} if problem.column_moments else {}),
+            **act_macros(problem), COLUMN_MOMENTS=problem.column_moments or None,
         )  # fmt: skip
 
 
@@ -347,10 +353,9 @@ class NhwcMma(Planned[Conv], Chosen[Conv], ChannelsLast):
         )  # fmt: skip
         product = self.one(
             "conv_nhwc", (blocks, 1, split), 32 * (bm // wm) * (bn // wn), *made,
-            smem=self._smem(tile), T=C_TYPES[problem.dtype], ACC="float", TRANSPOSED=False, BM=bm,
-            BN=bn, WM=wm, WN=wn, BK=bk, STAGES=stages, SPLIT_BF16=problem.math == "bf16x3",
-            DEEP=is_deep(problem), SPLIT=split > 1, VEC=8 if problem.filters % 8 == 0 else 1,
-            **window_macros(problem.window), **act_macros(problem),
+            smem=self._smem(tile), BM=bm, BN=bn, WM=wm, WN=wn, BK=bk, STAGES=stages,
+            SPLIT_BF16=problem.math == "bf16x3", DEEP=is_deep(problem), SPLIT=split > 1,
+            VEC=8 if problem.filters % 8 == 0 else 1, **conv_macros(problem),
             **({} if split > 1 else tail_macros(problem.tail)),
         )  # fmt: skip
         if split == 1:
@@ -442,7 +447,6 @@ class Gathered(Chosen[Conv], ChannelsLast):
         return self.inner(how).workspace(self.product(problem), how, hw)
 
     def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product's launches, its operands described as images and taps."""
         config = self.ruled(problem, config, hw)
         product, *rest = self.inner(config).launch(self.product(problem), config, hw)
         a, b, y = product.args[:3]
@@ -454,7 +458,6 @@ class Gathered(Chosen[Conv], ChannelsLast):
             "weight", b.dtype, ldw, problem.filters, taps * ldw, (128 // size, b.box[1]),
             count=taps, apart=ldw,
         )  # fmt: skip
-        gaps = {}
         if problem.y_strides:
             assert isinstance(y, TensorMap)
             _, oh, ow = problem.outer
@@ -463,16 +466,18 @@ class Gathered(Chosen[Conv], ChannelsLast):
                 tuple(size * step for step in reversed(problem.y_strides)), y.box[:2],
                 window=(0, 0, 0, 0, 1, 1),
             )  # fmt: skip
-            gaps = {"GAPS": 1}
         sizes = (*problem.outer[0 if is_deep(problem) else 1 :], -(-problem.channels * size // 128))
         x = gathered(problem, a.box[1])
         made = (x, filters, y, *product.args[3:], *args("i32 sizes", sizes=sizes))
         macros = defines(
-            **dict(product.defines), IM2COL=1, **gathering(problem), **gaps, **window_macros(window)
+            **dict(product.defines),
+            IM2COL=1,
+            DEEP=is_deep(problem) or None,
+            GAPS=bool(problem.y_strides) or None,
+            **window_macros(window),
         )
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
-        launches = (replace(product, args=made, defines=macros), *rest)
-        return tuple(rename(each, names) for each in launches)
+        return renamed((replace(product, args=made, defines=macros), *rest), names)
 
 
 class Im2col(Gathered):
@@ -564,11 +569,6 @@ def unboxed(problem: Images | ConvWeightGrad) -> str | None:
         if (problem.inner[i] - 1 + last - first) // window.strides[i] + 1 != problem.outer[i]:
             return "y ends elsewhere than the window"
     return None
-
-
-def gathering(problem: Images | ConvWeightGrad) -> dict[str, Any]:
-    """The macro by which gemm/im2col.cuh gathers along three axes."""
-    return {"DEEP": 1} if is_deep(problem) else {}
 
 
 def gathered(problem: Images | ConvWeightGrad, pixels: int) -> TensorMap:

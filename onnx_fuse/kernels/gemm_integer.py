@@ -16,13 +16,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.conv_nhwc import (
-    gathered,
-    gathering,
-    image_strides,
-    is_deep,
-    unboxed,
-)
+from onnx_fuse.kernels.conv_nhwc import gathered, image_strides, is_deep, unboxed
 from onnx_fuse.kernels.kernel import Kernel, Kernels, matrices
 from onnx_fuse.kernels.rule_based import Chosen, HeuristicKernel, numbered_tail, window_macros
 from onnx_fuse.program.contractions import IntegerProduct
@@ -184,7 +178,6 @@ class MmaInt8Nhwc(Chosen[IntegerConv]):
         return max(stages * (bm + bn) * bk, bm * (bn * wide + 16))
 
     def tiles(self, problem: IntegerConv, hw: Hardware) -> Sequence[KernelConfig]:
-        """Each tile that shared memory holds."""
         fitting = [t for t in CONV_TILES if self._smem(problem, t) <= hw.smem_per_block]
         return [KernelConfig.of(tile=tile) for tile in fitting]
 
@@ -376,7 +369,6 @@ class TmaInt8Nhwc(Chosen[IntegerConv]):
         return blocks - (blocks % -(-problem.filters // tile[1]) if tile[4] else 0)
 
     def _rows(self, problem: IntegerConv, bm: int, lines: int) -> Any:
-        """The tiles from top to bottom."""
         if lines:
             return problem.batch * -(-problem.outer[1] // lines)
         return -(-problem.batch * prod(problem.outer) // bm)
@@ -418,8 +410,8 @@ class TmaInt8Nhwc(Chosen[IntegerConv]):
             BLOCKS=self._resident(problem, tile, hw), TEAMS=self._teams(tile), AHEAD=ahead,
             WHOLE=filters % bn == 0, KEPT=kept, LINES=lines, BORDER=_is_filled(problem), FLAT=flat,
             PATCH=self._width(problem) if lines else 0, **macros,
-            **({} if problem.dtype in BYTES else {"FLOAT8": 1}),
-            **({} if flat or lines else {"IM2COL": 1, **gathering(problem)}),
+            FLOAT8=problem.dtype not in BYTES or None, IM2COL=not (flat or lines) or None,
+            DEEP=(not (flat or lines) and is_deep(problem)) or None,
         )  # fmt: skip
 
 
@@ -431,7 +423,6 @@ class BlocksOfPixels(HeuristicKernel[PixelBlocks]):
     version = 2
 
     def launch(self, problem: PixelBlocks, config: KernelConfig, hw: Hardware) -> Launches:
-        """A thread for each block of pixels."""
         blocks = problem.batch * problem.tall * problem.width
         scale, zero = problem.quantize or (1.0, 0)
         ends = np.iinfo(problem.out_dtype)

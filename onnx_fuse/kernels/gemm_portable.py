@@ -8,7 +8,7 @@ from functools import cache
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES
-from onnx_fuse.kernels.kernel import Kernel, rename, roofline
+from onnx_fuse.kernels.kernel import Kernel, renamed, roofline
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.launch import Arg, Launches, Ptr, args
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
@@ -108,32 +108,17 @@ def folds(problem: GemmProblem) -> bool:
 
 def epilogue_defines(problem: GemmProblem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
-    flags = {
-        "ALPHA": problem.epilogue.alpha != 1.0,
-        "ROW_SCALE": problem.epilogue.row_scale,
-        "EPI_LN": problem.epilogue.layernorm or folds(problem),
-        "EPI_BIAS": (problem.epilogue.bias and not folds(problem)) or problem.epilogue.row_bias,
-        "EPI_C": problem.epilogue.beta,
-        "EPI_EXP": problem.epilogue.exp,
-        "SAVE_Z": problem.epilogue.save_z or problem.epilogue.save_act,
-        "SAVE_ACT": problem.epilogue.save_act,
-        "EPI_DACT": problem.epilogue.dact,
-        "EPI_DX": problem.epilogue.dx,
-        "EPI_DW": bool(problem.epilogue.dw),
-        "EPI_RMS": problem.rms and (problem.epilogue.dx or problem.epilogue.dw),
-        "ACCUMULATE": problem.epilogue.accumulate,
-        "GATE": problem.epilogue.gate,
-    }
-    defines: dict[str, object] = {name: 1 for name, on in flags.items() if on}
-    if problem.epilogue.row_bias:
-        defines["EPI_BIAS"] = 2
-    if problem.epilogue.dw == "turned":
-        defines["EPI_DW"] = 2
-    if problem.epilogue.layer_scale:
-        defines["EPI_SCALE"] = 1
-    if problem.epilogue.residual:
-        defines["EPI_RES"] = 2 if normed(problem) else 1
-    return defines | activation_macros(problem.epilogue.act)
+    e, folded = problem.epilogue, folds(problem)
+    macros: dict[str, object] = {
+        "ALPHA": e.alpha != 1.0, "ROW_SCALE": e.row_scale, "EPI_LN": e.layernorm or folded,
+        "EPI_BIAS": 2 if e.row_bias else e.bias and not folded, "EPI_C": e.beta != 0,
+        "EPI_EXP": e.exp, "SAVE_Z": e.save_z or e.save_act, "SAVE_ACT": e.save_act,
+        "EPI_DACT": e.dact, "EPI_DX": e.dx, "EPI_DW": 2 if e.dw == "turned" else e.dw,
+        "EPI_RMS": problem.rms and (e.dx or bool(e.dw)), "ACCUMULATE": e.accumulate,
+        "GATE": e.gate, "EPI_SCALE": e.layer_scale,
+        "EPI_RES": 2 if normed(problem) else bool(e.residual),
+    }  # fmt: skip
+    return {name: v for name, v in macros.items() if v} | activation_macros(e.act)
 
 
 def type_defines(problem: GemmProblem) -> dict[str, str]:
@@ -166,8 +151,7 @@ def as_norm(problem: GemmProblem, launches: Launches, **others: str) -> Launches
         return launches
     weights = {"b": "wq", "col1": "cv"} if problem.folded else {"b": "w", "col1": "c"}
     names = {"a": "x", "c": "r", "col0": "cs", **weights, **others}
-    places = {name: Ptr(own) for name, own in names.items()}
-    return tuple(rename(each, places) for each in launches)
+    return renamed(launches, {name: Ptr(own) for name, own in names.items()})
 
 
 def portable_args(problem: GemmProblem) -> tuple[Arg, ...]:
@@ -268,7 +252,8 @@ class _Portable(Kernel[GemmProblem], ABC):
         parts = parts_of_batch(problem)
         if len(parts) == 1:
             return self._launch(problem, config)
-        return tuple(rename(call, at) for part, at in parts for call in self._launch(part, config))
+        apart = (renamed(self._launch(part, config), at) for part, at in parts)
+        return tuple(call for launches in apart for call in launches)
 
     def tile(self, config: KernelConfig) -> tuple[int, int]:
         """The rows and columns of a block's tile."""
@@ -284,7 +269,6 @@ class _Portable(Kernel[GemmProblem], ABC):
         """The macros beside the layout's and the epilogue's."""
 
     def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
-        """Bytes of shared memory that a launch asks for."""
         return 0
 
     def _launch(
@@ -480,10 +464,10 @@ class Mma(_Portable):
     def _macros(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
         bm, bn, wm, wn = config.integers("tile")
         vec = 16 // ITEMSIZE[problem.dtype] if aligned(problem) else 1
-        split = {"SPLIT": 3} if problem.dtype == "float32" and problem.math == "bf16x3" else {}
+        split = problem.dtype == "float32" and problem.math == "bf16x3"
         stages = config.integer("stages")
         tile = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": 32, "STAGES": stages, "VEC": vec}
-        return {**type_defines(problem), **tile, **split}
+        return {**type_defines(problem), **tile, "SPLIT": 3 if split else None}
 
     def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
         (bm, bn), size = self.tile(config), ITEMSIZE[problem.dtype]
@@ -497,7 +481,6 @@ class Mma(_Portable):
         )
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
-        """Tiles with as many stages as fit."""
         every = [
             KernelConfig.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)
         ]

@@ -43,7 +43,6 @@ class SmallM(Kernel[GemmProblem]):
         return plain_refusal(problem)
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
-        """Rows and columns a block, warps side by side and along k, blocks that share k."""
         m, n, k = problem.m, problem.n, problem.k
         configs = []
         for mt in (1,) if m <= 16 else (1, 2):
@@ -62,7 +61,6 @@ class SmallM(Kernel[GemmProblem]):
         return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
-        """Whether the columns are whole groups."""
         return problem.trans_b or problem.n % config.integer("nt") == 0
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
@@ -114,6 +112,6 @@ class SmallM(Kernel[GemmProblem]):
             TP=C_TYPES[problem.dtype], TRANS_B=problem.trans_b, MT=mt, NT=nt, WN=wn, WARPS=warps,
             CLUSTER=cluster, HALF=problem.m <= 8, UNROLL=self._unroll(mt, nt, warps, mode == 2),
             LN=mode, **type_defines(problem), **epilogue_defines(problem),
-            **({"RMS": 1} if problem.rms else {}),
+            RMS=problem.rms or None,
         )  # fmt: skip
         return as_norm(problem, launches)

@@ -423,35 +423,36 @@ class Wgmma(Kernel[GemmProblem]):
         macros: dict[str, object] = {
             **type_defines(problem), "MI": mi, "BN": bn, "PINGPONG": pingpong, "CLUSTER": cluster,
             "DIRECT": plain, "STAGES": stages, "GROUP": config.integer("group"),
-            "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, **more,
+            "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "STREAM": stream or None,
+            "STATIC_B": (problem.static_b and cluster == 1) or None,
+            "SINGLE": stream or batches * splits == 1 or None,
+            "BOXES_OUT": boxes if boxes != 2 and not plain else None,
+            "PASSES": {0: None, 2: 3, 3: 6}[planes], **more,
         }  # fmt: skip
-        macros |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
-        macros |= {"SINGLE": 1} if stream or batches * splits == 1 else {}
-        macros |= {"STREAM": 1} if stream else {}
-        macros |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
-        macros |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
         behind, whole = problem.epilogue, splits <= 1 and ITEMSIZE[problem.out] == 4
         # of these y and c begin with their buffers
         if whole and (behind.dx or behind.dw) and not behind.save_z and n % 4 == 0:
-            macros |= {"EVEN": 1}
+            macros["EVEN"] = 1
         elif whole and n % 2 == 0 and not planes:
             other = behind.among("save_z", "save_act", "gate") or problem.reads_c
-            macros |= {} if other else {"PAIRS": 1}
+            macros["PAIRS"] = not other or None
         blocks = hw.sm_count if stream else minimum(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)
             blocks -= blocks % ceil(n / bn)
         if self.own(problem, config, hw):
-            macros |= {"SIDE": "OWN_RMS" if side == "rms" else "OWN"}
+            macros["SIDE"] = "OWN_RMS" if side == "rms" else "OWN"
             side = ""
         if side:  # a warp has 2 KB of rows in flight: short rows, several at a time
-            macros |= {"SIDE": side.upper()}
-            macros |= {"SIDE_LANES": side_lanes(k)} if side != "tiles" else {}
-        macros |= {"SIDE": "COLUMNS"} if behind.column_sums else {}
-        macros |= {"MOMENTS": 1} if behind.moments else {}
-        macros |= {"COLUMN_MOMENTS": 1} if behind.column_moments else {}
-        macros |= {"PARTS": problem.parts} if problem.parts else {}
+            lanes = None if side == "tiles" else side_lanes(k)
+            macros |= {"SIDE": side.upper(), "SIDE_LANES": lanes}
+        if behind.column_sums:
+            macros["SIDE"] = "COLUMNS"
+        macros |= {
+            "MOMENTS": bool(behind.moments) or None, "PARTS": problem.parts or None,
+            "COLUMN_MOMENTS": behind.column_moments or None,
+        }  # fmt: skip
         macros |= {"TO": "float"} if splits > 1 else epilogue_defines(problem)
         gemm = self.one(
             "gemm_wgmma", blocks, 384, map_a, map_b, stored("y", True),
@@ -512,7 +513,6 @@ class SplitWgmma(DelegatingKernel[GemmProblem]):
         return sum(self._sizes(problem))
 
     def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
-        """The passes that split a and b."""
         lda, ldb = problem.ld
         a, _ = self._sizes(problem)
         rows_a, line_a = (problem.k, problem.m) if problem.trans_a else (problem.m, problem.k)

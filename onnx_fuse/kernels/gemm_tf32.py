@@ -84,7 +84,6 @@ class Tf32(Kernel[GemmProblem]):
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
-        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[0]
         return ceil(problem.n / columns)
 
@@ -117,7 +116,6 @@ class Tf32(Kernel[GemmProblem]):
         return rounds * (steps * step + tail)
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product, then the sum of its parts where k has several."""
         (bn, resident), splits = config.integers("tile"), max(1, config.integer("splits"))
         m, n, k = problem.m, problem.n, problem.k
         lda, ldb = problem.ld
@@ -126,13 +124,13 @@ class Tf32(Kernel[GemmProblem]):
         room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
         stages = min(8, (room - 1024) // stage)
         kind = C_TYPES[problem.epilogue.bias_dtype or "float32"]
-        macros: dict[str, object] = {"TR": kind} if problem.epilogue.row_bias else {}
-        macros |= epilogue_defines(problem) if splits == 1 else {}
+        macros = epilogue_defines(problem) if splits == 1 else {}
         product = self.one(
             "gemm_tf32", (ceil(m / 128) * ceil(n / bn), splits, 1), 288,
             matrices("a", "tf32", k, m, lda, (BK, 128)), matrices("b", "tf32", k, n, ldb, (BK, bn)),
             *portable_args(problem), Num("i32", ceil(ceil(k / BK) / splits)), smem=stages * stage,
-            BN=bn, STAGES=stages, RESIDENT=resident, TV=kind, **macros,
+            BN=bn, STAGES=stages, RESIDENT=resident, TV=kind,
+            TR=kind if problem.epilogue.row_bias else None, **macros,
         )  # fmt: skip
         if splits == 1:
             return product

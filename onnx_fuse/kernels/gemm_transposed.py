@@ -61,7 +61,6 @@ class _TransposingGemm(DelegatingKernel[GemmProblem], ABC):
         return sum(copy.nbytes for copy in self._copies(problem))
 
     def _refusal(self, problem: GemmProblem, hw: Hardware) -> str | None:
-        """Why the product is not served; None where it is."""
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         return self.inner.supports(self._gemm(problem), hw)
@@ -85,7 +84,6 @@ class _TransposingGemm(DelegatingKernel[GemmProblem], ABC):
         return tuple(calls), names
 
     def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
-        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         return self.inner.parts(problem, config)
 
 
@@ -97,7 +95,6 @@ class TurnedTf32(_TransposingGemm):
     inner = Tf32()
 
     def _gemm(self, problem: GemmProblem) -> GemmProblem:
-        """The product of rows along k."""
         lda, ldb = problem.ld
         both = problem.trans_a and not problem.trans_b
         return problem.replace(
@@ -107,7 +104,6 @@ class TurnedTf32(_TransposingGemm):
         )  # fmt: skip
 
     def _copies(self, problem: GemmProblem) -> list[TransposedOperand]:
-        """Those of a and b that do not lie along k."""
         lda, ldb = problem.ld
         a = [_transpose("a", problem.m, problem.k, lda)] if problem.trans_a else []
         b = [] if problem.trans_b else [_transpose("b", problem.n, problem.k, ldb)]
@@ -129,11 +125,9 @@ class TurnedFma(_TransposingGemm):
     inner = SimtSplitK()
 
     def _gemm(self, problem: GemmProblem) -> GemmProblem:
-        """The product with b's rows along n."""
         return problem.replace(trans_b=False, ldb=_pitch(problem.n))
 
     def _copies(self, problem: GemmProblem) -> list[TransposedOperand]:
-        """That of b."""
         return [_transpose("b", problem.k, problem.n, problem.ld[1])]
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

@@ -54,7 +54,6 @@ class Gemv(Kernel[GemmProblem]):
         return None if self.configs(problem, hw) else f"k={problem.k} does not fit into registers"
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
-        """Warps a block, and columns a block or a warp."""
         shapes = (
             [("each", each, warps) for each in (1, 2) for warps in (4, 8)]
             if problem.trans_b
@@ -93,7 +92,6 @@ class Gemv(Kernel[GemmProblem]):
         norm, columns = problem.op == "LayerNormGemm", each or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, warps, columns)
         epilogue = epilogue_defines(problem) | ({"EACH": each} if each else {"COLS": columns})
-        epilogue |= {"RMS": 1} if norm and problem.rms else {}
         blocks = ceil(problem.n / (columns * warps if each else columns))
         # few blocks leave room for those that want an SM for themselves (kernel.apart)
         smem = 0 if each or blocks > hw.sm_count else hw.smem_per_block // 8
@@ -102,6 +100,7 @@ class Gemv(Kernel[GemmProblem]):
             "gemm_vector", blocks, 32 * warps,
             *args(text, problem, ldb=problem.ld[1]), *epilogue_args(problem),
             smem=smem, TRANS_B=problem.trans_b, WARPS=warps, STEPS=steps, LN=norm,
-            STATIC_B=problem.static_b, **type_defines(problem), **epilogue,
+            STATIC_B=problem.static_b, RMS=(norm and problem.rms) or None, **type_defines(problem),
+            **epilogue,
         )  # fmt: skip
         return as_norm(problem, launches)

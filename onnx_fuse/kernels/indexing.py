@@ -76,7 +76,6 @@ class Tuples(HeuristicKernel[GatherND]):
         return _long_tuples(problem)
 
     def launch(self, problem: GatherND, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, up to 16 bytes a thread."""
         width, unit = _units(problem.inner, problem.dtype)
         inner, dims = problem.inner // width, _dims(problem.dims)
         n, count = problem.batch * problem.rows * inner, len(problem.dims)
@@ -235,7 +234,6 @@ class WarpLines(HeuristicKernel[ScatterElements]):
         return problem.lines * (nbytes + 2 * problem.length * size)
 
     def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, four lines a block."""
         slot, length = ITEMSIZE[problem.dtype], problem.length
         if problem.reduction != "none" and problem.dtype in ("float16", "bfloat16"):
             slot = 4
@@ -440,7 +438,6 @@ class ScatteredRows(HeuristicKernel[ScatterND]):
         return "it writes no zeros" if problem.fresh else _long_tuples(problem)
 
     def launch(self, problem: ScatterND, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a block a tuple."""
         made = args("y index update, i64 count inner, i32 q, i64 dims", problem,
                     q=len(problem.dims), dims=_dims(problem.dims))  # fmt: skip
         return self.one("scatter_nd", problem.count, 128, *made, **_scatter_macros(problem))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -90,6 +90,11 @@ def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
         return replace(arg, ptr=change(arg.ptr)) if isinstance(arg, TensorMap) else arg
 
     return replace(launch, args=tuple(changed(arg) for arg in launch.args))
+
+
+def renamed(launches: Iterable[Launch], names: Mapping[str, Ptr]) -> Launches:
+    """Each of the launches as `rename` has it."""
+    return tuple(rename(each, names) for each in launches)
 
 
 class Kernel(Protocol[P]):

@@ -14,13 +14,13 @@ from typing import TypeAlias
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
-from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
+from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK, as_norm
 from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
-from onnx_fuse.kernels.kernel import Kernels, rename
+from onnx_fuse.kernels.kernel import Kernels, renamed
 from onnx_fuse.kernels.norm_launches import fold, fold_seconds, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.launch import Launch, Launches, Ptr
@@ -138,34 +138,20 @@ class FoldWeights(DelegatingKernel[GemmProblem]):
         return _pad(wq), _pad(4 * problem.n)
 
     def _own_bytes(self, problem: GemmProblem) -> int:
-        """The bytes of the folded weights."""
         wq, cs = self._sizes(problem)
         return wq + 2 * cs
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """Statistics, fold, GEMM: each where it is needed."""
-        wq, cs = self._sizes(problem)
-        names = {
-            "wq": Ptr("wq"), "cs": Ptr("cs"), "cv": Ptr("cv"),
-        } if problem.folded else {
-            "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
-        }  # fmt: skip
-        calls: list[Launch] = []
         apart = not problem.stats and not self._side(problem, config, hw)
-        gemm = self._gemm(problem, apart=apart)
-        if apart:
-            calls.append(_rows(problem))
-        if not problem.folded:
-            shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
-            folding = fold(*shape, hw, align=problem.align)
-            calls.append(rename(folding, names))
-        operands = {
-            "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
-            "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),
-            "workspace": Ptr("workspace", self._own_bytes(problem)),
-        }  # fmt: skip
-        calls += [rename(call, operands) for call in self.inner.launch(gemm, config, hw)]
-        return tuple(calls)
+        rows = (_rows(problem),) if apart else ()
+        product = self.inner.launch(self._gemm(problem, apart=apart), config, hw)
+        product = as_norm(problem.replace(folded=True), product, row0="rstd", row1="mean")
+        if problem.folded:
+            return rows + product
+        shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
+        calls, (wq, cs) = (fold(*shape, hw, align=problem.align), *product), self._sizes(problem)
+        places = {"wq": 0, "cs": wq, "cv": wq + cs, "workspace": self._own_bytes(problem)}
+        return rows + renamed(calls, {name: Ptr("workspace", at) for name, at in places.items()})
 
 
 Product: TypeAlias = (
@@ -203,22 +189,19 @@ class ApplyNorm(DelegatingKernel[GemmProblem]):
         return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
 
     def _own_bytes(self, problem: GemmProblem) -> int:
-        """The bytes of the normalised rows."""
         if isinstance(self.inner, SplitWgmma):
             return 0
         return _pad(ITEMSIZE[problem.dtype] * problem.m * problem.k)
 
     def _before(self, problem: GemmProblem, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
-        """The launch of the norm."""
         inner, planes, kind = self.inner, 1, problem.dtype
         if isinstance(inner, SplitWgmma):
             planes, kind = inner.planes(self._gemm(problem)), "bfloat16"
         norm, rows = _rows(problem, norm=True, planes=planes, out_dtype=kind), Ptr("workspace")
         names = {"a": rows, "b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
-        return (rename(norm, {"out": rows}),), names
+        return renamed((norm,), {"out": rows}), names
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The launches of the norm and of the product."""
         norm, *product = super().launch(problem, config, hw)
         # SplitWgmma's first makes a's planes at the workspace's start: the norm takes its place
         return (norm, *product[isinstance(self.inner, SplitWgmma) :])

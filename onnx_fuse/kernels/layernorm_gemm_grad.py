@@ -25,7 +25,7 @@ from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_transposed import TurnedTf32
-from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, rename, roofline
+from onnx_fuse.kernels.kernel import Kernels, WorkspaceArena, rename, renamed, roofline
 from onnx_fuse.kernels.layernorm_gemm_grad_small import FewRowsGrad
 from onnx_fuse.kernels.norm_launches import fold, fold_planes, row_dots, row_stats, sum_parts
 from onnx_fuse.kernels.rule_based import Plan, Planned
@@ -103,8 +103,6 @@ class TwoGemms(Planned[GemmProblem]):
     def _products(
         self, problem: GemmProblem, config: KernelConfig
     ) -> tuple[Part[Product], Part[OfWeights]]:
-        """What computes dx, and what dw."""
-
         def part(prefix: str) -> KernelConfig:
             keys = [(key, value) for key, value in config.attrs if key.startswith(prefix)]
             return KernelConfig(tuple((key.removeprefix(prefix), value) for key, value in keys))
@@ -210,13 +208,11 @@ class TwoGemms(Planned[GemmProblem]):
         part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
-        folds: Launches = (
-            (whole, sum_parts(strips, n, 2, "float32"))
-            if dtype == "float32"
-            else ()
-            if problem.folded
-            else (fold(k, n, dtype, problem.trans_b, hw, align=problem.align),)
-        )
+        folds: Launches = ()
+        if dtype == "float32":
+            folds = (whole, sum_parts(strips, n, 2, "float32"))
+        elif not problem.folded:
+            folds = (fold(k, n, dtype, problem.trans_b, hw, align=problem.align),)
         normed = row_stats(
             m, k, dtype, stats=False, norm=True, given=True, planes=planes,
             rms=problem.rms,
@@ -228,32 +224,23 @@ class TwoGemms(Planned[GemmProblem]):
         else:
             ends |= {"a": xh, "b": dz, "row0": Ptr("gamma"), "row1": Ptr("beta"), "col1": dc}
         calls = [
-            *(
-                rename(call, {
-                    "wq": wq, "cs": cs, "cv": cv, "part": part, "out0": cs, "out1": cv,
-                    "wide": Ptr("none"),
-                })
-                for call in folds
-            ),
+            *renamed(folds, {
+                "wq": wq, "cs": cs, "cv": cv, "part": part, "out0": cs, "out1": cv,
+                "wide": Ptr("none"),
+            }),
             *(() if in_rows else (first,) if problem.frozen else (first, db)),
-            *(
-                rename(call, {
-                    "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
-                    "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part, "part": part,
-                })
-                for call in product_dx.launch(gemm_dx, how_dx, hw)
-            ),
+            *renamed(product_dx.launch(gemm_dx, how_dx, hw), {
+                "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
+                "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part, "part": part,
+            }),
         ]  # fmt: skip
         if problem.frozen:
             return tuple(calls), arena.size
         calls += [
             *((db,) if in_rows else ()),
-            *(
-                (rename(normed, {"out": xh, "gamma": Ptr("none"), "beta": Ptr("none")}),)
-                if planes
-                else ()
-            ),
-            *(rename(call, ends) for call in product_dw.launch(gemm_dw, how_dw, hw)),
+            *renamed((normed,) * bool(planes),
+                     {"out": xh, "gamma": Ptr("none"), "beta": Ptr("none")}),
+            *renamed(product_dw.launch(gemm_dw, how_dw, hw), ends),
             rename(sum_parts(tiles, k, 2, dtype), {
                 "part": dots_part, "wide": Ptr("none"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta"),
             }),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
-from onnx_fuse.kernels.kernel import Kernels, rename
+from onnx_fuse.kernels.kernel import Kernels, renamed
 from onnx_fuse.kernels.norm_launches import sum_parts
 from onnx_fuse.program.launch import Launches, Ptr
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware, KernelConfig
@@ -50,7 +50,6 @@ class WeightOnlyGrad(SimtSplitK):
         return super().cost(problem, config, hw) + more + alone
 
     def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
-        """The product, and the sum of its parts where they do not meet in clusters."""
         join = config.integer("join")
         own = map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta"))
         leaf = 2 if problem.turned else 1
@@ -58,8 +57,7 @@ class WeightOnlyGrad(SimtSplitK):
         if not join:
             launches += (sum_parts(*self._parts(problem, config), 2, "float32"),)
         names = {"y": "dw", "c": "w", "part": "workspace", "out0": "dgamma", "out1": "dbeta"}
-        place = {name: Ptr(operand) for name, operand in names.items()}
-        return tuple(rename(each, place) for each in launches)
+        return renamed(launches, {name: Ptr(operand) for name, operand in names.items()})
 
 
 KERNELS: Kernels = {"LayerNormLeafGrad": (WeightOnlyGrad(),)}

@@ -34,7 +34,6 @@ class LossRows(HeuristicKernel[CrossEntropy]):
     free_axes = "yz"
 
     def configs(self, problem: CrossEntropy, hw: Hardware) -> Sequence[KernelConfig]:
-        """Half or twice the threads a row too."""
         if problem.inner != 1 or problem.stage == "total":
             return (KernelConfig.of(),)
         return [how for how in thread_choices(self._team(problem, KernelConfig.of())[1])
@@ -107,13 +106,12 @@ class Chunk(HeuristicKernel[CrossEntropyChunk]):
             held = not ahead and 2 * self._bytes(problem) < hw.smem_per_block - 4096
         shared = (2 if ahead else int(held)) * self._bytes(problem)
         blocks = minimum(problem.rows, hw.sm_count) if ahead else problem.rows
-        more: dict[str, Any] = {"AHEAD": 1} if ahead else {}
         return self.one(
             "cross_entropy_chunk", blocks, block,
             *args("x target weight rows, i32 rows classes stride, i64 ignored, f32 smoothing",
                   problem),
             smem=shared, **typed(problem, I="labels", W="weights"), VEC=vec, TEAM=block,
-            SHARED=held, GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, **more,
+            SHARED=held, GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, AHEAD=ahead or None,
         )  # fmt: skip
 
 
@@ -143,7 +141,6 @@ class Label(_OfProduct[LabelScore]):
     """Its entry label_score. Operands: those of LabelScore."""
 
     def launch(self, problem: LabelScore, config: KernelConfig, hw: Hardware) -> Launches:
-        """A warp a row."""
         made = args("x w bias target to, i32 rows k classes ldx ldw, i64 ignored", problem)
         return self.one("label_score", -(-problem.rows // 8), 256, *made, **self.macros(problem))
 
@@ -160,7 +157,6 @@ class Exp(_OfProduct[ExpRows]):
         return super().cost(problem, config, hw) + self.numbers(hw)["start"]
 
     def launch(self, problem: ExpRows, config: KernelConfig, hw: Hardware) -> Launches:
-        """A block 16 rows."""
         names = "e part x w bias target weight rows scale narrow scaled"
         numbers = "i32 rows k classes stride parts ldx ldw, i64 ignored"
         macros = {"W": C_TYPES[problem.weights], "SCALED": problem.scaled}

@@ -196,7 +196,6 @@ class TiledRows(Kernel[PackedProduct]):
     def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
         warps, tiles = config.integer("warps"), config.integer("tiles")
         sets, epilogue, kind = self._sets(problem), problem.epilogue, C_TYPES[problem.dtype]
-        flags = {"EPI_BIAS": epilogue.bias, "EPI_RES": epilogue.residual, "GATE": epilogue.gate}
         text = "a q scale bias c gamma beta y, i32 m n k, f32 epsilon act_alpha"
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (8 * sets)), 1)
         return self.one(
@@ -206,7 +205,8 @@ class TiledRows(Kernel[PackedProduct]):
             CHUNKS=self._chunks(problem, config), HELD=self._held(problem, config),
             WHOLE=self._units(problem) % warps == 0,
             ZERO=bool(problem.zero), NORM=["", "rms", "layer"].index(problem.norm),
-            **{name: 1 for name, on in flags.items() if on}, **activation_macros(epilogue.act),
+            EPI_BIAS=epilogue.bias or None, EPI_RES=bool(epilogue.residual) or None,
+            GATE=epilogue.gate or None, **activation_macros(epilogue.act),
         )  # fmt: skip
 
 
@@ -242,17 +242,14 @@ class Unpacked(DelegatingKernel[PackedProduct]):
         return self.inner.supports(gemm, hw)
 
     def _own_bytes(self, problem: PackedProduct) -> int:
-        """The bytes of the weights."""
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
 
     def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
-        """The GEMM's, and the weights read packed and written."""
         moved = self._own_bytes(problem) + problem.n * problem.row_bytes
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
 
     def _before(self, problem: PackedProduct, hw: Hardware) -> tuple[Launches, dict[str, Ptr]]:
-        """The launch that unpacks the weights."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "BLOCK": problem.block, "ZERO": zero}

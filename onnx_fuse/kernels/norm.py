@@ -172,13 +172,12 @@ class NormRow(HeuristicKernel[Norm]):
         vec, items = whole_sectors(problem.tail, problem.dtype, vec, items)
         block = block_of(threads)
         macros = _macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads, "BLOCK": block}
-        if problem.columns:
-            macros |= {"PRODUCT": problem.columns, "TURNED": problem.turned}
         text = "x residual scale bias e1 e2 e3 w c y sum mean rstd z"
         made = args(f"{text}, i64 rows length groups channels inner, f32 epsilon", problem)
         numbers, of_tail = numbered_tail(problem.tail)
         return self.one(
             "layernorm_row", -(-problem.rows * threads // block), block, *made, *numbers, **macros,
+            PRODUCT=problem.columns or None, TURNED=problem.turned if problem.columns else None,
             **of_tail,
         )  # fmt: skip
 
@@ -231,12 +230,11 @@ class GradRow(_NormGradKernel[NormGrad]):
         macros = self._macros(problem, config)
         vec, threads, items = grad_shape(problem, config.integer("team"))
         macros["VEC"], macros["ITEMS"] = whole_sectors(problem.tail, problem.dtype, vec, items)
-        if problem.k:
-            macros |= {"PRODUCT": problem.k, "TURNED": problem.turned}
         names = "x dy scale mean rstd ds e1 e2 e3 b dx part"
         return self.one(
             "layernorm_dx", problem.parts, threads, *args(f"{names}, i64 rows length", problem),
-            **macros, **tail_macros(problem.tail),
+            **macros, **tail_macros(problem.tail), PRODUCT=problem.k or None,
+            TURNED=problem.turned if problem.k else None,
         )  # fmt: skip
 
 
@@ -297,11 +295,9 @@ class GradRounds(HeuristicKernel[NormGradSums]):
     source = "layernorm/grad_parts.cu"
 
     def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:
-        """Rows that `GradChunks` serves."""
         return _uncut(problem.grad)
 
     def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
-        """A thread a column."""
         grad = problem.grad
         grid = (-(-grad.length // _THREADS), problem.outputs, 1)
         made = args("part dscale dbias, i64 length", grad)

@@ -39,7 +39,7 @@ def row_stats(
               m=m, k=k, ldx=ldx, epsilon=epsilon),
         T=C_TYPES[dtype], TO=C_TYPES[out_dtype], TP=C_TYPES[dtype], STATS=stats,
         NORM=2 if given else norm, PLANES=planes, TPR=tpr, ROWS=rows, HELD=held, VEC=vec,
-        **({"RMS": 1} if rms else {}),
+        RMS=rms or None,
     )  # fmt: skip
 
 
@@ -113,11 +113,10 @@ def fold_planes(
     wq is `planes` bf16 planes, or with 0 of them float32, `turned` [n, k].
     """
     rows = 64 if planes else 32  # whose loads fit into the registers
-    ragged = {} if n % 4 == 0 and align % 16 == 0 else {"RAGGED": 1}
     call = launch(
         "norm/fold_planes.cu", "fold_planes", (ceil(n / 128), ceil(k / rows), 1), 256,
         *args("w gamma beta c, i32 k n, wq part", k=k, n=n),
-        PLANES=planes, ROWS=rows, **ragged, **({"TURNED": 1} if turned else {}),
+        PLANES=planes, ROWS=rows, RAGGED=bool(n % 4 or align % 16) or None, TURNED=turned or None,
     )  # fmt: skip
     return call, ceil(k / rows)
 
@@ -128,7 +127,6 @@ def row_dots(
 ) -> tuple[Launch, int]:  # fmt: skip
     """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
     held = (2, 1) if dtype == "float32" else (4, 2, 1)
-    ragged = {} if n % 8 == 0 and align % 16 == 0 else {"RAGGED": 1}
     rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = launch(
@@ -136,7 +134,7 @@ def row_dots(
         *args("dy z cs cv, i32 m n, f32 mean act_alpha, dz c1 c2 part",
               m=m, n=n, mean=1.0 / k, act_alpha=act_alpha),
         T=C_TYPES[dtype], RPW=rpw, **activation_macros(act),
-        **({"PLANES": planes} if planes else {}), **ragged,
+        PLANES=planes or None, RAGGED=bool(n % 8 or align % 16) or None,
     )  # fmt: skip
     return call, parts
 

@@ -32,7 +32,6 @@ class RowsOfLanes(HeuristicKernel[Determinant]):
         return None if problem.n <= 32 else "a matrix has more than 32 rows"
 
     def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch, a lane a row."""
         side, vec = pow2(problem.n), access_width(problem.n, problem.dtype) if problem.n else 1
         return self.one(
             "det_rows", -(-problem.count * side // 256), 256,
@@ -53,7 +52,6 @@ class Elimination(Planned[Determinant], HeuristicKernel[Determinant]):
         return waves * n * (costs["round"] + n * n * costs["element"]) + hw.launch_seconds
 
     def plan(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Plan:
-        """One launch, a block a matrix, with a copy of each."""
         made, macros = args("x workspace y, i32 n", problem), typed(problem)
         copies = problem.count * problem.n * problem.n * (8 if macros["ACC"] == "double" else 4)
         return self.one("det", problem.count, 256, *made, **macros), copies

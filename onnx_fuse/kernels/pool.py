@@ -41,7 +41,6 @@ class Windows(HeuristicKernel[Pool]):
         vec = access_width(problem.channels, dtype) if problem.channels else 1
         size = problem.planes * prod(problem.outer) // vec
         small = ITEMSIZE[dtype] == 1 and vec >= 4 and size < 2**31 and problem.kind == "max"
-        codes = {"CODES": True} if small else {}
         after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
         text = "x y indices, i64 size, i32 channels inner outer, f32 p, i64 nowhere"
         return self.one(
@@ -49,7 +48,8 @@ class Windows(HeuristicKernel[Pool]):
             VEC=vec, CHANNELS_LAST=bool(problem.channels), LOWEST=LOWEST[dtype],
             T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
             MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
-            COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after, **codes,
+            COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
+            CODES=small or None,
         )  # fmt: skip
 
 

@@ -31,18 +31,13 @@ CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a lau
 
 
 def _macros(problem: Reduce) -> dict[str, Any]:
-    macros: dict[str, Any] = {
+    return {
         "T": C_TYPES[problem.dtype], "U": C_TYPES[problem.out_dtype],
         "ACC": accumulator(problem.dtype, problem.reducer), "REDUCER": problem.reducer,
         "FROM_STATE": problem.from_state, "TO_STATE": problem.to_state, "VEC": _vec(problem),
+        "SECOND": problem.second or None, "PAIR": problem.paired or None,
+        "BATCHED": problem.reducer == "Moments" or None,
     }  # fmt: skip
-    if problem.second:
-        macros["SECOND"] = 1
-    if problem.paired:
-        macros["PAIR"] = 1
-    if problem.reducer == "Moments":
-        macros["BATCHED"] = 1
-    return macros
 
 
 def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
@@ -63,7 +58,6 @@ def _operands(problem: Reduce) -> str:
 
 
 def _vec(problem: Reduce) -> int:
-    """The number of elements of one access."""
     if problem.from_state or problem.short:
         return 1
     return pass_width(problem.outer, problem.length, problem.inner, problem.dtype)

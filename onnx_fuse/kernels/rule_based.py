@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, pow2
 from onnx_fuse.cuda.pointwise import SCALAR, STORAGE, inline
-from onnx_fuse.kernels.kernel import Kernel, P, rename
+from onnx_fuse.kernels.kernel import Kernel, P, renamed
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.launch import Launches, Num, Ptr, args
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, KernelConfig
@@ -66,8 +66,7 @@ class DelegatingKernel(Kernel[P]):
         """The candidate's own launches, then the product's."""
         before, names = self._before(problem, hw)
         names["workspace"] = Ptr("workspace", self._own_bytes(problem))
-        product = self.inner.launch(self._gemm(problem), config, hw)
-        return (*before, *(rename(call, names) for call in product))
+        return before + renamed(self.inner.launch(self._gemm(problem), config, hw), names)
 
     def configs(self, problem: P, hw: Hardware) -> Sequence[KernelConfig]:
         return self.inner.configs(self._gemm(problem), hw)
@@ -239,11 +238,12 @@ def tail_macros(tail: Tail | None, numbers: Sequence[str] = ()) -> dict[str, Any
         return {}
     text = tail_text(tail, numbers)
     assert text is not None
-    short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] <= 2 else {}
-    if "e4m3" in text or "float8_e4m3fn" in (tail.dtype, *tail.reads):
-        short |= {"E4M3_STEPS": True}
-    return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
-            "TY": STORAGE[tail.dtype], **short}  # fmt: skip
+    e4m3 = "e4m3" in text or "float8_e4m3fn" in (tail.dtype, *tail.reads)
+    return {
+        "OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
+        "TY": STORAGE[tail.dtype], "SHORT_RESULT": ITEMSIZE[tail.dtype] <= 2 or None,
+        "E4M3_STEPS": e4m3 or None,
+    }  # fmt: skip
 
 
 def numbered_tail(tail: Tail | None) -> tuple[list[Num], dict[str, Any]]:

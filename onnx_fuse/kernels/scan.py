@@ -152,7 +152,6 @@ class InBlock(HeuristicKernel[TopK]):
         return sum(self._side(problem, n)[1] for _, n in self._levels(problem)[:-1][:2])
 
     def launch(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Launches:
-        """A launch a level."""
         rows, inner, k = problem.outer * problem.inner, problem.inner, problem.k
         levels = self._levels(problem)
         base = self._side(problem, levels[0][1])[1]
@@ -191,7 +190,6 @@ class WholeRows(Planned[TopK], HeuristicKernel[TopK]):
         return problem.bytes + self._sort(problem).moved
 
     def plan(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Plan:
-        """The keys, the passes of the sort, and the choice of the first k."""
         sort = self._sort(problem)
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "KEY": sort.key, "BITS": sort.bits,
                   "LARGEST": problem.largest}  # fmt: skip
@@ -222,7 +220,6 @@ class BitonicSort(Planned[SortedRows], HeuristicKernel[SortedRows]):
         return problem.bytes * steps
 
     def plan(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> Plan:
-        """The steps of the sort, which move indices, and its order."""
         padded = self._padded(problem)
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "SIZE": 2 * PAIRS, "BLOCK": PAIRS}
 
@@ -249,7 +246,6 @@ class Votes(Planned[Kept], HeuristicKernel[Kept]):
     source = "scan/compact.cu"
 
     def plan(self, problem: Kept, config: KernelConfig, hw: Hardware) -> Plan:
-        """The counts of tiles and their sums; or the positions."""
         tiles = problem.tiles
         if isinstance(problem, KeptPositions):
             made = args("keep first position, i64 length", problem)

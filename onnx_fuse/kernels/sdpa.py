@@ -467,10 +467,10 @@ class Wgmma(Kernel[Attention]):
         )  # fmt: skip
         numbers, of_tail = numbered_tail(p.tail) if p.tail else ([], {})
         how = {name.upper(): value for name, value in config.attrs}
-        how |= {"WINDOW": 1} if p.window or p.lengths else {}
-        how |= {"LENGTHS": 1} if p.lengths else {}
-        how |= {"LOADED": loaded} if p.packed else {}
-        macros = {**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how, **of_tail}
+        macros = common_macros(p) | how | of_tail | {
+            "MASK": MMA.mask(p), "ONE": one, "WINDOW": bool(p.window or p.lengths) or None,
+            "LENGTHS": p.lengths or None, "LOADED": loaded if p.packed else None,
+        }  # fmt: skip
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
         smem = self.smem(p, config)
@@ -613,7 +613,6 @@ class OneQuery(Kernel[Attention]):
         if p.lengths:
             left = p.window[0] if p.window else UNBOUNDED
             made = (*made, *args("lengths, i32 left", left=left))
-            how |= {"LENGTHS": 1}
         if isinstance(p, CachedAttention) and (append := p.append):
             made = (*made, *args(
                 "new_key new_value lengths cos sin q_scale k_scale positions present_key "
@@ -623,12 +622,12 @@ class OneQuery(Kernel[Attention]):
             ))  # fmt: skip
             how |= {"APPEND": 1, "KEEP_PAST": append.keep, **row_macros(append)}
         made += (*step_args(p), *(args("sink") if p.sink else ()))
-        how |= {**cache_macro(p), **({"SINK": 1} if p.sink else {})}
         smem = max(self._smem(p, config), apart(self._spread(p, config), hw))
         return self.one(
             "sdpa_one_query", (cluster, heads // config.integer("heads"), batch),
             32 * config.integer("warps"), *made, smem=smem, cluster=cluster,
-            **{**common_macros(p), **how},
+            **common_macros(p), **how, **cache_macro(p), LENGTHS=p.lengths or None,
+            SINK=p.sink or None,
         )  # fmt: skip
 
 

@@ -50,7 +50,6 @@ class WgmmaGrad(Planned[Attention]):
         return None if self.configs(p, hw) else "the head size is too large"
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
-        """The configurations that registers and shared memory have room for."""
         wide, mask = max(problem.k, problem.dv), MMA.mask(problem)
         rows = next(
             (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()
@@ -94,7 +93,6 @@ class WgmmaGrad(Planned[Attention]):
         return queries + keys, problem.batches * self._padded(problem) * self._row(problem)
 
     def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launches:
-        """The launch for keys and values, or for queries."""
         (batch, heads), group = p.batch, p.group
         resident, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
         results = ("dk", "dv") if keys else ("dq", "none")
@@ -110,7 +108,7 @@ class WgmmaGrad(Planned[Attention]):
         )  # fmt: skip
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
         grid = (-(-rows // (64 * count)), over, batch)
-        macros = {**common_macros(p), "MASK": MMA.mask(p)} | ({"WINDOW": 1} if p.window else {})
+        macros = common_macros(p) | {"MASK": MMA.mask(p), "WINDOW": bool(p.window) or None}
         return self.one(
             "sdpa_gradients", grid[1:] + grid[:1] if p.packed else grid, 128 * count, *made,
             smem=self._smem(p, config, keys), KEYS=keys, TILE=TILE, WGS=count,
@@ -124,7 +122,6 @@ class WgmmaGrad(Planned[Attention]):
         return 4 if max(p.k, p.dv) <= 64 else 3
 
     def _padded(self, p: Attention) -> int:
-        """Queries of whole tiles."""
         return -(-p.m // TILE) * TILE
 
     def _row(self, p: Attention) -> int:

@@ -76,7 +76,6 @@ class PartsSoftmax(Planned[Softmax], HeuristicKernel[Softmax]):
         return None
 
     def moved(self, problem: Softmax) -> int:
-        """x is read twice."""
         return problem.bytes * 3 // 2
 
     def plan(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Plan:

@@ -72,7 +72,6 @@ class Columns(HeuristicKernel[Fold]):
         return roofline(hw, costs, problem.bytes)
 
     def launch(self, problem: Fold, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch for all of them."""
         return (fold_columns(problem.shapes, problem.dtype, hw, master=problem.master),)
 
 

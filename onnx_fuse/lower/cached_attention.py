@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering, Unserved, emit
+from onnx_fuse.lower.context import Context, Lowering, Unserved, apply, emit
 from onnx_fuse.lower.quant import to_float
 from onnx_fuse.lower.sdpa import aligned
 from onnx_fuse.ops.fused.caches import CACHES, NORM_ROTATED, PLAIN, growing
@@ -238,8 +238,8 @@ def _attend(
 
 def _counted(ctx: Context, node: ir.Node, n: int) -> Tensor:
     """0, 1, ... as int64 [n]."""
-    code, counted = Code(), ctx.scratch("int64", (n,))
-    emit(ctx, code, node, code.step("Iota", "int64"), counted)
+    counted = ctx.scratch("int64", (n,))
+    apply(ctx, node, counted, "Iota")
     return counted
 
 

@@ -20,6 +20,12 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor.permute((0, *range(2, len(tensor.shape)), 1))
 
 
+def channels_second(images: Tensor) -> Tensor:
+    """A view of channels-last images as everyone sees them."""
+    rank = len(images.shape)
+    return images.permute((0, rank - 1, *range(1, rank - 1)))
+
+
 def is_channels_last(tensor: Tensor) -> bool:
     """Whether the tensor is dense once its channels are the last axis, and not as it stands."""
     return len(tensor.shape) > 2 and not tensor.dense and channels_last(tensor).dense
@@ -29,8 +35,7 @@ def stored_last(ctx: Context, node: ir.Node, y: Tensor) -> Tensor:
     """Make `y`, the node's new dense output 0, channels last, and return that view of it."""
     batch, channels, *spatial = y.shape
     shape = (batch, *spatial, channels)
-    stored = replace(y, shape=shape, strides=dense_strides(shape))
-    last = stored.permute((0, len(shape) - 1, *range(1, len(shape) - 1)))
+    last = channels_second(replace(y, shape=shape, strides=dense_strides(shape)))
     ctx.alias(node, 0, last)
     ctx.channels_last.add(y.buffer)
     return last

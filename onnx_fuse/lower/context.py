@@ -487,6 +487,11 @@ class Context(PassContext, ABC):
         value is not known.
         """
 
+    def arranged(self, view: Tensor, how: str) -> Tensor:
+        """A dense copy of the view, made once where nothing in the program writes to it."""
+        packed = self.packed(view, how, np.ascontiguousarray)
+        return self.contiguous(view) if packed is None else packed
+
     def random(self) -> tuple[Tensor, int]:
         """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
         if self._random is None:

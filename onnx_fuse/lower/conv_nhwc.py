@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.build import required
 from onnx_fuse.kernels import refused
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.kernels.gemm_integer import LINE
 from onnx_fuse.lower import quantized
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
-from onnx_fuse.lower.context import Context, copy, data_type, emit
+from onnx_fuse.lower.context import Context, apply, copy, data_type
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Tensor, dense_strides
@@ -205,9 +204,8 @@ def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
     each channel has one filter.
     """
     spatial = range(2, len(weight.shape))
-    view = weight.permute((*spatial, 0, 1) if shape.depthwise else (0, *spatial, 1))
-    packed = ctx.packed(view, "channels last", np.ascontiguousarray)
-    return packed if packed is not None else ctx.contiguous(view)
+    order = (*spatial, 0, 1) if shape.depthwise else (0, *spatial, 1)
+    return ctx.arranged(weight.permute(order), "channels last")
 
 
 Filter = TypeVar("Filter", Conv, ConvWeightGrad, IntegerConv)
@@ -300,9 +298,8 @@ def in_runs(
     inside = min(w, wide - left)
     images = ctx.scratch(x.dtype, (shape.batch, h, wide, channels))
     if (left, inside, channels) != (0, wide, shape.channels):
-        code = Code()
         border = shape.border if isinstance(shape, IntegerConv) else 0
-        emit(ctx, code, node, code.scalar(border, x.dtype), images)
+        apply(ctx, node, images, "", border)
     part = (shape.batch, h, inside, shape.channels)
     origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
     copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))
@@ -352,7 +349,6 @@ def _runs(
     if constant is not None:
         return constant
     weight_runs = ctx.scratch(weight.dtype, (m, rows, run))  # packed in each run, since it changes
-    code = Code()
-    emit(ctx, code, node, code.scalar(0, weight.dtype), weight_runs)
+    apply(ctx, node, weight_runs, "", 0)
     copy(ctx, node, view, replace(weight_runs, shape=(m, kh, kw, c), strides=steps))
     return weight_runs

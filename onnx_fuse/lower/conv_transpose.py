@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import product as every
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower import conv_nhwc
-from onnx_fuse.lower.channels_last import channels_last, stored_last
+from onnx_fuse.lower.channels_last import channels_last, channels_second, stored_last
 from onnx_fuse.lower.context import Context, apply, copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
@@ -97,7 +96,7 @@ def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
     shapes = [phase.shape for phase in phases(shape)]
     if bias and None in shapes:
         return False
-    x = _channels_second(replace(channels_last(x), strides=dense_strides(channels_last(x).shape)))
+    x = channels_second(replace(channels_last(x), strides=dense_strides(channels_last(x).shape)))
     return all(each is None or conv_nhwc.pays(ctx, each, x) for each in shapes)
 
 
@@ -119,12 +118,12 @@ def _product(
     """
     x, weight = ctx.contiguous(channels_last(reads["x"])), reads["weight"]
     rank, filters, taps = len(x.shape) - 2, shape.filters, prod(shape.window.kernel)
-    last = _packed(ctx, weight.permute((0, *range(2, rank + 2), 1)))
+    last = ctx.arranged(weight.permute((0, *range(2, rank + 2), 1)), "taps first")
     columns = reshaped(ctx, last, (shape.channels, taps * filters))
     extra = {}
     if "bias" in reads:
         each = reads["bias"].view((1, filters))
-        bias = _packed(ctx, each.expand((taps, filters)))
+        bias = ctx.arranged(each.expand((taps, filters)), "taps first")
         extra["col1"] = reshaped(ctx, bias, (taps * filters,))
     pixels = reshaped(ctx, x, (prod(x.shape[:-1]), shape.channels))
     patches = ctx.scratch(out.dtype, (pixels.shape[0], taps * filters))
@@ -137,18 +136,6 @@ def _product(
          places.permute(order))  # fmt: skip
 
 
-def _packed(ctx: Context, view: Tensor) -> Tensor:
-    """A dense copy of the view, made once where nothing in the program writes to it."""
-    packed = ctx.packed(view, "taps first", np.ascontiguousarray)
-    return packed if packed is not None else ctx.contiguous(view)
-
-
-def _channels_second(images: Tensor) -> Tensor:
-    """A view of channels-last images as everyone sees them."""
-    rank = len(images.shape)
-    return images.permute((0, rank - 1, *range(1, rank - 1)))
-
-
 def convolution(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
 ) -> None:
@@ -158,7 +145,7 @@ def convolution(
         return _product(ctx, node, shape, reads, out)
     weight, rank = reads["weight"], len(y.shape) - 2
     parts = phases(shape)
-    reads["x"] = _channels_second(ctx.contiguous(channels_last(reads["x"])))
+    reads["x"] = channels_second(ctx.contiguous(channels_last(reads["x"])))
     for phase in parts:
         axes = phase.axes[3 - rank :]
         firsts, steps = [a.first for a in axes], shape.window.strides[3 - rank :]

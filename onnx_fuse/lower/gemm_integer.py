@@ -15,9 +15,9 @@ from onnx_fuse.ir.build import required
 from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import conv_nhwc, linear
 from onnx_fuse.lower.channels_last import follow
-from onnx_fuse.lower.context import Codes, Context, Lowering, Unserved, copy, emit
+from onnx_fuse.lower.context import Codes, Context, Lowering, Unserved, apply, copy, emit
 from onnx_fuse.lower.conv import triple, window
-from onnx_fuse.lower.matrices import factors
+from onnx_fuse.lower.matrices import factors, with_gaps
 from onnx_fuse.lower.quant import to_integer
 from onnx_fuse.lower.quantized import factors_of
 from onnx_fuse.lower.views import reshaped
@@ -36,23 +36,8 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
     if (t.strides[-1] == 1 or k == 1) and not any(s % LINE for s in (*steps, t.offset)):
         return t
     core_shape = [1 if s == 0 else d for d, s in zip(t.shape, t.strides, strict=True)]
-    core = t.first(core_shape)
     line = -(-k // LINE) * LINE
-
-    def padded(array: np.ndarray) -> np.ndarray:
-        wide = np.zeros((*array.shape[:-1], line), array.dtype)
-        wide[..., :k] = array
-        return wide
-
-    padded_rows = ctx.packed(core, f"rows of {line}", padded)
-    if padded_rows is None:
-        padded_rows = ctx.scratch(t.dtype, (*core_shape[:-1], line))
-        copy(ctx, node, core, _first_columns(padded_rows, k))
-    return _first_columns(padded_rows, k).expand(t.shape)
-
-
-def _first_columns(t: Tensor, k: int) -> Tensor:
-    return t.first((*t.shape[:-1], k))
+    return with_gaps(ctx, node, t.first(core_shape), line, f"rows of {line}").expand(t.shape)
 
 
 def _zero(ctx: Context, node: ir.Node, i: int) -> Tensor | None:
@@ -234,11 +219,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     if any((*taps.before, *taps.after)):
         sizes = [d + p + q for d, p, q in zip(x.shape[2:], taps.before, taps.after, strict=True)]
         around = ctx.scratch(x.dtype, (batch, *sizes, channels))
-        code = Code()
-        border = code.scalar(0, x.dtype) if zx is None else code.load(
-            reshaped(ctx, zx, ()).expand(around.shape)
-        )  # fmt: skip
-        emit(ctx, code, node, border, around)
+        apply(ctx, node, around, "", 0 if zx is None else reshaped(ctx, zx, ()))
         copy(ctx, node, last, around.slice((0, *taps.before, 0), (1,) * 5, last.shape))
         last = around
     elif any(d > 1 for d in taps.kernel) or any(s > 1 for s in taps.strides) or groups > 1:
@@ -252,7 +233,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         split, shape=(batch, groups, *outer, *taps.kernel, each), strides=(n, g, *step, *reach, c)
     )
     lines = ctx.scratch(x.dtype, (batch, groups, prod(outer), -(-depth // LINE) * LINE))
-    columns = _first_columns(lines, depth)
+    columns = lines.first((*lines.shape[:-1], depth))
     copy(ctx, node, windows, columns.view(windows.shape))
     turned = w.view((groups, filters, each, *taps.kernel)).permute((0, 1, 3, 4, 5, 2))
     packed = ctx.packed(turned, "channels last", lambda array: array)

@@ -33,7 +33,8 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> None:
     if select(problem.op, problem, ctx.hw) is None:
         raise Unserved("unserved")
     # the body's product, its passes over W and G, its sums and its product of one row
-    if not pays((_first_product(problem), Passes(24 * m * n, 6)), (problem,), ctx.hw):
+    product = replace(problem, op="Gemm", turned=False)
+    if not pays((product, Passes(24 * m * n, 6)), (problem,), ctx.hw):
         raise Unserved("faster", by="")
     reads = {"a": left.tensor, "b": right.tensor, "w": w, "gamma": gamma, "beta": beta}
     names = {"dw": (m, n), "dgamma": gamma.shape, "dbeta": beta.shape, "dc": (dt.shape[1],)}
@@ -41,10 +42,6 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> None:
         name: ctx.output(node, i, shape, "float32") for i, (name, shape) in enumerate(names.items())
     }
     ctx.select(node, problem, reads, writes)
-
-
-def _first_product(problem: GemmProblem) -> GemmProblem:
-    return replace(problem, op="Gemm", turned=False)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

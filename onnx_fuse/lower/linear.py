@@ -18,14 +18,7 @@ from onnx_fuse.kernels.costs import Passes, pays, products, seconds, total
 from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
-from onnx_fuse.lower.matrices import (
-    Matrix,
-    ProductOperands,
-    alignment,
-    factors,
-    matrix,
-    with_whole_rows,
-)
+from onnx_fuse.lower.matrices import Matrix, alignment, factors, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
@@ -111,11 +104,11 @@ def product(
         align=alignment(left.tensor, right.tensor),
         **(attrs or {}),
     )
-    operands = with_whole_rows(ctx, node, ProductOperands(problem, left, right, y))
-    reads = {"a": operands.a.tensor, "b": operands.b.tensor, **(extra or {})}
-    ctx.select(node, operands.problem, reads, {"y": operands.y, **(writes or {})})
-    if operands.y is not y:
-        copy(ctx, node, operands.y, y.reshape(operands.y.shape) or y)
+    problem, left, right, out = with_whole_rows(ctx, node, problem, left, right, y)
+    reads = {"a": left.tensor, "b": right.tensor, **(extra or {})}
+    ctx.select(node, problem, reads, {"y": out, **(writes or {})})
+    if out is not y:
+        copy(ctx, node, out, y.reshape(out.shape) or y)
 
 
 def matmul(ctx: Context, node: ir.Node) -> None:
@@ -488,14 +481,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> None:
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
     parts = act_parts(rows, n)
-    problem = SlopeProduct(
-        rows,
-        n,
-        dy.dtype,
-        parts,
-        str(how["act"]),
-        float(how.get("act_alpha", 1.0)),
-    )
+    problem = SlopeProduct(rows, n, dy.dtype, parts, **how)
     dz = (
         ctx.output(node, 3, dy.shape, dy.dtype) if name.exposed else ctx.scratch(dy.dtype, dy.shape)
     )

@@ -73,22 +73,14 @@ def alignment(*tensors: Tensor) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class ProductOperands:
-    """A product, its operands, and the tensor that takes its result."""
-
-    problem: GemmProblem
-    a: Matrix
-    b: Matrix
-    y: Tensor
-
-
-def with_whole_rows(ctx: Context, node: ir.Node, operands: ProductOperands) -> ProductOperands:
+def with_whole_rows(
+    ctx: Context, node: ir.Node, problem: GemmProblem, a: Matrix, b: Matrix, y: Tensor
+) -> tuple[GemmProblem, Matrix, Matrix, Tensor]:
     """Copy operands to rows of whole 16 bytes where the copies cost less than they save.
 
     Where the returned `y` is not the given one, the caller has to copy the result to the given one.
     """
-    problem, a, b = operands.problem, operands.a, operands.b
+    operands = problem, a, b, y
     if problem.dtype not in ("float16", "bfloat16") or problem.batch:
         return operands
     if problem.n <= COLUMNS:  # a norm's kernel may take the product over as it is
@@ -102,7 +94,7 @@ def with_whole_rows(ctx: Context, node: ir.Node, operands: ProductOperands) -> P
     ways: list[tuple[GemmProblem, int]] = [(problem, 0), (straight, moved)]
     if loose and not problem.epilogue.among("accumulate", "save_z", "beta", "residual", "dact"):
         apart = straight.replace(ldy=_up(problem.n))
-        ways.append((apart, moved + 2 * operands.y.nbytes))
+        ways.append((apart, moved + 2 * y.nbytes))
 
     def cost(way: tuple[GemmProblem, int]) -> float:
         passes = [Passes(way[1], len(bent) + 1)] if way[1] else []
@@ -111,10 +103,9 @@ def with_whole_rows(ctx: Context, node: ir.Node, operands: ProductOperands) -> P
     best = min(ways, key=cost)[0]
     if best is problem:
         return operands
-    y = operands.y
     if best.ldy:
         y = ctx.scratch(y.dtype, (problem.m, _up(problem.n))).first((problem.m, problem.n))
-    return ProductOperands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
+    return best, _straight(ctx, node, a), _straight(ctx, node, b), y
 
 
 def _up(size: int) -> int:
@@ -127,15 +118,21 @@ def _straight(ctx: Context, node: ir.Node, m: Matrix) -> Matrix:
         return m
     t = replace(m.tensor, shape=m.tensor.shape[-2:], strides=m.tensor.strides[-2:])  # of batch 1
     t = t.permute((1, 0)) if m.trans else t  # lines along the last axis
-    lines, length = t.shape
-    ld = _up(length)
+    ld = _up(t.shape[-1])
+    rows = with_gaps(ctx, node, t, ld, "in whole rows")
+    return Matrix(rows.permute((1, 0)) if m.trans else rows, m.trans, ld, ())
+
+
+def with_gaps(ctx: Context, node: ir.Node, t: Tensor, ld: int, how: str) -> Tensor:
+    """A copy of `t` [..., n] in rows of `ld` elements, made once where nothing writes to it."""
 
     def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, 0), (0, ld - length)))
+        wide = np.zeros((*array.shape[:-1], ld), array.dtype)
+        wide[..., : array.shape[-1]] = array
+        return wide
 
-    held = ctx.packed(t, "in whole rows", padded)
-    if held is None:
-        held = ctx.scratch(t.dtype, (lines, ld))
-        copy(ctx, node, t, held.first(t.shape))
-    rows = held.first(t.shape)
-    return Matrix(rows.permute((1, 0)) if m.trans else rows, m.trans, ld, ())
+    rows = ctx.packed(t, how, padded)
+    if rows is None:
+        rows = ctx.scratch(t.dtype, (*t.shape[:-1], ld))
+        copy(ctx, node, t, rows.first(t.shape))
+    return rows.first(t.shape)

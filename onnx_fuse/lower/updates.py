@@ -15,7 +15,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import rename_buffers
-from onnx_fuse.program.passes.pointwise_fusion import fuse
+from onnx_fuse.program.passes.pointwise_fusion import fuse, view
 
 
 def is_update(node: ir.Node) -> bool:
@@ -53,7 +53,7 @@ class Updates:
         fused = [*fuse(numbers, read | written), *fuse(others, written)]
         if len({t.buffer for t in operands}) == len(operands):
             known = _RowUpdate(tuple(fused), tuple(operands), tuple(results))
-            self._known[key, _views(operands)] = known
+            self._known[key, tuple(map(view, operands))] = known
         return fused
 
     def again(
@@ -63,7 +63,7 @@ class Updates:
 
         None where there was no such update, of operands with the same strides and offsets.
         """
-        update = self._known.get((key, _views(operands)))
+        update = self._known.get((key, tuple(map(view, operands))))
         if update is None or len({t.buffer for t in operands}) < len(operands):
             return None
         pairs = zip(update.operands, operands, strict=True)
@@ -73,8 +73,3 @@ class Updates:
                 same[t.buffer] = ctx.scratch(t.dtype, t.shape).buffer
             ctx.append(replace(rename_buffers(call, same), nodes=(label,)))
         return [replace(t, buffer=same[t.buffer]) for t in update.results]
-
-
-def _views(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors without their buffers: dtypes, shapes, strides and offsets."""
-    return tuple(replace(tensor, buffer=0) for tensor in tensors)

@@ -7,10 +7,12 @@ offset included. Building a Program needs no GPU. How a graph becomes calls is s
 
 from __future__ import annotations
 
+import heapq
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from graphlib import TopologicalSorter
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -315,6 +317,20 @@ class Loop:
     known: Mapping[str, np.ndarray] = field(repr=False)
     results: tuple[int, ...]
     empty: tuple[np.ndarray, ...]
+
+
+def in_turn(before: Mapping[int, Iterable[int]]) -> list[int]:
+    """The keys, each behind those `before` it, and of what may come next the least first."""
+    sorter = TopologicalSorter(before)
+    sorter.prepare()
+    ready: list[int] = []
+    order = []
+    while sorter.is_active():
+        for key in sorter.get_ready():
+            heapq.heappush(ready, key)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return order
 
 
 def run_loop(

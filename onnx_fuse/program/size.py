@@ -131,6 +131,19 @@ class Trace:
         self.guards[text] = None
 
 
+def _ordered(
+    how: str, rounded: Callable[[float], int], holds: bool
+) -> Callable[[OpenSize, object], bool]:
+    """The comparison `how`, or where it does not hold; with a float by the integer next to it."""
+
+    def compare(size: OpenSize, other: object) -> bool:
+        if isinstance(other, float) and isfinite(other):
+            other = rounded(other)
+        return _compared(size, other, how) is holds if _whole(other) else NotImplemented
+
+    return compare
+
+
 class OpenSize:
     """An integer and the polynomial that gives it; typed as `int` where it is handed on."""
 
@@ -195,25 +208,8 @@ class OpenSize:
 
     # ---- decisions ----
 
-    def __lt__(self, other: object) -> bool:
-        if isinstance(other, float) and isfinite(other):
-            other = ceil(other)
-        return _compared(self, other, "<") if _whole(other) else NotImplemented
-
-    def __le__(self, other: object) -> bool:
-        if isinstance(other, float) and isfinite(other):
-            other = floor(other)
-        return _compared(self, other, "<=") if _whole(other) else NotImplemented
-
-    def __gt__(self, other: object) -> bool:
-        if isinstance(other, float) and isfinite(other):
-            other = floor(other)
-        return not _compared(self, other, "<=") if _whole(other) else NotImplemented
-
-    def __ge__(self, other: object) -> bool:
-        if isinstance(other, float) and isfinite(other):
-            other = ceil(other)
-        return not _compared(self, other, "<") if _whole(other) else NotImplemented
+    __lt__, __ge__ = (_ordered("<", ceil, holds) for holds in (True, False))
+    __le__, __gt__ = (_ordered("<=", floor, holds) for holds in (True, False))
 
     def __eq__(self, other: object) -> bool:
         return _compared(self, other, "==") if _whole(other) else NotImplemented

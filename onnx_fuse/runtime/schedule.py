@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor, in_turn
 
 FEW_BLOCKS = 8
 """The most blocks of a call that leaves the multiprocessors to the one it runs beside."""
@@ -33,20 +33,9 @@ class Segment:
 
 def segments(program: Program) -> tuple[Segment, ...]:
     """The calls in order, cut before and after each host call; calls without launches left out."""
-    parts: list[Segment] = []
-    run: list[Call] = []
-    start = 0
-    for i, call in enumerate(program.calls):
-        if call.host:
-            if run:
-                parts.append(Segment(start, tuple(run)))
-            parts.append(Segment(i, (call,)))
-            run, start = [], i + 1
-        else:
-            run.append(call)
-    if run:
-        parts.append(Segment(start, tuple(run)))
-    return tuple(parts)
+    runs = groupby(enumerate(program.calls), lambda pair: pair[0] if pair[1].host else -1)
+    parts = (zip(*run, strict=True) for _, run in runs)
+    return tuple(Segment(places[0], calls) for places, calls in parts)
 
 
 @dataclass(frozen=True)
@@ -212,14 +201,8 @@ def put_off(
         slack = min(depth[k] for k in followers[i]) - 1 - depth[i]
         if slack >= SIDE_STEPS:  # what follows it comes after that, so there is no cycle
             before[i].append(at[depth[i] - 1 + (slack + 1) // 2])
-    sequence: list[int] = []
-    place: dict[int, int] = {}
-    left = list(range(len(after)))
-    while left:
-        ready = next(i for i in left if all(k in place for k in before[i]))
-        place[ready] = len(sequence)
-        sequence.append(ready)
-        left.remove(ready)
+    sequence = in_turn(dict(enumerate(before)))
+    place = {step: k for k, step in enumerate(sequence)}
     return sequence, _order([place[k] for k in before[i]] for i in sequence).after
 
 

@@ -6,19 +6,20 @@ Lowering, views, passes and memory plans are so checked against onnxruntime with
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from inspect import getmembers, isfunction
+from types import ModuleType
+from typing import Any, get_type_hints
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnx_fuse.guard import in_child
-from onnx_fuse.program import contractions, problems
-from onnx_fuse.program import data_movement as move_problems
-from onnx_fuse.program import losses as loss_problems
 from onnx_fuse.program.call import Call, Program, Tensor, run_loop
+from onnx_fuse.program.data_movement import BatchedCalls
 from onnx_fuse.program.interpret import (
     attention,
+    contractions,
     data_movement,
     images,
     losses,
@@ -27,17 +28,23 @@ from onnx_fuse.program.interpret import (
     regions,
     sums,
 )
-from onnx_fuse.program.interpret import contractions as product_answers
 from onnx_fuse.program.interpret.memory import CallOperands, HostMemory
 from onnx_fuse.program.interpret.steps import evaluate
-from onnx_fuse.program.problem import AnyProblem, Collective, GemmProblem
+from onnx_fuse.program.problem import AnyProblem, Collective
 
 Answer = Callable[[Any, CallOperands], data_movement.Results]
 Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
 
-def _batched(p: move_problems.BatchedCalls, of: CallOperands) -> data_movement.Results:
+def _by_problem(*modules: ModuleType) -> dict[type[AnyProblem], Answer]:
+    """The public functions of (p, of), by the kind of problem that annotates their `p`."""
+    functions = [f for m in modules for name, f in getmembers(m, isfunction) if name[0] != "_"]
+    answers = [f for f in functions if list(f.__annotations__)[:2] == ["p", "of"]]
+    return {get_type_hints(answer)["p"]: answer for answer in answers}
+
+
+def _batched(p: BatchedCalls, of: CallOperands) -> data_movement.Results:
     """The answers of calls that share a launch."""
     answer, results = ANSWERS[type(p.problem)], data_movement.Results()
     for i in range(p.count):
@@ -46,67 +53,10 @@ def _batched(p: move_problems.BatchedCalls, of: CallOperands) -> data_movement.R
     return results
 
 
-ANSWERS: dict[type[AnyProblem], Answer] = {
-    GemmProblem: product_answers.gemm,
-    loss_problems.CrossEntropy: losses.cross_entropy,
-    loss_problems.CrossEntropyChunk: losses.cross_entropy_chunk,
-    loss_problems.ExpRows: losses.exp_rows,
-    loss_problems.LabelScore: losses.label_score,
-    move_problems.BatchedCalls: _batched,
-    move_problems.CacheAppend: attention.cache_append,
-    move_problems.CopyMany: data_movement.copy_many,
-    move_problems.CumulativeSum: data_movement.cumulative_sum,
-    move_problems.DeformColumns: regions.deform_columns,
-    move_problems.Determinant: regions.determinant,
-    move_problems.Fourier: regions.fourier,
-    move_problems.GatherElements: data_movement.gather_elements,
-    move_problems.GatherND: data_movement.gather_nd,
-    move_problems.KeptCounts: data_movement.kept_counts,
-    move_problems.KeptPositions: data_movement.kept_positions,
-    move_problems.NGrams: data_movement.n_grams,
-    move_problems.NmsChosen: regions.nms_chosen,
-    move_problems.Pointwise: data_movement.pointwise,
-    move_problems.PointwiseMany: data_movement.pointwise_many,
-    move_problems.PointwiseSums: data_movement.pointwise_sums,
-    move_problems.Random: recurrences.random,
-    move_problems.Range: sums.value_range,
-    move_problems.Recurrence: recurrences.recurrence,
-    move_problems.RoiAlign: regions.roi_align,
-    move_problems.ScatterElements: data_movement.scatter_elements,
-    move_problems.ScatterND: data_movement.scatter_nd,
-    move_problems.SortedRows: data_movement.sorted_rows,
-    move_problems.TopK: data_movement.top_k,
-    problems.ChannelGrad: norms.channel_grad,
-    problems.ChannelNorm: norms.channel_norm,
-    problems.ChannelWindow: images.channel_window,
-    problems.Col2Im: images.col2im,
-    problems.Conv: images.conv,
-    problems.ConvWeightGrad: images.weight_gradient,
-    problems.IntegerConv: images.integer_conv,
-    problems.Float8: sums.float8,
-    problems.Fold: norms.fold,
-    problems.GridSample: images.grid_sample,
-    problems.GroupGrad: norms.group_grad,
-    problems.MaxPoolGrad: images.max_pool_grad,
-    problems.MergedMoments: norms.merged_moments,
-    problems.Norm: norms.norm,
-    problems.NormGrad: norms.norm_grad,
-    problems.NormGradSums: norms.norm_grad_sums,
-    problems.PartSums: sums.part_sums,
-    problems.PixelBlocks: images.pixel_blocks,
-    problems.Pool: images.pool,
-    problems.Reduce: sums.reduce,
-    problems.Resample: images.resample,
-    problems.RunningStats: norms.running_stats,
-    problems.SlopeProduct: product_answers.slope_product,
-    problems.Softmax: sums.softmax,
-    problems.SumSquares: sums.sum_squares,
-    contractions.Attention: attention.attention,
-    contractions.AttentionGrad: attention.attention_grad,
-    contractions.CachedAttention: attention.cached_attention,
-    contractions.IntegerProduct: product_answers.integers,
-    contractions.PackedProduct: product_answers.packed,
-}
+ANSWERS = _by_problem(
+    *(attention, contractions, data_movement, images, losses, norms, recurrences, regions, sums)
+)
+ANSWERS[BatchedCalls] = _batched
 """The answer to each kind of problem: its results by the names under which a call writes them.
 
 Three kinds are answered elsewhere: a Pointwise alone by its call's expression, a Collective by what

@@ -33,6 +33,16 @@ def writers_of(calls: Iterable[Call]) -> Uses:
     return uses(call.writes for call in calls)
 
 
+def in_order(first: Call, second: Call, *, siblings: bool = False) -> bool:
+    """Whether `second` must follow `first`: it touches what that writes, or writes what that reads.
+
+    `siblings` may write one buffer.
+    """
+    written, read = ({t.buffer for _, t in part} for part in (first.writes, first.reads))
+    touched = {t.buffer for _, t in second.reads} if siblings else second.buffers
+    return not written.isdisjoint(touched) or any(t.buffer in read for _, t in second.writes)
+
+
 def nodes_of(*calls: Call) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for call in calls for name in call.nodes))
 

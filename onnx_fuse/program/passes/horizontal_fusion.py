@@ -15,7 +15,7 @@ from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, Pointwise, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
-from onnx_fuse.program.passes.callgraph import LARGE, Calls, nodes_of, steps_of, whole
+from onnx_fuse.program.passes.callgraph import LARGE, Calls, in_order, nodes_of, steps_of, whole
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, pointwise, view
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Fold
@@ -163,29 +163,19 @@ def _single(tensor: Tensor) -> bool:
 
 def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]) -> bool:
     """Whether call `i` may run where `until` stands, with those `beside` it in one launch."""
-    reads = {t.buffer for _, t in calls[i].reads}
-    writes = {t.buffer for _, t in calls[i].writes}
-    for j in range(i + 1, until + 1):
-        call = calls[j]
-        if j in beside and _independent(calls[i], call):
-            continue
-        if not call.buffers.isdisjoint(writes):
-            return False
-        if any(t.buffer in reads for _, t in call.writes):
-            return False
-    return True
+    return not any(
+        in_order(calls[i], calls[j]) and not (j in beside and _side_by_side(calls[i], calls[j]))
+        for j in range(i + 1, until + 1)
+    )
 
 
-def _independent(first: Call, second: Call) -> bool:
-    """Whether two calls may run side by side: what one writes, the other does not touch."""
+def _side_by_side(first: Call, second: Call) -> bool:
+    """Whether what one of two calls writes in buffers of both the other does not touch."""
     if copy_fusion.piece_of(first) is not None and copy_fusion.piece_of(second) is not None:
         return copy_fusion.independent(first, second)
-    pairs = ((first, second), (second, first))
-    if all(t.buffer not in other.buffers for one, other in pairs for _, t in one.writes):
-        return True  # as nearly always
     return all(
         _apart(written, t)
-        for one, other in pairs
+        for one, other in ((first, second), (second, first))
         for _, written in one.writes
         for _, t in (*other.reads, *other.writes)
     )

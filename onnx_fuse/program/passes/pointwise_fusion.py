@@ -7,7 +7,6 @@ the other; what only the chain itself read is then never stored.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +14,10 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call, Tensor, in_turn
 from onnx_fuse.program.data_movement import Pointwise
 from onnx_fuse.program.expression import Expression, Operation, Row
-from onnx_fuse.program.passes.callgraph import nodes_of
+from onnx_fuse.program.passes.callgraph import nodes_of, uses
 from onnx_fuse.program.problem import ITEMSIZE
 
 MAX_OPERANDS = 24
@@ -38,14 +37,11 @@ def fuse(calls: Sequence[Call], keep: Collection[int], *, narrow: bool = True) -
     writers: dict[int, list[int]] = defaultdict(list)
     readers: dict[int, list[int]] = defaultdict(list)
     members: dict[int, set[int]] = {}
-    all_readers: dict[int, set[int]] = defaultdict(set)
-    for q, call in enumerate(calls):
-        for _, tensor in call.reads:
-            all_readers[tensor.buffer].add(q)
+    all_readers = uses(call.reads for call in calls)
 
     def inner(inside: set[int], buffer: int) -> bool:
         """Whether nothing but these calls reads the buffer."""
-        return buffer not in keep and all_readers[buffer] <= inside
+        return buffer not in keep and inside.issuperset(all_readers[buffer])
 
     for q, call in enumerate(calls):
         read = {t.buffer for _, t in call.reads}
@@ -99,28 +95,8 @@ def fuse(calls: Sequence[Call], keep: Collection[int], *, narrow: bool = True) -
             for index in inside:
                 home[index] = p
             group = p
-    ordered = _order(groups, parents)
+    ordered = in_turn({g: parents[g] for g in groups})
     return forget_unread([groups[g] for g in ordered], keep)
-
-
-def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
-    waiting = {g: len(parents[g]) for g in groups}
-    children: dict[int, list[int]] = defaultdict(list)
-    for g in groups:
-        for p in parents[g]:
-            children[p].append(g)
-    ready = [g for g, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        g = heapq.heappop(ready)
-        order.append(g)
-        for child in children[g]:
-            waiting[child] -= 1
-            if waiting[child] == 0:
-                heapq.heappush(ready, child)
-    assert len(order) == len(groups), "the call graph has a cycle"
-    return order
 
 
 def forget_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:

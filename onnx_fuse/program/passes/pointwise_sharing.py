@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import Calls, writers_of
+from onnx_fuse.program.passes.callgraph import Calls, in_order, writers_of
 from onnx_fuse.program.passes.pointwise_fusion import (
     MAX_OPERANDS,
     forget_unread,
@@ -63,18 +63,8 @@ def _may_wait(calls: Sequence[Call | None], i: int, j: int) -> bool:
     """Whether call `i` may run as late as call `j`, which does not read what it makes."""
     call = calls[i]
     assert call is not None
-    results = {t.buffer for _, t in call.writes}
-    read = {t.buffer for _, t in call.reads}
-    for k in range(i + 1, j + 1):
-        between = calls[k]
-        if between is None:
-            continue
-        if any(t.buffer in results for _, t in between.reads):
-            return False
-        written = {t.buffer for _, t in between.writes}
-        if written & read or (k != j and written & results):
-            return False
-    return True
+    behind = [(k == j, calls[k]) for k in range(i + 1, j + 1)]
+    return not any(other and in_order(call, other, siblings=last) for last, other in behind)
 
 
 def _recomputed(calls: Sequence[Call]) -> list[Call]:
