@@ -302,3 +302,13 @@ def test_gradients_behind_sizes_that_inference_has_wrong(size):
     check = check_gradients(model, feeds=feeds)
     assert check.ok
     assert [e.tensor for e in check.errors] == ["w"]
+
+
+RESIZED = """g (float[1,1,3,3] x) => (float[1,1,3,3] y)
+  <float[4] sc = {1, 1, 1.7, 1.7}, float[1,1,2,2] w = {1, 2, 3, 4}>
+  { r = Resize <mode = "linear", coordinate_transformation_mode = "align_corners"> (w, "", sc)
+  y = Add (r, x) }"""
+
+
+def test_the_gradient_of_a_weight_that_scales_resize():
+    assert check_gradients(text_model(RESIZED)).ok

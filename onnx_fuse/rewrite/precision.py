@@ -242,17 +242,13 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
 
     Inputs, weights, constants, casts and created tensors change; values in between have no declared
     type afterwards, but for results of bodies: onnxruntime's Scan asks for their ranks, which it
-    does not always find by itself. A Resize's scales stay: 8 times 1.9999999 is 16 in float32
-    alone. What takes nothing but float32 reads Casts.
+    does not always find by itself. What takes nothing but float32 reads Casts.
     """
     model = inline(model)
     graph = model.graph
-    scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
     graphs = (graph, *graph.subgraphs())
     results = {v for g in graphs[1:] for v in g.outputs if isinstance(v.type, ir.TensorType)}
     for value in (v for g in graphs for v in (*g.inputs, *g.initializers.values())):
-        if value in scales:
-            continue
         if value.dtype in narrow:
             value.type = ir.TensorType(wide)
         if value.const_value is not None:
@@ -292,9 +288,10 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
 _FLOAT32_ALONE = {
     "NonMaxSuppression": (0, 1, 3, 4),
     "QuantizeLinear": (0, 1),
+    "Resize": (1, 2),  # 8 times 1.9999999 is 16 in float32 alone
     **dict.fromkeys(("QLinearConv", "QLinearMatMul"), (1, 4, 6)),
 }
-"""The inputs of operators that are float32 in every model, and whose results are integers."""
+"""The inputs of operators that are float32 in every model."""
 
 
 def _wide(
