@@ -308,7 +308,17 @@ RESIZED = """g (float[1,1,3,3] x) => (float[1,1,3,3] y)
   <float[4] sc = {1, 1, 1.7, 1.7}, float[1,1,2,2] w = {1, 2, 3, 4}>
   { r = Resize <mode = "linear", coordinate_transformation_mode = "align_corners"> (w, "", sc)
   y = Add (r, x) }"""
+RANKED = """g (float[B,3] x) => (float[D] y) <float[3] w = {1, 2, 3}, int64 zero = {0}>
+  { z = Mul (x, w)  s = Shape (z)  n = Size (s)  t = Equal (n, zero)
+  y = If (t) <then_branch = a () => (float[] p) { p = Squeeze (z) },
+    else_branch = b () => (float[D] q) { q = Identity (z) }> }"""
 
 
 def test_the_gradient_of_a_weight_that_scales_resize():
     assert check_gradients(text_model(RESIZED)).ok
+
+
+def test_an_end_has_the_rank_of_the_branch_that_is_taken():
+    model = text_model(RANKED)
+    rewrite.optimize(model, level=0)
+    assert str(model.graph.outputs[0].shape) == "[B,3]"

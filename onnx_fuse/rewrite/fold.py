@@ -61,6 +61,11 @@ def _inline_taken_branches(model: ir.Model) -> bool:
                 taken.append((node, node.attributes[branch].as_graph()))
         if not taken:
             return changed
+        for node, _ in taken:  # ends of two ranks may be declared as those of the other branch
+            branches = (a.as_graph().outputs for a in node.attributes.values())
+            for ends in zip(node.outputs, *branches, strict=True):
+                for value in ends if len({*map(rank, ends)}) > 1 else ():
+                    value.shape = value.shape if value.producer() is None else None
         inside = {graph for _, branch in taken for graph in (branch, *branch.subgraphs())}
         inline_branches(model.graph, [(n, b) for n, b in taken if n.graph not in inside])
         changed = True
