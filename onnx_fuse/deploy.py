@@ -408,7 +408,7 @@ def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
             )
         free[symbol] = (low, high), places
     if prod(high - low + 1 for (low, high), _ in free.values()) > MOST:
-        raise UsageError(f"the ranges of {', '.join(free)} have over {MOST:,} shapes: fewer sizes")
+        raise UsageError(f"the ranges of {', '.join(free)} have over {MOST:,} shapes: give fewer")
     return free
 
 
@@ -438,10 +438,10 @@ def _over_tokens(packing: Packing, closed: Closed, free: Free) -> Sizes:
         sizes += [{**each, TOKENS: count} for count in reversed(counts)]
         if len(sizes) > MOST:
             raise UsageError(
-                f"batches have over {MOST:,} numbers of tokens: narrower ranges, or no --pack"
+                f"batches have over {MOST:,} numbers of tokens: give narrower ranges, or no --pack"
             )
     if not sizes:
-        raise UsageError("batches have no numbers of tokens: sizes from 1 on, or no --pack")
+        raise UsageError("no batch has a token: give sizes from 1 on, or no --pack")
     free, closed = dict(free), dict(closed)
     for label, place in ((TOKENS, (packing.rows, 1)), (OFFSETS, (packing.offsets, 0))):
         found = [each[label] for each in sizes]
@@ -566,7 +566,7 @@ def _closed(graph: ir.Model, shapes: Shapes, free: Free) -> Closed:
                     + (f" or by --dim {symbol}=8" if symbol else "")
                 )
             if isinstance(dim, int) and dim != size:
-                raise UsageError(f"input '{name}': axis {axis} is {dim}, not {size}")
+                raise UsageError(f"input '{name}': axis {axis} must be {dim}, not {size}")
         assert value.dtype is not None
         closed[name] = tuple(int(d) for d in shape), value.dtype.numpy().name
     return closed

@@ -131,7 +131,7 @@ def warn_of_different(shared: SharedSizes, feeds: Mapping[str, Any]) -> None:
         # no arrays, or not of the model's ranks: the run says so
         with contextlib.suppress(AttributeError, LookupError):
             if len({feeds[name].shape[axis] for name, axis in axes}) > 1:
-                text = f"the model calls sizes of its inputs '{size}' that differ here"
+                text = f"inputs have different sizes in dimensions that the model calls '{size}'"
                 warnings.warn(text, stacklevel=2)
                 return
 

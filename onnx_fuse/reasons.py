@@ -15,7 +15,7 @@ cpu-slower: onnxruntime's CPU takes longer for the Gemm (--fuse ConvAsGemm makes
 follows: it follows {source}, not {wanted}
 near: its constants are near those of {op}, but not the same
 not-finite: the folded weights would not be finite, or too small to keep their digits
-not-float32: its {what} {number} is no {dtype} that a float32, as the attribute is, holds
+not-float32: its {what} {number} is a {dtype} that an attribute, a float32, does not hold exactly
 off: what would fuse it is off (--level, --skip): {fusions}
 other-readers: other nodes, or an output of the model, read {what}, too
 plugin: {text}
@@ -25,8 +25,8 @@ unknown: known only when it runs: {what}
 unlike: it overflows, or loses a sign, where {op} does not
 unfused: it does not fuse with {others}
 # matrix multiplications
-computed-matrix: a matrix multiplication by a matrix that the graph computes needs its result
-few-biases: only some have a bias, and it is to be trained
+computed-matrix: it is multiplied by a computed matrix, not by a weight: that needs its result
+few-biases: only some of the matrix multiplications have a bias, and it is trained
 gradient-rows: no kernel has its gradient at {sizes}: only rows of multiples of 8 are aligned
 right-rank: the right operand has rank {rank}, not a weight's 2
 transposed: transA=1: the left operand is transposed
@@ -34,19 +34,19 @@ transposed: transA=1: the left operand is transposed
 gate-halves: its parts are not the halves of the columns of a matrix multiplication
 gate-merged: its weights are parts of a merged one
 gate-weight: both matrix multiplications are with the same weight
-gate-widths: its two matrix multiplications differ in width
+gate-widths: its two matrix multiplications differ in their number of columns
 # a Pad between a norm and a matrix multiplication
-zero-rows: a Pad between adds rows of zeros, which the norm's bias would change; {why}
+zero-rows: a Pad after the norm adds rows of zeros, which the norm's bias would change; {why}
 padded-axis: the rows do not lie along the last axis where they are padded
 padded-bias: the matrix multiplication's bias has more axes than the norm
-padded-cost: the matrix multiplication could come first, with its bias as the added rows, but
-  moving {columns} columns in the place of {width} costs more than the norm's pass
+padded-cost: the matrix multiplication could come before the Pad, but to pad {columns} columns
+  instead of {width} costs more than the norm's pass
 padded-readers: not all that read the padded rows are matrix multiplications that can come first
 padded-trained: the result for the added rows depends on a parameter that is trained
 padded-weight: the weight is not known, or not finite
 # norms
 broadcast: the residual is broadcast
-codes: the residual is kept as codes, which the product before the sum adds
+codes: the residual is quantized, and the matrix multiplication before the sum adds it
 norm-axes: a norm in standard operators, over other axes than the last or in an unknown form
 norm-axis: it normalizes from axis {axis} on, but a fused norm only the last axis
 norm-cast: a Cast between it and the matrix multiplication rounds its result
@@ -71,19 +71,19 @@ transpose-cost: the Transpose would move {width} numbers a pixel, not {channels}
   than the norm
 # losses
 class-axis: LogSoftmax is not along the class axis 1
-label-rows: the scores have rows of a known number, the labels do not
-labels-computed: its labels or weights are worked out from the probabilities
-log-of-zero: where Softmax rounds to 0 its Log is -inf, and LogSoftmax is not
-no-rows: there may be no rows, for which onnxruntime refuses a SoftmaxCrossEntropyLoss
+label-rows: the number of rows is known of the scores, but not of the labels
+labels-computed: its labels or weights are computed from the probabilities
+log-of-zero: Log is -inf where Softmax rounds to 0, and LogSoftmax is finite there
+no-rows: the batch may be empty, which onnxruntime's SoftmaxCrossEntropyLoss refuses
 row-losses: the loss of each row is an output, not their sum
 # attention
 adds-axes: {what} adds axes to the scores
 divisor: the scores are a divisor
 double-gradient: the gradient of attention in double precision is computed operator by operator
 double-softcap: a Tanh in double precision, whose factor an attribute cannot hold
-fill: a Where replaces scores by what is no constant number
+fill: a Where replaces scores by something other than a constant number
 leading-axes: the scores' leading axes change, or may change, between {above} and {below}
-mask-columns: its mask has other columns than there are keys
+mask-columns: its mask has another number of columns than there are keys
 mask-grows: a mask makes the scores larger
 mask-scaled: a mask is added before the scores are scaled by {number:g}
 masks: {count} masks and conditions follow each other; two are the most
@@ -91,10 +91,10 @@ mixing-view: a {op} that may mix queries or keys {place} the softmax
 mixed-types: queries and keys are multiplied in float32, weights and values in 16 bits
 no-attention: it is not attention: no matrix multiplication of its result with values follows
 no-operator: no fused attention operator supports its inputs and outputs
-no-guard: a Where on the weights that is no NaN guard
+no-guard: a Where changes the weights by more than a guard against NaN
 operand-scale: queries or keys are scaled by a very large or small constant
 past: it has a past of only keys or only values, or lengths of its keys beside a past
-ranks: the operands of its matrix multiplications are vectors or differ in rank, or may
+ranks: the operands of its matrix multiplications are, or may be, vectors or of unequal rank
 score-scale: the scores are {how} by {number:g}
 scores: the scores come from {op}, not from a MatMul, scale and masks
 scores-cast: the scores are cast from {source} to {target}
@@ -103,7 +103,7 @@ sizes-apart: {what} is not known to be of one size
 softmax-axis: the softmax is not over the keys
 softmax-precision: its softmax_precision is not float32
 sums-queries: the matrix multiplication with v sums over the queries
-tanh: a Tanh after a mask, or a second Tanh
+tanh: a Tanh follows a mask or another Tanh
 tensor-scale: the scores are scaled by the tensor '{name}'{how}
 unrecognized: unrecognized attention: its scores come from {source}, or other operators follow it
 weights-reader: the weights go into {op}, not into a matrix multiplication with v
@@ -112,7 +112,7 @@ weights-type: the weights are of another type than the scores, or are cast to on
 broadcast-heads: its queries, keys and values have batches or heads that broadcast
 empty: it is empty, or too large for indices of 32 bits
 faster: its parts are faster{by}
-four-bits: its weight stays in 4 bits, so a fused product is computed in parts
+four-bits: its weight stays in 4 bits, so a fused matrix multiplication is computed in parts
 misfit: {what} do not fit {to}
 kernels: {reasons}
 no-kernel: no kernel for {what}
@@ -120,8 +120,8 @@ not-a-row: {what} is not one row
 results: no kernel gives {names}
 unserved: no kernel
 # whatever else is left
-gate: the gate of a gated unit: a GPU multiplies the halves in the same pass, after the matrix
-  multiplication of both halves, because {why}
+gate: the gate of a gated unit: a GPU multiplies the halves after the matrix multiplication,
+  in the same pass, because {why}
 gate-off: the gate of a gated unit: a GPU multiplies the halves in the same pass; --level 2 fuses
   them into the matrix multiplication ({fusion})
 has-activation: the {op} before it has an activation already

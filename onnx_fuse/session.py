@@ -517,7 +517,7 @@ class InferenceSession:
             return executable, {**feeds, **more}
         if not self._warned:
             self._warned = True
-            warnings.warn(f"a batch runs with its padding, as others may: {more}", stacklevel=3)
+            warnings.warn(f"a batch runs with its padding (said once): {more}", stacklevel=3)
         return self._padded._prepared(input_feed)
 
     @cached_property

@@ -216,7 +216,7 @@ halves_with_scores_in_float32_stay: fed q k v; stays mixed-types  # as GPT-J's i
 attention_learned_temperature: Sdpa; fed q k v
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
-attention_temperature_fed: fed q k v t; stays tensor-scale: of any magnitude
+attention_temperature_fed: fed q k v t; stays tensor-scale: of unknown magnitude
   (float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, float[4,1,1] t) => (float[B,4,S,8] y)
   $SCORES  z = Mul (s, t)  p = Softmax (z)  y = MatMul (p, v)
 attention_temperature_by_key: fed q k v; stays tensor-scale: differs by key

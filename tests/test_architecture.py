@@ -53,12 +53,12 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5306, "autodiff": 1784, "cli": 3608, "cuda": 1968, "cuda_src": 15321, "distributed": 899,
-    "importer": 5796, "ir": 2417, "kernels": 9678, "lower": 9343, "nn": 5143, "ops": 12520,
+    "importer": 5797, "ir": 2417, "kernels": 9678, "lower": 9343, "nn": 5143, "ops": 12520,
     "program": 10853, "report": 2378, "rewrite": 4286, "runtime": 9645, "torch": 3760,
     "training": 7836, "validation": 4822,
-    "generation": 1747,
-    "adapters": 1160, "quantization": 1242,
-    "tests": 55831, "tools": 10855,
+    "generation": 1749,
+    "adapters": 1160, "quantization": 1244,
+    "tests": 55833, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -404,7 +404,7 @@ an unknown input: {"z": (1,)}, UsageError, "no input 'z'"
   $TANH
 a wrong rank: {"x": (1,)}, UsageError, "2 dimensions, not 1"
   $TANH
-a fixed size: {"x": (1, 5)}, UsageError, "axis 1 is 4, not 5"
+a fixed size: {"x": (1, 5)}, UsageError, "axis 1 must be 4, not 5"
   $TANH
 a shape of data: {}, ModelError, "the sizes of what computes 'y' depend on data"
   agraph (float[4] x) => (int64[1,N] y) { y = NonZero(x) }

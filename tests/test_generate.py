@@ -324,14 +324,14 @@ REFUSED = {
     ),
     "no decoder": (
         lambda: of.generate(text_model("g (float[N] x) => (float[N] y) { y = Relu(x) }"), [1]),
-        r"the model: input 'x' \(float, rank 1\) is none that generate can fill",
+        r"the model: input 'x' \(float, rank 1\) is not one that generate fills",
     ),
     "another input of rank 4": (
         lambda: of.generate(
             text_model("g (int64[N,S] ids, float[N,1,S,S] bias) => (float[N,S] y)"
                        "{ y = Cast<to = 1>(ids) }"), [1]
         ),
-        "input 'bias' .* is none that generate can fill",
+        "input 'bias' .* is not one that generate fills",
     ),
     "two outputs": (
         lambda: of.generate(

@@ -350,7 +350,7 @@ def test_large_channels_of_a_norm_move_into_weights() -> None:
         model.graph.initializers[name].const_value = ir.tensor(array, name=name)
     result = quantize(model, calibrate=DATA["text"], ends=True)
     assert result.error < 0.03  # without it 0.11
-    assert any("1 norms pass less to large channels" in note for note in result.notes)
+    assert any("1 norms scale large channels down" in note for note in result.notes)
     run_everywhere(result, DATA["text"])
 
 

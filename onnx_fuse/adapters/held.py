@@ -160,8 +160,8 @@ class HeldAdapters:
             pairs[each.weight] = pair
         if tensors:
             raise DataError(
-                f"{where}: '{next(iter(tensors))}' was trained in full, which no run can exchange: "
-                "write a model with training.adapters.merge"
+                f"{where}: '{next(iter(tensors))}' was trained in full, and a run only "
+                "exchanges low-rank adapters: write a model with training.adapters.merge"
             )
         if not pairs:
             raise DataError(f"{where}: there is no adapter in it")

@@ -34,7 +34,7 @@ OPTIONS = """
     loss (--loss NAME): The loss of --train.
     mode (--mode kernel|end2end): Time only the GPU's work, or calls from host memory to host
         memory.
-    against (--against unfused|ort:NAME): Compare with MODEL unfused in the same place, or with
+    against (--against unfused|ort:NAME): Compare with MODEL unfused in the same place, or on
         onnxruntime's provider of this name, such as ort:cuda, ort:tensorrt or ort:cpu.
     tune (--tune): Time the kernels for MODEL on this GPU, and use the fastest from now on.
     shape (--shape M,K,N): Tune an operator at these sizes.
@@ -67,7 +67,7 @@ def bench(
 ) -> None:
     """Time MODEL as it is and fused, in turns, and show the ratio; or tune its kernels.
 
-    Both run on onnxruntime, by --providers where given. With --device cuda both run on the GPU,
+    Both run on onnxruntime, on its CPU or on --providers. With --device cuda both run on the GPU,
     unfused (level 0) and fused (level 2), each as one launch, with inputs and outputs in GPU
     memory.
     """

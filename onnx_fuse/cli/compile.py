@@ -40,12 +40,12 @@ OPTIONS = """
         repeated name begins another program.
     dims (--dim SYMBOL=8 ...): Compile for these sizes, by the names that the model's inputs have
         for them: 8, several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.
-    adapter_rank (--adapter-rank, 1 or more): Compile programs for low-rank adapters, too, which
-        session.add_adapter reads: those of a batch may have this many ranks together.
+    adapter_rank (--adapter-rank, 1 or more): Also compile programs for low-rank adapters
+        (session.add_adapter); the ranks of a batch's adapters may add up to this number.
     adapter_weights (--adapter-weights GLOB ...): Let only these weights have adapters. The default
         is all matrices that linear layers read.
-    pack (--pack WHAT): Compile programs for batches without their padding, too, which sessions of
-        the file with the same pack run: exact, or zero where an output has a row for each token.
+    pack (--pack WHAT): Also compile programs without the padding of a batch, for sessions with the
+        same pack: exact, or zero if an output has a row for each token.
     train (--train FILE.toml|FILE.yaml): Compile training instead, with the options of onnx-fuse
         train --config in this file, for each of its `gpus`. OUT is then a folder, for onnx-fuse
         train --compiled.

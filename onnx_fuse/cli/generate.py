@@ -20,10 +20,10 @@ EXAMPLES = (
 OPTIONS = """
     model (MODEL_OR_FOLDER): The .onnx file of a decoder, or the folder that it is in, with its
         tokenizer.json and its genai_config.json or generation_config.json.
-    prompt (PROMPT): The text that is to be continued.
+    prompt (PROMPT): The text to continue.
     ids (--ids 5,6,7): Continue these ids in place of a text, and print ids.
-    system (--system TEXT): Begin the chat with this message of the system.
-    raw (--raw): Leave the folder's chat template out.
+    system (--system TEXT): Begin the chat with this system message.
+    raw (--raw): Do not apply the folder's chat template.
     tokenizer (--tokenizer FILE): Use this tokenizer.json instead of the folder's.
     """
 
@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with a decoder, and print the text while it comes.
 
-    Settings of the folder are the defaults of --max-length, of --eos and, from --temperature on, of
-    how tokens are drawn.
+    The folder's settings are the defaults of --max-length, --eos and the options of sampling,
+    --temperature to --repetition-penalty.
     The last line, on standard error, has the time to the first token, tokens a second and memory.
     """
     from onnx_fuse.generation.generator import Generator

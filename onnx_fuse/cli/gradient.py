@@ -50,8 +50,8 @@ def gradient(
 ) -> None:
     """Write a graph that computes MODEL's gradients, as ONNX that any runtime can run.
 
-    The file is kept only if onnxruntime loads the graph. --inputs, --input-shapes and --dim are for
-    --check, and are those of the written graph.
+    The file is kept only if onnxruntime loads the graph. --check runs it on --inputs, or
+    on inputs of the sizes that --input-shapes and --dim give.
     """
     from onnx_fuse import autodiff, progress, report
     from onnx_fuse.files import written

@@ -17,8 +17,8 @@ EXAMPLES = (
 OPTIONS = """
     op (OP): The operator, such as Gemm.
     shape (--shape M,K,N): Time at these sizes; may be repeated.
-    candidate (--candidate FILE.cu): Try this changed copy of a kernel's source, beside the
-        kernel that has the file.
+    candidate (--candidate FILE.cu): Also try this changed copy of a kernel's source; the file keeps
+        its name.
     tune (--tune): Time all configurations, not only the likeliest.
     freeze (--freeze): Use the fastest at these sizes from now on.
     records (--records DIR): With --freeze, keep the records in this folder.

@@ -30,7 +30,7 @@ _NOTES = 3  # shown without --explain
 _NODES = 3  # named for each reason of --explain
 OPTIONS = """
     models (MODEL ...): The .onnx files to fuse.
-    output (-o, --output OUT): Write to this file, or of several files, into this folder. The
+    output (-o, --output OUT): Write to this file or, with several files, into this folder. The
         default is MODEL with the ending .fused.onnx.
     level (--level, 0 to 3): Fuse up to this level; --list says what each level does.
     fuse (--fuse NAME): Turn this fusion on at every level.
@@ -39,8 +39,8 @@ OPTIONS = """
     explain (--explain): Give a reason for everything that was not fused.
     target (--target GPU): Also list the ten slowest kernels for this GPU (with --explain, all):
         h200, h100, a100, ..., or cuda for the GPU in this machine.
-    precision (--precision NAME): Write MODEL in 16 bits, fp16 or bf16, with inputs and outputs of
-        its own types. Other names are for the kernels that --target lists.
+    precision (--precision NAME): Write MODEL in 16 bits, fp16 or bf16; its inputs and outputs keep
+        their types. With --target, also tf32, bf16x3 or bf16x6 for the kernels that it lists.
     inline (--inline): Write only standard operators, instead of fused ones.
     opset (--opset N|keep): Write this version of the ai.onnx opset, or keep that of MODEL.
     check (--check/--no-check): Compare the result with MODEL on onnxruntime.

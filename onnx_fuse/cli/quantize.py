@@ -22,7 +22,7 @@ EXAMPLES = (
 OPTIONS = """
     output (-o, --output OUT): Write to this file. The default is MODEL with the ending
         .quantized.onnx.
-    explain (--explain): Say of each layer why it has its type.
+    explain (--explain): List the layers, with the reason for the type of each.
     keep (--keep): Keep the result even if it is beyond --max-error.
     """
 

@@ -24,7 +24,7 @@ OPTIONS = """
     recompile (--recompile): Compile the graph that is in a compiled file anew, for this GPU and
         any shape.
     pack (--pack WHAT): Compute on cuda only the tokens, not the padding that the model's attention
-        mask hides: "exact", or "zero" where outputs are to be zero at the padding.
+        mask hides: exact, or zero to get zeros at the padding of outputs.
     explain (--explain): List each kernel on cuda, its predicted time and why it was chosen.
     """
 

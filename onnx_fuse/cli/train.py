@@ -36,17 +36,17 @@ EXAMPLES = (
     "--schedule cosine --checkpoint run --resume",
 )
 OPTIONS = """
-    data (--data, --inputs FILE.npz): Train on these arrays, which have the names of the inputs,
-        and labels. A folder of .npy files is mapped instead of read; a .csv or .jsonl file has
-        such columns (x.0, x.1, ... for several numbers); a folder of folders has the images of
-        each class in one of them.
+    data (--data, --inputs FILE.npz): Train on these arrays, named like the inputs, and labels. Or
+        give a folder of .npy files, which are mapped instead of read; a .csv or .jsonl file with
+        such columns (x.0, x.1, ... for several numbers); or a folder with a folder of images for
+        each class.
     image_mean (--image-mean R,G,B): Subtract this from the pixels of images, which are from 0 to 1.
     image_std (--image-std R,G,B): Divide them by this.
     destination (-o, --output OUT): Write to this file. The default is MODEL with the ending
         .tuned.onnx.
     val (--val FILE.npz): Evaluate on these arrays after each epoch.
     split (--split, 0 to 1): Evaluate on this share of the examples, and train on the others.
-    patience (--patience, 1 or more): Stop after this many evaluations that are no better.
+    patience (--patience, 1 or more): Stop after this many evaluations without a better one.
     min_delta (--min-delta): Count an evaluation as better only if it improves by more than
         this.
     monitor (--monitor NAME): Compare evaluations by this metric.
@@ -57,7 +57,7 @@ OPTIONS = """
         Python, such as betas=[0.9,0.95].
     lr (--lr): Set the learning rate, at its peak.
     schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, onecycle,
-        step, restarts (of half cosines) or cyclic.
+        step, restarts (repeated half cosines) or cyclic.
     warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
     lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
         (step), begin a half cosine anew (restarts), or turn from rising to falling (cyclic).
@@ -66,8 +66,8 @@ OPTIONS = """
     ignore_index (--ignore-index): Ignore labels with this number. The default is -100.
     label_smoothing (--label-smoothing, 0.0 to 1.0): Smooth the labels of cross_entropy.
     loss_option (--loss-option NAME=VALUE): Set another option of the loss, such as gamma=3.
-    add_loss (--add-loss NAME,output=Y,weight=1,labels=T): Add this loss to the first one, by
-        its weight, from another output or labels.
+    add_loss (--add-loss NAME,output=Y,weight=1,labels=T): Also minimize this loss,
+        times its weight; it may read another output and other labels.
     group (--group GLOB:lr=R,weight_decay=D): Train these weights with other settings: lr or
         scale, weight_decay, start (after so many updates), or frozen.
     layer_decay (--layer-decay): Multiply the rate by this with each layer towards the input.
@@ -80,8 +80,8 @@ OPTIONS = """
         PEFT's format to a folder.
     explain (--explain): List the norms and matrix multiplications that the GPU trains as two
         operators because no fused kernel is faster, with the predicted times.
-    gpus (--gpus, 1 or more): Train on this many GPUs of this machine, by a process each; with
-        --device cpu by so many processes. --batch-size is that of all together.
+    gpus (--gpus, 1 or more): Train on this many GPUs of this machine, one process for each; with
+        --device cpu, in this many processes. --batch-size counts the rows of all of them.
     resume (--resume): Continue from the newest checkpoint in the folder, if there is one.
     csv (--csv FILE.csv): Write a row for each step and evaluation.
     tensorboard (--tensorboard DIR): Write logs for TensorBoard; this needs tensorboardX.

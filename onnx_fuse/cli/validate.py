@@ -20,12 +20,12 @@ EXAMPLES = (
 OPTIONS = """
     against (--against ORIGINAL): Compare MODEL with this file. Without it, MODEL is compared
         with its own fusion.
-    op (--op): MODEL is an operator (LayerNormGemm, or domain::Name), compared with its body.
+    op (--op): Compare an operator (LayerNormGemm, or domain::Name) with its body.
     grad (--grad): Also compare every gradient with central differences.
-    batch_invariant (--batch-invariant): Instead run rows of a batch alone, in batches of other
-        sizes and permuted, and compare their bits; on cuda in a batch-invariant session.
-    adapters (--adapters FILE ...): With --batch-invariant: give rows the low-rank adapters of these
-        files, or none, in turn.
+    batch_invariant (--batch-invariant): Instead compare the bits of a row that runs alone, in
+        batches of other sizes and in another order; on cuda in a batch-invariant session.
+    adapters (--adapters FILE ...): With --batch-invariant, give the rows in turn these low-rank
+        adapters, or none.
     """
 
 

@@ -157,13 +157,15 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
         role = next((r for r in fitting if rank in _RANKS[r] and r not in roles), None)
         if role is None:
             raise ModelError(
-                f"input '{end.name}' ({end.type}, rank {rank}) is none that generate can fill: a "
+                f"input '{end.name}' ({end.type}, rank {rank}) is not one that generate fills: a "
                 "decoder has input_ids [batch, sequence], and may have attention_mask, "
                 "position_ids and past_key_values.N.key and .value"
             )
         roles[role] = end
     if "ids" not in roles:
-        raise ModelError("the model has no input_ids [batch, sequence]: it is no decoder of text")
+        raise ModelError(
+            "the model has no input_ids [batch, sequence]: it is not a decoder of text"
+        )
     ends = [InputSpec(v) for v in outputs]
     logits = _logits(ends)
     caches = _caches(pasts, [v for v in ends if v is not logits])

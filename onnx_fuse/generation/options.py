@@ -28,8 +28,8 @@ class DecoderOptions:
         top_p (--top-p, above 0 to 1): Draw from the most probable tokens that reach this sum
             together.
         min_p (--min-p, 0 to 1): Draw from tokens of at least this share of the highest probability.
-        repetition_penalty (--repetition-penalty, above 0): Make tokens that came before less
-            probable by this factor. | Logits above 0 are divided by it, and others multiplied.
+        repetition_penalty (--repetition-penalty, above 0): Lower the scores of tokens that
+            occurred before by this factor. | Logits above 0 are divided by it, others multiplied.
         """
     model: object = field(kw_only=False)
     device: str | None = None
@@ -43,7 +43,7 @@ class DecoderOptions:
     def __post_init__(self) -> None:
         cut = [f.name for f in fields(DecoderOptions)[-4:-1] if getattr(self, f.name) != f.default]
         if math.inf in (self.temperature, self.repetition_penalty):
-            raise UsageError("a temperature, and a factor on what came before, are finite")
+            raise UsageError("temperature and repetition_penalty must be finite")
         if cut and not self.temperature:
             raise UsageError(f"{cut[0]} needs a temperature above 0: at 0 nothing is drawn")
 
@@ -55,9 +55,9 @@ class Continuation:
     TEXTS: ClassVar = """
         ids: The ids of a prompt; for a Generator, also a sequence of prompts of any lengths.
         max_new_tokens (--max-new-tokens, 0 or more): End after this many tokens.
-        eos (--eos ID): End at this id; there may be several. | It is the last token then.
-        seed (--seed, 0 to 18446744073709551615): Draw the same tokens whenever this number is the
-            same. | On the same device; None draws others each time.
+        eos (--eos ID): End at this id, or at any of several. | It is the last token then.
+        seed (--seed, 0 to 18446744073709551615): Draw the same tokens in each run with this
+            number. | On the same device; None draws others each time.
         """
     ids: Sequence[Any] = field(kw_only=False)
     max_new_tokens: int = 128
@@ -78,15 +78,15 @@ class GeneratorOptions(Continuation, DecoderOptions):
     """All options of a Generator."""
 
     TEXTS: ClassVar = """
-        chunk (--chunk, 1 or more): Put a prompt into the cache in pieces of this size. | A prompt
-            of many tokens then takes less memory.
+        chunk (--chunk, 1 or more): Read the prompt in pieces of this many tokens, which takes less
+            memory.
         max_length (--max-length, 1 or more): Allow this many tokens of the prompt and its
             continuation together.
-        draft (--draft FILE): Let this smaller decoder guess tokens, which costs fewer runs and
-            changes none. | It has the same ids, and may be what `model` may be, which looks at
-            several guesses in one run, and takes those that it would have chosen itself. It needs
+        draft (--draft FILE): Let this smaller decoder guess tokens: the tokens stay the same and
+            need fewer runs. | It has the same ids, and takes the types of `model`, which checks
+            several guesses in one run, and keeps those that it would have chosen itself. It needs
             one prompt, and a temperature of 0 without a penalty.
-        guesses (--guesses, 1 or more): Let the draft guess this many tokens for a run.
+        guesses (--guesses, 1 or more): Let the draft guess this many tokens for each run.
         adapter: The name of an adapter that `model`, a session, holds (`add_adapter`), or one for
             each prompt, None for those that have none.
         """

@@ -396,7 +396,8 @@ def fix_shapes(
                 continue
             known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
             if known not in (None, size):
-                raise UsageError(f"input '{name}': axis {axis} is {known}, not {size}")
+                why = f", as elsewhere for '{dim}'" if isinstance(dim, str) else ""
+                raise UsageError(f"input '{name}': axis {axis} must be {known}{why}, not {size}")
             dimensions[axis] = size
         inputs[name].shape = ir.Shape(dimensions)
     inner = (value for graph in model.graph.subgraphs() for value in graph.inputs)

@@ -100,7 +100,7 @@ def known_rank(value: ir.Value) -> int:
         if producer is None:
             raise ModelError(
                 f"the gradient needs the rank of '{value.name}', which is unknown: give the input "
-                "a shape in the file, whose sizes may be open"
+                "a shape in the file, which may have dynamic dimensions"
             )
         foreign = producer.domain not in ("", FUSE)
         why = f"what {producer.domain}.{producer.op_type} computes is not known here; " * foreign

@@ -23,11 +23,11 @@ class QuantizeOptions:
             quantizer; "int4-weights" stores matrices in blocks of 32, and needs no data.
         calibrate (--calibrate DATA.npz): Find the ranges of activations on these inputs, arrays by
             the inputs' names. The default is random inputs. | Rows of typical data.
-        method (--method NAME): How ranges are found: minmax, entropy or percentile.
-        max_error (--max-error E): The largest error of an output, as a part of its norm. With
-            --metric, how much worse that may become. The default is 0.01 for mixed, and no limit
-            for other types. | The error is the norm of the difference from the float model's
-            output.
+        method (--method NAME): Find ranges by minmax, entropy or percentile.
+        max_error (--max-error E): Allow this error of an output, relative to its norm; with
+            --metric, allow the metric to become this much worse. The default is 0.01 for mixed, and
+            no limit for other types. | The error is the norm of the difference from the float
+            model's output.
         metric (--metric NAME): Measure accuracy, top5 (or another number), perplexity or f1 before
             and after, with the array "labels" of the data. | Also an object of `training.metrics`,
             or a function of the outputs and the batch, both by name; larger is better but for

@@ -234,13 +234,13 @@ class _Work:
             found, before = self._error(self.chosen), error
             if found < before:
                 error = found
-                self.notes.append(f"{what}: an error of {found:.3g}, without {before:.3g}")
+                self.notes.append(f"{what}: error {found:.3g}, and {before:.3g} without")
             return found < before
 
         if self.to == "int4-weights":
             inputs = rounding.observed(self.float, self.chosen, self.feeds, grams=True)
             self.inputs = inputs
-            if not kept("weights take up what those before them lost by rounding (GPTQ)"):
+            if not kept("rounding errors are corrected in the weights that follow (GPTQ)"):
                 self.inputs = {}
         else:
             inputs = rounding.observed(self.float, self.chosen, self.feeds, grams=False)
@@ -248,12 +248,14 @@ class _Work:
             ranges = self.ranges
             if norms:
                 self.base, self.ranges = model, self._ranges(model, method)
-            if norms and kept(f"{norms} norms pass less to large channels, whose weights grow"):
+            if norms and kept(
+                f"{norms} norms scale large channels down, and the weights up (SmoothQuant)"
+            ):
                 inputs = rounding.observed(model, self.chosen, self.feeds, grams=False)
             else:
                 self.base, self.ranges = self.float, ranges
         self.shifts = rounding.shifts(self.base, self.placed(self.chosen), inputs)
-        if not (self.shifts and kept("biases take up the mean of what rounded weights add")):
+        if not (self.shifts and kept("biases correct the mean error of rounded weights")):
             self.shifts = {}
 
     def labelled(self, metric: Metric, data: Any) -> None:
@@ -359,7 +361,7 @@ class _Work:
         if seconds[1] > _SLOWER * seconds[0]:
             self.notes.append(
                 f"on this CPU it takes {seconds[1] / seconds[0]:.1f} times as long as the float "
-                "model: conversions cost more than small layers save, so only its size is a gain"
+                "model: its layers are too small to pay for the conversions"
             )
         return Quantized(
             api.in_kind(given, model),

@@ -105,7 +105,7 @@ def _applied(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
         raise ModelError(
             f"node '{node.name or node.outputs[0].name}' ({node.op_type}): its operands do not fit "
             f"what {rule.name} looks for ({type(error).__name__}: {one_line(error)}); "
-            f"--skip {rule.name} leaves it alone"
+            f"--skip {rule.name} leaves the node as it is"
         ) from error
 
 

@@ -44,8 +44,8 @@ def check(result: Sequence[Any], what: str) -> Any:
             raise DeviceMemoryError(f"{what}: {detail}")
         if any(fault in detail for fault in _FATAL):
             detail += (
-                "; this process can use the GPU no more (with ONNX_FUSE_GRAPH=0 and "
-                "ONNX_FUSE_DEBUG=1 a new one names the kernel that failed)"
+                "; this process cannot use the GPU any more: start a new one, in which "
+                "ONNX_FUSE_GRAPH=0 ONNX_FUSE_DEBUG=1 names the kernel that failed"
             )
         raise DeviceError(f"{what}: {detail}")
     return result[1] if len(result) > 1 else None

@@ -65,6 +65,6 @@ def _first_not_finite(model: ir.Model, feeds: Mapping[str, Array]) -> str:
         clean_in = all(a is None or a.dtype.kind != "f" or np.isfinite(a).all() for a in sources)
         masks = not (np.isnan(value) | np.isposinf(value)).any()
         kind = "nan" if np.isnan(value).any() else "-inf" if masks else "inf"
-        label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
+        label = f"'{name}', the result of the {node.op_type} node '{node.name}', is the first to be"
         suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
     return min(suspects)[-1] if suspects else "all values of the graph are finite"

@@ -127,7 +127,7 @@ class Optimizer:
         if group.lr is None:
             return group
         if not self.lr.lr:
-            raise UsageError("a group has a learning rate, but the optimizer's is 0: give a scale")
+            raise UsageError("a group has a learning rate, and the optimizer's is 0: give a scale")
         return dataclasses.replace(group, lr=None, scale=group.scale * group.lr / self.lr.lr)
 
     def setting(self, name: str) -> tuple[float, float, int]:

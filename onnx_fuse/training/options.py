@@ -50,9 +50,9 @@ class StepOptions:
             16: operands in e4m3, gradients in e5m2, scaled by the largest magnitudes of the last 16
             steps.
         loss_scale: The first scale of the loss in "fp16".
-        ema (--ema DECAY): Evaluate and write running averages of the weights (0.999). | The factor
-            by which they decay at an update; `evaluate`, `weights` and `save` take them where they
-            are asked to.
+        ema (--ema DECAY): Keep running averages of the weights, which decay by this factor at an
+            update (0.999), and evaluate and write them. | `evaluate`, `weights` and `save` take
+            them where they are asked to.
         free_batch (--free-batch): Train with another batch size than MODEL's fixed one. | The first
             batch proves that the results stay those of the original, row by row.
         level (--level, 0 to 3): Fuse up to this level. The default is 2 on a GPU in 16 bits, and
@@ -82,9 +82,9 @@ class TrainingOptions(StepOptions):
     """All options of a Trainer. Raises UsageError for a number out of its range."""
 
     TEXTS: ClassVar = """
-        teacher (--teacher FILE): Distill this model, which stays as it is: add to the loss what its
-            outputs differ by. | A path, bytes, ModelProto or onnx_ir.Model, whose inputs have the
-            names of the model's. It runs in the same step.
+        teacher (--teacher FILE): Distill this model: add to the loss how far the outputs are from
+            its outputs. Its weights do not change. | A path, bytes, ModelProto or onnx_ir.Model,
+            whose inputs have the names of the model's. It runs in the same step.
         distill: {output: weight} of the outputs that are compared. The default is the first that
             both have, with weight 1.
         temperature (--temperature T): Divide scores by T before the teacher's probabilities are
@@ -96,7 +96,7 @@ class TrainingOptions(StepOptions):
             once: the feed "adapter" then names the adapter of each row of a batch, or None, and
             each one gets the update that it would get alone from its rows (docs/training.md).
         tie (--tie): Train a weight that the file stores twice as one.
-        untie (--untie): Give each node that reads a tensor of equal entries its own weight.
+        untie (--untie): Give each node its own weight where several read one of equal entries.
         shapes: Shapes by input, fixed in training but not in what `save` writes.
         dims: Sizes by symbol, fixed in the same way.
         device: "cpu" trains on onnxruntime, "cuda" on this package's kernels, "cuda:1" on GPU 1.
@@ -118,9 +118,9 @@ class TrainingOptions(StepOptions):
             ranks, which steps that are compiled with `hardware` need.
         reduce_dtype (--reduce NAME): Add up the gradients of several GPUs in fp32 or bf16. | "fp32"
             stands for their own type.
-        shard (--shard NAME): Divide among the GPUs, so that each holds a part: optimizer (its
-            states; the weights are gathered once a step) or all (the weights, too; they are
-            gathered for the forward and for the backward, which takes the least memory). | All
+        shard (--shard NAME): Let each GPU hold only a part: of the optimizer's states with
+            optimizer, and of the weights, too, with all, which takes the least memory. | The
+            weights are gathered once a step, or with "all" for the forward and the backward. All
             ranks then call what reads weights (`evaluate`, `weights`, `save`) together.
         pack (--pack): Compute on a GPU only the tokens, not the padding that the model's attention
             mask hides. | Labels at the padding must be the ignored one. A batch that cannot be

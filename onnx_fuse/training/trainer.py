@@ -341,7 +341,7 @@ class Trainer:
             return PACKED + mode, packed, arrays | more
         if not self._unpacked:
             self._unpacked = True
-            warnings.warn(f"a batch runs with its padding, as others may: {more}", stacklevel=4)
+            warnings.warn(f"a batch runs with its padding (said once): {more}", stacklevel=4)
         return mode, spec, arrays
 
     def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:

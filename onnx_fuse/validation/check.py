@@ -187,7 +187,7 @@ def check_outputs(
     names, pairs, check.cases = oracle.names, oracle.pairs + oracle.unequal, oracle.cases
     check.notes += oracle.notes
     if oracle.unequal:
-        first, case = len(oracle.pairs) + 1, "sizes of one name differ"
+        first, case = len(oracle.pairs) + 1, "dimensions of the same name have different sizes"
         check.notes.append(f"inputs from {first} on: {case}")
         check.cases |= dict.fromkeys(range(first, len(pairs) + 1), case)
     every = [feed for feed, _ in pairs]
@@ -290,7 +290,7 @@ def check_outputs(
     if check.raised:
         worst_raised = max(check.raised, key=lambda n: check.raised[n])
         check.notes.append(
-            f"the limit of {len(check.raised)} outputs is what onnxruntime's own optimizations "
+            f"{len(check.raised)} outputs may differ by what onnxruntime's own optimizations "
             f"change in the original: {check.raised[worst_raised]:.3g} in '{worst_raised}'"
         )
     if request.blame and request.precision == "fp32" and wrong:

@@ -197,7 +197,7 @@ def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | Reason:
         if sizes is None or any(d != 1 for d in sizes[-1:]):
             return Reason("tensor-scale", name=factor.name, how=", which differs by key")
         if not _moderate(factor):
-            return Reason("tensor-scale", name=factor.name, how=", of any magnitude")
+            return Reason("tensor-scale", name=factor.name, how=", of unknown magnitude")
         traced.factors.append((node.op_type, factor))
         return traced
     if number == 0 or not math.isfinite(number) or not RANGE[0] <= abs(number) <= RANGE[1]:
