@@ -12,6 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import numpy as np
 import onnx_ir as ir
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import onnx
 
 from onnx_fuse import kernels, rewrite

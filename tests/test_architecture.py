@@ -52,13 +52,13 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5306, "autodiff": 1784, "cli": 3608, "cuda": 1968, "cuda_src": 15321, "distributed": 899,
+    "": 5312, "autodiff": 1784, "cli": 3608, "cuda": 1968, "cuda_src": 15321, "distributed": 899,
     "importer": 5797, "ir": 2417, "kernels": 9678, "lower": 9343, "nn": 5143, "ops": 12520,
     "program": 10853, "report": 2378, "rewrite": 4286, "runtime": 9645, "torch": 3760,
-    "training": 7836, "validation": 4822,
-    "generation": 1749,
-    "adapters": 1160, "quantization": 1244,
-    "tests": 55833, "tools": 10855,
+    "training": 7839, "validation": 4823,
+    "generation": 1752,
+    "adapters": 1160, "quantization": 1247,
+    "tests": 55837, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -263,7 +263,6 @@ LOADED = {
     ),
     "onnxruntime's sessions": ("import onnx_fuse.runtime.ort", "sympy.core"),
     "what commands time with": ("import onnx_fuse.bench", "sympy.core"),
-    "the trainer": ("import onnx_fuse.training.trainer", "sympy.core"),
     "a first run on a GPU": (
         FIRST_RUN,
         "sympy.core onnxscript onnxruntime onnx.reference rich typer cuda.core "
@@ -274,6 +273,11 @@ LOADED = {
         "from onnx_fuse.runtime import precompile, executable, specialize",
         "onnx_fuse.lower",
     ),
+    "the trainer": ("import onnx_fuse.training.trainer", "sympy.core"),
+    **{
+        f"onnx_fuse.{name}": (f"import onnx_fuse\nonnx_fuse.{name}", "sympy.core")
+        for name in ("deploy", "generate", "optim", "plugins", "quantize", "validate")
+    },
 }
 """Code, and what it does not import."""
 

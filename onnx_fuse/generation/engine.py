@@ -13,6 +13,9 @@ from math import prod
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import numpy as np
 import onnx_ir as ir
 

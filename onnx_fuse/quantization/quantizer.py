@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import numpy as np
 import onnx_ir as ir
 

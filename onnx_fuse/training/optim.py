@@ -10,6 +10,9 @@ from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
+import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
+
+# isort: split
 import numpy as np
 import onnx_ir as ir
 

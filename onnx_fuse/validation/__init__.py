@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx_fuse.ir  # noqa: F401  # it imports onnx_ir without sympy
 from onnx_fuse.validation.blame import Culprit
 from onnx_fuse.validation.check import Check, validate
 from onnx_fuse.validation.compare import Difference, Tolerance
