@@ -318,6 +318,17 @@ def test_the_gradient_of_a_weight_that_scales_resize():
     assert check_gradients(text_model(RESIZED)).ok
 
 
+BUCKETS = """g (float[N,2] x) => (float[N,2] y)
+  <float[4,2] w = {1, 2, 3, 4, 5, 6, 7, 8}, float eight = {8}, float c = {2.7725887}>
+  { n = Shape <end = 1> (x)  f = Cast <to = 1> (n)  h = Div (f, eight)  l = Log (h)
+  q = Div (l, c)  m = Mul (q, eight)  i = Cast <to = 7> (m)  r = Gather (w, i)  y = Mul (x, r) }"""
+
+
+def test_the_bucket_of_a_distance_is_one_in_float64_too():
+    feeds = {"x": np.ones((16, 2), np.float32)}
+    assert check_gradients(text_model(BUCKETS), feeds=feeds).ok
+
+
 def test_an_end_has_the_rank_of_the_branch_that_is_taken():
     model = text_model(RANKED)
     rewrite.optimize(model, level=0)

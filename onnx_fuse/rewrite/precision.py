@@ -248,12 +248,17 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
     graph = model.graph
     graphs = (graph, *graph.subgraphs())
     results = {v for g in graphs[1:] for v in g.outputs if isinstance(v.type, ir.TensorType)}
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    # what is an integer but for a constant's rounding, as T5's bucket of distance 16, is one here
+    integers = {n for n in nodes if n.op_type == "Cast"
+                and any(v is not None and v.dtype in narrow for v in n.inputs)
+                and ir.DataType(n.attributes.get_int("to", 0)).is_integer()}  # fmt: skip
     for value in (v for g in graphs for v in (*g.inputs, *g.initializers.values())):
         if value.dtype in narrow:
             value.type = ir.TensorType(wide)
         if value.const_value is not None:
             value.const_value = _wide(value.const_value, narrow, wide)
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+    for node in nodes:
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR:
                 tensor = _wide(attribute.as_tensor(), narrow, wide)
@@ -269,9 +274,10 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
         if node.op_type == "ConstantOfShape" and "value" not in node.attributes and F32 in narrow:
             zero = ir.tensor(np.zeros(1, wide.numpy()))
             node.attributes["value"] = ir.AttrTensor("value", zero)
-        if node.op_type in _FLOAT32_ALONE and wide != F32 and node.graph is not None:
+        casts = (0,) if node in integers else _FLOAT32_ALONE.get(node.op_type, ())
+        if casts and wide != F32 and node.graph is not None:
             op = Builder()
-            for i in _FLOAT32_ALONE[node.op_type]:
+            for i in casts:
                 if i < len(node.inputs) and node.inputs[i] is not None:
                     node.replace_input_with(i, op.Cast(node.inputs[i], to=F32))
             node.graph.insert_before(node, op.nodes)
