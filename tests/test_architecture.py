@@ -58,7 +58,7 @@ BUDGETS = {
     "training": 7839, "validation": 4823,
     "generation": 1752,
     "adapters": 1160, "quantization": 1247,
-    "tests": 55848, "tools": 10855,
+    "tests": 55863, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -188,7 +188,7 @@ def test_a_gpu_session_asks_of_sizes_of_one_name_at_new_shapes_alone(
     runs = session._executable
     monkeypatch.setattr(runs, "_instance", lambda *shape: SimpleNamespace(runs=0))
     feeds = {"x": np.zeros((1, 4), np.float32), "z": np.zeros((3, 4), np.float32)}
-    with pytest.warns(UserWarning, match="'n' that differ"):
+    with pytest.warns(UserWarning, match="different sizes .* calls 'n'"):
         runs.instance(feeds)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

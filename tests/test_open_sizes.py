@@ -89,6 +89,19 @@ def test_arithmetic_stays_open(name: str) -> None:
     assert not any("==" in guard for guard in trace.guards if not guard.startswith("not"))
 
 
+@pytest.mark.parametrize("number", [5, np.int64(5)])
+def test_a_size_of_numpys_integers_is_compared_as_any_other(number: int) -> None:
+    n = Trace().symbol("n", number)
+    assert [n < 10, n <= 10, n > 10, n >= 10, n < 5, n >= 5] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
 DECISIONS: dict[str, Callable[[int, int], object]] = {
     "less": lambda b, t: t < 128 or t <= 130,
     "float": lambda b, t: (t <= 130.5, t >= 129.5, t < 131.5, t > 1e30),

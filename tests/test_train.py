@@ -517,7 +517,7 @@ def test_step_that_is_not_finite_is_named_and_dropped() -> None:
     good = {"x": np.ones((2, 3), np.float32), "labels": np.zeros((2, 3), np.float32)}
     trainer.step(good)
     before = trainer.state()
-    with pytest.raises(CheckFailed, match=r"step 2: the loss is inf; 'e', which the Exp node") as e:
+    with pytest.raises(CheckFailed, match=r"step 2: the loss is inf; 'e', .* the Exp node") as e:
         trainer.step({**good, "x": np.full((2, 3), 100, np.float32)})
     assert e.value.exit_code == 3
     with pytest.raises(CheckFailed, match="'x' holds a value that is not finite"):

@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "term": ({}, ["--add-loss", "mse,size=3"], 2, "'size' is none of output, weight, labels"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),
-    "overflow": ({"x": X * 1e38}, [], 3, "'y', which the MatMul node"),
+    "overflow": ({"x": X * 1e38}, [], 3, "'y', the result of the MatMul node"),
 }
 
 

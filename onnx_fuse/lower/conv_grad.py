@@ -26,7 +26,7 @@ def weight_grad(ctx: Context, node: ir.Node) -> None:
     channels = x.shape[1] // groups
     padded = -(-channels // 8) * 8 if groups == 1 else channels  # an access takes 8 of them
     if rank == 3 and padded != channels:
-        raise Unserved("no-kernel", what=f"{channels} channels of a volume (a multiple of 8)")
+        raise Unserved("no-kernel", what=f"{channels} channels of a volume, no multiple of 8")
     math = ctx.math if x.dtype == "float32" else "ieee"
     problem = ConvWeightGrad(
         x.shape[0], groups, padded, dy.shape[1] // groups, triple(x.shape[2:]),

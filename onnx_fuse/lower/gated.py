@@ -62,7 +62,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> None:
         raise Unserved("empty")
     row = bias_row(ctx, node, at + 1, w.shape[1])
     if w.shape[1] % (2 * BLOCK):
-        raise Unserved("no-kernel", what=f"{w.shape[1] // 2} columns (a multiple of {BLOCK})")
+        raise Unserved("no-kernel", what=f"{w.shape[1] // 2} columns, no multiple of {BLOCK}")
     if ctx.known(w) is None or ctx.known(row) is None:
         raise Unserved("computed", what="its weights")
     attrs = {**activation(ctx, node, name.activation), "gate": True}

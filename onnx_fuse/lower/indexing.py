@@ -62,7 +62,7 @@ def _pick(ctx: Context, node: ir.Node) -> None:
     k = number(index.reshape(-1)[0])
     k += x.shape[axis] if k < 0 else 0
     if not 0 <= k < x.shape[axis]:
-        raise Unserved("no-kernel", what=f"index {k} in an axis of {x.shape[axis]}")
+        raise Unserved("no-kernel", what=f"index {k}, outside an axis of {x.shape[axis]}")
     one = x.at(axis, k)
     strides = (*one.strides[:axis], *(0,) * index.ndim, *one.strides[axis:])
     shape = (*one.shape[:axis], *index.shape, *one.shape[axis:])

@@ -476,7 +476,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> None:
         or name.exposed not in ((), ("dz",))
     ):
         raise Unserved(
-            "no-kernel", what=f"{n} columns of {dy.dtype} (16-bit rows of whole 16 bytes)"
+            "no-kernel", what=f"{n} columns of {dy.dtype}, but for 16-bit rows of whole 16 bytes"
         )
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)

@@ -139,7 +139,7 @@ def _ordered(
     def compare(size: OpenSize, other: object) -> bool:
         if isinstance(other, float) and isfinite(other):
             other = rounded(other)
-        return _compared(size, other, how) is holds if _whole(other) else NotImplemented
+        return _compared(size, other, how) == holds if _whole(other) else NotImplemented
 
     return compare
 
