@@ -200,8 +200,9 @@ PROBLEMS = (
     *(problem for append in APPENDS for problem in (append, attended(append))),
 )  # fmt: skip
 LIKELIEST = 2
-"""Configurations of a kernel, the first by cost, that every problem compiles where there is a GPU;
-elsewhere it compiles one, since CI has little time."""
+"""Configurations of a kernel, the first by cost, that every problem compiles for an H200 where
+there is a GPU. Elsewhere CI has little time: each problem compiles one for an H200, and of the
+three chips only the A100 compiles every configuration."""
 NUMBERS = {"CLUSTER", "GROUPS", "SHARE", "SPLIT", "STAGES"}
 """Macros that count stages of a ring, blocks of a cluster or parts of a sum. Variants that differ
 only in these need the same registers within 3 (20 groups on sm_90a), so that one is compiled here;
@@ -254,7 +255,7 @@ def spills(variants: Mapping[tuple[str, Defines], str], hw: Hardware, threads: i
 
 @pytest.mark.parametrize("hw", [A100, H200, B200, *OTHERS], ids=lambda hw: hw.arch)
 def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
-    found = launches(hw, int(hw is H200), whole=hw not in OTHERS)
+    found = launches(hw, int(hw is H200), whole=hw is A100)
     unlike: dict[tuple[str, Defines], tuple[str, Defines]] = {}
     for source, defines in found:
         shape = source, tuple(macro for macro in defines if macro[0] not in NUMBERS)
