@@ -2,6 +2,7 @@
 negative steps, booleans, arguments out of range. Values and errors are NumPy's or PyTorch's (2.13).
 """
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -541,3 +542,10 @@ def test_functions_take_arrays_and_lists(target: Any) -> None:
     np.testing.assert_array_equal(both.numpy(), [[1, 1], [2, 3]])
     with pytest.raises(UsageError, match="x is of type NoneType: it takes a Tensor"):
         nn.functional.relu(None)
+
+
+@pytest.mark.parametrize("name", ["float", "half", "__rsub__", "__matmul__", "relu", "sum"])
+def test_a_method_is_pickled_by_its_own_name(name: str) -> None:
+    method = getattr(Tensor, name)
+    assert method.__name__ == name
+    assert pickle.loads(pickle.dumps(method)) is method

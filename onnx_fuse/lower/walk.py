@@ -563,7 +563,7 @@ class Lowerer(Control):
             with self._misfits(node):
                 results = rule(op, node, shapes, known)
         except Unserved:
-            if names := self._deciding(node, unknown[0]):
+            if unknown and (names := self._deciding(node, unknown[0])):
                 raise NeedsValues(names) from None
             self.undecided.add(node)
             return False

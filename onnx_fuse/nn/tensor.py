@@ -630,6 +630,10 @@ class Tensor:
 
 _OPERANDS = (Tensor, np.ndarray, np.generic, int, float)
 
+for _name, _function in vars(Tensor).items():  # tracebacks and pickle read a function's own name
+    if getattr(_function, "__name__", "") == "method":
+        _function.__name__, _function.__qualname__ = _name, f"Tensor.{_name}"
+
 
 def _wrap(array: Array, edge: Any, index: int) -> Tensor:
     new = Tensor.__new__(Tensor)
