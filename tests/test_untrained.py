@@ -104,6 +104,19 @@ def test_a_weight_that_the_loss_does_not_read_is_named() -> None:
     assert not Trainer(model, loss="mse", output="y", frozen=["w"]).notes
 
 
+def test_a_scalar_that_may_be_a_parameter_is_named() -> None:
+    """An exporter's own constants are not: it numbers them."""
+    model = text_model("""g (float[N,4] x) => (float[N,4] y)
+      <float[4] w = {1, 2, 3, 4}, float logit_scale = {2}, float val_3 = {0.5}> {
+      h = Mul (x, w) s = Exp (logit_scale) z = Mul (h, s) y = Mul (z, val_3) }""")
+    with pytest.warns(NoGradientWarning, match="'logit_scale' does not train: it is a scalar"):
+        trainer = Trainer(model, loss="mse")
+    assert (len(trainer.notes), list(trainer.weights())) == (1, ["w"])
+    trainer = Trainer(model, loss="mse", trainable=["w", "logit_scale"])
+    assert (trainer.notes, sorted(trainer.weights())) == ([], ["logit_scale", "w"])
+    assert not Trainer(model, loss="mse", frozen=["logit_scale"]).notes
+
+
 def test_many_weights_are_one_line() -> None:
     steps = " ".join(f"r{i} = Round (w{i}) h{i + 1} = Add (h{i}, r{i})" for i in range(5))
     weights = ", ".join(f"float[4] w{i} = {{1, 2, 3, {i}}}" for i in range(5))

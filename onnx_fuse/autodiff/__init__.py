@@ -14,6 +14,7 @@ from onnx_fuse.autodiff.model import attach_loss as attach_loss
 from onnx_fuse.autodiff.model import gradient as gradient
 from onnx_fuse.autodiff.model import gradient_names as gradient_names
 from onnx_fuse.autodiff.model import is_weight as is_weight
+from onnx_fuse.autodiff.model import named_scalars as named_scalars
 from onnx_fuse.autodiff.model import only_measured as only_measured
 from onnx_fuse.autodiff.model import open_parameters as open_parameters
 from onnx_fuse.autodiff.model import scales as scales

@@ -366,6 +366,19 @@ def is_weight(value: ir.Value) -> bool:
     return bool(array.max(initial=0) < limit and array.min(initial=0) > -limit)
 
 
+def named_scalars(model: ir.Model) -> dict[str, str]:
+    """{name: why it does not train} of float scalars that may be parameters: CLIP's logit_scale.
+
+    Exporters number the constants of formulas, or call them so.
+    """
+    scalars = [v for v in trainable(model) if v.uses() and v.shape is not None and not v.shape]
+    return {
+        name: "it is a scalar, which trains only if `trainable` names it"
+        for name in (str(v.name) for v in scalars)
+        if not (_COMPUTED_NAME.fullmatch(name) or "const" in name.lower())
+    }
+
+
 def scales(graph: ir.Graph) -> set[str]:
     """The names of the initializers that only QuantizeLinear and DequantizeLinear read, as scales.
 

@@ -94,8 +94,8 @@ def training_model(options: _StepArguments) -> tuple[ir.Model, Spec]:
     named, source = set(original.graph.initializers), load(original)
     scales = autodiff.scales(source.graph) if options.trainable is None else set()
     candidates = [str(v.name) for v in autodiff.trainable(source) if autodiff.is_weight(v)]
-    candidates = [name for name in candidates if name not in scales]
-    without = dict.fromkeys(candidates, UNREAD)
+    without = autodiff.named_scalars(source) | dict.fromkeys(candidates, UNREAD)
+    without = {name: why for name, why in without.items() if name not in scales}
     without |= autodiff.only_measured(source.graph)
     bind_defaults(source)
     if options.free_batch:
@@ -382,7 +382,7 @@ class _Step:
         if not floats:
             raise ModelError("the model has no float weights to train")
         names = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
-        names += sorted(scales)
+        names += [str(v.name) for v in autodiff.trainable(self.model) if v not in floats]
         for pattern in choice.globs:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
