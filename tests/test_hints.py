@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support import Cli
+from support import Cli, run
 
 import onnx_fuse
 from onnx_fuse import autodiff
@@ -19,8 +19,10 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.ops.rules import PACKED
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, ort
+from onnx_fuse.runtime.invariance import limits
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.gradients import check_gradients
 
@@ -160,6 +162,72 @@ def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another
         batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
         assert np.isfinite(trainer.step(batch))
         assert check_gradients(model).ok
+
+
+@pytest.mark.parametrize("declared", ["float", "float[N]", "float[5,2,1]", "float[N,2,N]"])
+def test_an_output_has_the_rank_that_is_inferred_where_its_file_declares_another(
+    declared: str,
+) -> None:
+    text = f"""{HEAD}g (float[N,2] x, float[1] z) => ({declared} y, float[A,B] e)
+    {{ y = Relu (x)  s = Shape (y)  e = Expand (z, s) }}"""
+    feeds = {"x": np.ones((3, 2), np.float32), "z": np.ones(1, np.float32)}
+    for level in (0, 2):
+        y, e = run(onnx_fuse.optimize(to_proto(text_model(text)), level=level), feeds)
+        assert y.shape == e.shape == (3, 2)
+
+
+PART = '{"name": "p", "shape": [2, 2], "perm": null}'
+FALSE_RECORDS = [
+    *("", "x", "1", "{}", "[" * 9999, '{"axis": null, "parts": []}', '{"axis": 0, "parts": 1}'),
+    *(f'{{"axis": {axis}, "parts": [{PART}, {PART}]}}' for axis in ("null", "0", "2", '"0"')),
+    *(
+        f'{{"axis": null, "parts": [{PART.replace(old, new)}]}}'
+        for old, new in (
+            *(("[2, 2]", new) for new in ("[4, 1]", "[2]", "[2, 2, 1]", "[2.0, 2]", '"22"')),
+            *(("null", new) for new in ("[0, 0]", "[1]", "[2, 0]", "true")),
+            *((', "perm": null', ""), ('"p"', "5")),
+        )
+    ),
+    f'{{"axis": 0, "parts": [{PART.replace("[2", "[-1")}, {PART.replace("[2", "[3")}]}}',
+]
+
+
+def with_record(record: str) -> onnx.ModelProto:
+    """DENSE whose weight and input say this of what they are packed of."""
+    proto = to_proto(text_model(DENSE))
+    weight = onnx.helper.make_tensor_value_info("w", 1, [2, 2])
+    proto.graph.value_info.append(weight)
+    for value in (proto.graph.value_info[-1], proto.graph.input[0]):
+        value.metadata_props.add(key=PACKED, value=record)
+    return proto
+
+
+@pytest.mark.parametrize("record", FALSE_RECORDS)
+def test_a_record_of_packed_weights_that_does_not_fit_is_dropped(record: str) -> None:
+    fused = onnx_fuse.optimize(with_record(record))
+    names = {v.name for v in onnx_fuse.gradient(fused, wrt=["w", "x"]).graph.output}
+    assert names == {"y", "w.grad", "x.grad"}
+
+
+def test_a_record_of_packed_weights_that_fits_is_kept() -> None:
+    record = f'{{"axis": null, "parts": [{PART.replace("null", "[1, 0]")}]}}'
+    names = {v.name for v in onnx_fuse.gradient(with_record(record), wrt=["p"]).graph.output}
+    assert names == {"y", "p.grad"}
+
+
+def test_metadata_of_other_packages_does_not_end_training() -> None:
+    proto = to_proto(text_model(DENSE))
+    proto.metadata_props.add(key="onnx_fuse.packing", value="1")
+    batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
+    assert np.isfinite(onnx_fuse.Trainer(proto, loss="mse").step(batch))
+
+
+@pytest.mark.parametrize("note", ["1", "[1]", '{"N": "x"}', "[" * 9999])
+def test_a_note_of_sizes_that_is_none_is_refused(note: str) -> None:
+    model = text_model(DENSE)
+    model.metadata_props["onnx_fuse.batch_invariant"] = note
+    with pytest.raises(ModelError, match="none of this package"):
+        limits(model)
 
 
 def test_inputs_may_contradict_the_names_of_their_sizes() -> None:

@@ -31,6 +31,7 @@ from onnx_fuse.importer.types import NCHWC
 from onnx_fuse.importer.untrusted import (
     check_names,
     check_tensors,
+    drop_false_records,
     external_file,
     graphs,
     has_sparse,
@@ -121,6 +122,8 @@ def read(source: Model, *, lazy: bool = False) -> ir.Model:
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
             if folders or weights is not None:
                 _map_external(model, folders, weights)
+        for graph in (model.graph, *model.graph.subgraphs(), *model.functions.values()):
+            drop_false_records(graph)
         _check_graph(model)
     return model
 

@@ -1,11 +1,13 @@
 """What a file says before it is trusted: names, strings, sparse tensors, sizes and places of data.
 
-All of it is read off the protobuf message, before a tensor is allocated or a file opened.
+Most is read off the protobuf message, before a tensor is allocated or a file opened; records of
+packed weights are read when their shapes are known.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -19,6 +21,8 @@ from onnx import numpy_helper
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.weights import Weights
+from onnx_fuse.ir.build import extents
+from onnx_fuse.ops.rules import PACKED
 
 _Message = onnx.GraphProto | onnx.FunctionProto
 _LARGEST_SPARSE = 2**31
@@ -299,3 +303,38 @@ def _dense(sparse: onnx.SparseTensorProto, subject: str, name: str) -> onnx.Tens
     dense = numpy_helper.from_array(array.reshape(dims), name)
     dense.data_type = sparse.values.data_type
     return dense
+
+
+def drop_false_records(graph: ir.Graph | ir.Function) -> None:
+    """Take a record of packed parameters off each value that it does not fit.
+
+    A file may hold it, whose weights another tool has changed.
+    """
+    results = (v for node in graph for v in node.outputs)
+    initializers = graph.initializers.values() if isinstance(graph, ir.Graph) else ()
+    for value in (*graph.inputs, *initializers, *results):
+        text = value.metadata_props.get(PACKED)
+        shape = value.shape if value.const_value is None else value.const_value.shape
+        if text is not None and not _fits(text, extents(shape)):
+            del value.metadata_props[PACKED]
+
+
+def _fits(text: str, shape: Sequence[int | str | None]) -> bool:
+    """Whether the parts of a record make a value of this shape."""
+    axes = [*range(len(shape))]
+    try:
+        record = json.loads(text)
+        axis, parts = record["axis"], record["parts"]
+        rest = 0 if axis is None else shape[axis]
+        for part in parts:
+            order, sizes = part["perm"] or axes, part["shape"]
+            moved, expected = [sizes[i] for i in order], [*shape]
+            if axis is not None:
+                expected[axis] = moved[axis]
+                rest -= moved[axis]
+            named = type(part["name"]) is str and sorted(order) == axes and len(sizes) == len(axes)
+            if not named or moved != expected or any(type(n) is not int or n < 0 for n in sizes):
+                return False
+        return rest == 0 and (axis is not None or len(parts) == 1)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False

@@ -10,7 +10,7 @@ an Einsum has the largest size that an operand has for it, not the first operand
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,9 @@ def infer_actual(model: onnx.ModelProto, infer: Infer) -> onnx.ModelProto:
     `model` is changed then, and that node's domain in the result.
     """
     result = infer(model)
-    while any(_is_concerned(node) for node in nodes_of(result.graph)):
-        walk = _Walk({o.domain: o.version for o in model.opset_import})
+    declared = {v.name for v in model.graph.output if v.type.tensor_type.HasField("shape")}
+    while declared or any(_is_concerned(node) for node in nodes_of(result.graph)):
+        walk = _Walk({o.domain: o.version for o in model.opset_import}, declared)
         walk.graph(result.graph, {}, {})
         if not walk.opened:
             break
@@ -324,11 +325,12 @@ class _Walk:
     """A walk over the nodes of a model to sizes that inference has wrong.
 
     `opened` are the types, by name, of the outputs of nodes that nothing wrong precedes, with their
-    wrong sizes left open. `changed` are the names of what depends on them.
+    wrong sizes left open. `changed` are the names of what depends on them. Outputs of the graph
+    that are `declared` may have another number of axes, which inference leaves as it is.
     """
 
-    def __init__(self, opsets: Mapping[str, int]) -> None:
-        self.opsets = opsets
+    def __init__(self, opsets: Mapping[str, int], declared: Container[str]) -> None:
+        self.opsets, self.declared = opsets, declared
         self.opened: dict[str, onnx.TypeProto] = {}
         self.changed: set[str] = set()
 
@@ -344,7 +346,7 @@ class _Walk:
                 self.graph(body, types, held)
             if self.changed.intersection(_read(node)):
                 self.changed.update(node.output)
-            elif _is_concerned(node):
+            elif _is_concerned(node) or any(name in self.declared for name in node.output):
                 self._node(node, types, held)
 
     def _node(self, node: onnx.NodeProto, types: Types, data: Tensors) -> None:
@@ -366,11 +368,13 @@ class _Walk:
                 )
         wrong = correct_types(node, types, data, inferred)
         for name in node.output:
-            dims = dims_of(types.get(name)) or []
-            short = 0 < len(dims) < len(dims_of(inferred.get(name)) or ())
-            if short or any(i < len(dims) and dims[i] is not None for i in wrong):
+            dims, actual = dims_of(types.get(name)), dims_of(inferred.get(name))
+            if dims is None:
+                continue
+            other_rank = actual is not None and len(dims) != len(actual)
+            if other_rank or any(i < len(dims) and dims[i] is not None for i in wrong):
                 self.opened[name] = onnx.TypeProto()
-                self.opened[name].CopyFrom(inferred[name] if short else types[name])
+                self.opened[name].CopyFrom(inferred[name] if other_rank else types[name])
                 _write_dims(self.opened[name], wrong, None)
                 self.changed.update(node.output)
 

@@ -7,6 +7,7 @@ kernels, tiles, splits and teams are chosen for the limit, whatever the size of 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,9 @@ def note(model: ir.Model, wanted: Wanted) -> None:
 def limits(model: ir.Model) -> dict[str, int]:
     """The dimensions that `note` wrote, with the largest size of each."""
     try:
-        return dict(json.loads(model.metadata_props.get(_NOTE, "{}")))
-    except ValueError as error:
+        sizes = dict(json.loads(model.metadata_props.get(_NOTE, "{}")))
+        return {name: operator.index(size) for name, size in sizes.items()}
+    except (ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"the model's metadata '{_NOTE}' is none of this package") from error
 
 

@@ -202,7 +202,7 @@ class _Step:
         self.untrained: dict[str, str] = {}
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
-        self.packing = of = Packing.of(model)
+        self.packing = of = Packing.of(model) if options.pack else None
         self.feeds = [v for v in self.graph.inputs if of is None or v.name not in of.added]
         self.states: list[tuple[ir.Value, str, Array]] = []
         self.next: ByWeight = {}
