@@ -183,7 +183,7 @@ class Trainer:
         sizes = [s.initial.size for s in self._specs["update"].states if s.kind == "parameter"]
         return (
             f"Trainer({type(self.optimizer).__name__}, {sum(sizes):,} weights in {len(sizes)} "
-            f"tensors, {self.calls} steps, device='{self._options.device}')"
+            f"tensor{'s' * (len(sizes) != 1)}, {self.calls} steps, device='{self._options.device}')"
         )
 
     def _repr_html_(self) -> str:
