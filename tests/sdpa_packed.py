@@ -7,7 +7,8 @@ import numpy as np
 
 from onnx_fuse.program.call import dtype_of
 
-# kind, (H, Hkv), (D, Dv), lengths, the most that one may have, rows behind, or a mask's (B, H)
+# kind, (H, Hkv), (D, Dv), lengths, the most that one may have, rows behind, or a mask's (B, H) and
+# them
 ROWS = (
     ("PackedGuard", (2, 2), (64, 64), (70, 0, 1, 33), 72, 5),
     ("PackedGuard", (4, 2), (64, 64), (130, 7, 200), 200, 70),
@@ -22,6 +23,8 @@ ROWS = (
     ("PackedMask", (2, 2), (128, 128), (40, 130), 136, (1, 1)),
     ("PackedMask", (2, 1), (40, 24), (3, 9, 1), 13, (3, 1)),
     ("SoftcapPackedMask", (2, 2), (32, 32), (20, 40), 40, (2, 1)),
+    ("PackedMaskGuard", (4, 2), (64, 64), (130, 7, 200), 200, (1, 4, 70)),
+    ("PackedMaskGuard", (2, 2), (40, 24), (3, 9, 2), 13, (3, 1, 5)),
 )
 
 
@@ -29,14 +32,16 @@ def rows() -> Iterator[tuple[str, Any, Any, Any, str, list[np.ndarray]]]:
     """Kind, heads, sizes, widths, type, and the offsets and what is as long as the longest."""
     for kind, heads, widths, lengths, longest, behind in ROWS:
         offsets = np.cumsum([0, *lengths]).astype(np.int32)
-        masked = isinstance(behind, tuple)
-        tokens = int(offsets[-1]) + (0 if masked else behind)
+        mask_sizes, last = (
+            (behind[:2], sum(behind[2:])) if isinstance(behind, tuple) else ((), behind)
+        )
+        tokens = int(offsets[-1]) + last
         more = [offsets, np.zeros((len(lengths), longest), np.int64)]
         for dtype in ("float32", "float16", "bfloat16"):
             added = []
-            if masked:  # what no two tokens of a sequence meet at is NaN
+            if mask_sizes:  # what no two tokens of a sequence meet at is NaN
                 rng = np.random.default_rng(longest)
-                mask = rng.standard_normal((*behind, longest, longest))
+                mask = rng.standard_normal((*mask_sizes, longest, longest))
                 for i, length in enumerate(lengths if len(mask) > 1 else [max(lengths)]):
                     mask[i, :, length:] = mask[i, ..., length:] = np.nan
                 mask[..., 1] = -np.inf

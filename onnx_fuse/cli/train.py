@@ -235,7 +235,9 @@ def train(
         fit.start_or_resume(trainer, checkpoint, resume=resume)
     trained = [s.initial.size for s in trainer.spec().states if s.kind == "parameter"]
     weights = sum(trained)
-    printer.text(f"{model}: {weights:,} weights in {len(trained)} tensor{"s" * (len(trained) != 1)} train")
+    printer.text(
+        f"{model}: {weights:,} weights in {len(trained)} tensor{'s' * (len(trained) != 1)} train"
+    )
 
     def page(history: Mapping[str, Any], refresh: float) -> Page:
         return show.page(

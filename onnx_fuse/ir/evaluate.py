@@ -121,8 +121,9 @@ def _run(
     answers = (_answers if again else _answers.__wrapped__)(data)
     if answers is None:
         return None
+    copied = np.array if again else np.asarray  # what is kept for the next time stays as it is
     return {
-        value: np.array(answer) if dtype is None else answer.astype(dtype.numpy())
+        value: copied(answer) if dtype is None else answer.astype(dtype.numpy())
         for (value, dtype), answer in zip(wanted, answers, strict=True)
         if not isinstance(answer, list | dict | None)  # a sequence, a map or an optional
     }

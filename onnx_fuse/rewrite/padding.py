@@ -77,6 +77,8 @@ class _Packer:
         self.places: ir.Value | None = None
         self.chosen: ir.Value | None = None
         self.packed: dict[tuple[ir.Value, tuple[int | None, int]], ir.Value] = {}
+        self.biases: dict[ir.Value, ir.Value] = {}
+        """Biases of scores, and what packed attention reads of them."""
         self.names = Names.of(self.graph)
         self.op = Builder()
 
@@ -556,22 +558,37 @@ class _Packer:
         proof = self.proofs[masks]
         if proof.reason:
             raise NotPacked(f"'{label(node)}' ({node.op_type}): {proof.reason}")
+        bias = proof.bias
         packed = replace(
             kind,
-            steps=(),
+            steps=() if bias is None else ("Mask",),
             causal=kind.causal or proof.causal,
             guard=kind.guard or "Guard",
             packed=True,
         )
+        if packed.name not in KINDS:
+            raise NotPacked(f"'{label(node)}' ({node.op_type}): no kernel of ours has its mask")
         names = ("scale", "softcap", "q_rows", "kv_rows")
         attributes = {name: node.attributes[name] for name in names if name in node.attributes}
         inputs = [q, k, v, self.offsets, self.mask]
+        if bias is not None:
+            inputs.append(self._of_positions(bias))
         y = self.op.node(packed.name, inputs, domain=FUSE, attributes=attributes, name=node.name)
         old = node.outputs[0]
         y.type, y.shape, y.name = old.type, old.shape, self.names.fresh("padding")
         self._place(node)
         old.replace_all_uses_with(y, replace_graph_outputs=True)
         self._result(y, _RowAxes(0, 2))
+
+    def _of_positions(self, bias: ir.Value) -> ir.Value:
+        """A bias of scores as [1, heads, S, S]."""
+        if bias not in self.biases:
+            op, one = self.op, self.op.constant([1])
+            length = op.Slice(op.Shape(self.mask), [1], [2], [0])
+            whole = op.Expand(bias, op.Concat(one, one, length, length, axis=0))
+            whole.type = bias.type
+            self.biases[bias] = whole
+        return self.biases[bias]
 
 
 def _kind(node: ir.Node) -> Kind | None:

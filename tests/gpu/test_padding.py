@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_padding import ENCODER, MODELS
+from test_padding import MODELS
 
 from onnx_fuse import InferenceSession, Trainer, optim
 
@@ -20,12 +20,14 @@ def batch(lengths: tuple[int, ...], size: int, rng: np.random.Generator) -> dict
 
 @pytest.mark.filterwarnings("ignore:a batch runs with its padding")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_tokens_have_the_rows_that_they_have_among_padding(precision: str) -> None:
+@pytest.mark.parametrize("name", ["encoder", "t5_encoder__ts17"])
+def test_tokens_have_the_rows_that_they_have_among_padding(name: str, precision: str) -> None:
     options = {"device": "cuda", "precision": precision}
-    padded, packed = (InferenceSession(ENCODER, pack=p, **options) for p in (False, "zero"))
+    padded, packed = (InferenceSession(MODELS[name], pack=p, **options) for p in (False, "zero"))
     rng, limit = np.random.default_rng(0), 1e-4 if precision == "fp32" else 4e-2
     for lengths, size in BATCHES * 3:
-        feeds = batch(lengths, size, rng)
+        fed = batch(lengths, size, rng)
+        feeds = {v.name: fed[v.name] for v in padded.get_inputs()}
         want, found = padded.run(None, feeds), packed.run(None, feeds)
         if min(lengths):
             want[0] = want[0] * feeds["attention_mask"][..., None]
@@ -34,7 +36,7 @@ def test_tokens_have_the_rows_that_they_have_among_padding(precision: str) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["encoder", "gpt2__dynamo23"])
+@pytest.mark.parametrize("name", ["encoder", "gpt2__dynamo23", "t5_encoder__ts17"])
 def test_steps_over_tokens_learn_the_same(name: str, precision: str) -> None:
     options = {"output": "pooler_output"} if name == "encoder" else {}
     options |= {"loss": "cross_entropy", "optimizer": optim.SGD(lr=0.05), "device": "cuda"}

@@ -92,7 +92,8 @@ def _kinds() -> Iterator[Kind]:
         # causal ones come from the standard's Attention, whose guard this is
         yield Kind(grouped, wide, softcap, True)
         yield Kind(grouped, wide, softcap, True, steps=("Mask",), guard="Guard")
-        yield Kind(grouped, wide, softcap, packed=True, steps=("Mask",))
+        for guard in ("", "Guard"):
+            yield Kind(grouped, wide, softcap, packed=True, steps=("Mask",), guard=guard)
         for causal, guard in product((False, True), ("Guard", "NanGuard")):
             yield Kind(grouped, wide, softcap, causal, packed=True, guard=guard)
 
