@@ -187,6 +187,8 @@ class Operands:
             count = len(filled["offsets"])
             ends = np.arange(count) * int(call.problem.packed) // max(1, count - 1)
             filled["offsets"] = ends.astype(np.int32)
+        if isinstance(call.problem, GemmProblem) and call.problem.op == "LayerNormGemmGrad":
+            filled |= _forward(call.problem, filled)
         for _ in range(max(2, min(SETS, 2 * hw.l2_bytes // max(1, total) + 1))):
             places = {}
             for name, tensor in tensors.items():
@@ -255,6 +257,30 @@ class Operands:
             return self.stream.timed(launch, 2) / count
 
         return run
+
+
+def _forward(problem: GemmProblem, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the forward of a LayerNormGemmGrad leaves: some kernels take the sums of its rows from
+    z, others from the product, and only of a z that fits x are they the same.
+    """
+    wide = {name: array.astype(np.float32) for name, array in filled.items()}
+    x, gamma = wide["x"].reshape(problem.m, problem.k), wide["gamma"]
+    w = wide["w"].reshape((problem.n, problem.k) if problem.trans_b else (problem.k, problem.n))
+    w = w.T if problem.trans_b else w
+    mean = np.zeros((problem.m, 1)) if problem.rms else x.mean(1, keepdims=True)
+    rstd = 1 / np.sqrt(np.square(x - mean).mean(1, keepdims=True))
+    shift = wide.get("c", 0) + (wide["beta"] @ w if "beta" in wide else 0)
+    folded = (gamma[:, None] * w).astype(filled["w"].dtype)
+    left = {
+        "mean": mean, "rstd": rstd, "z": ((x - mean) * rstd * gamma) @ w + shift,
+        "wq": folded.T if problem.trans_b else folded, "cs": folded.astype(np.float32).sum(0),
+        "cv": shift,
+    }  # fmt: skip
+    return {
+        name: np.resize(np.ascontiguousarray(left[name]), array.shape).astype(array.dtype)
+        for name, array in filled.items()
+        if name in left
+    }
 
 
 def _random(rng: np.random.Generator, name: str, tensor: Tensor) -> np.ndarray:

@@ -256,3 +256,25 @@ def test_results_agree_up_to_rounding(got: list[float], agrees: bool) -> None:
     assert tune.Operands.agree([np.array(got, np.float32)], [want]) == agrees
     rounded = [np.array([1.0 + 1e-3, *got[1:]], np.float32)]
     assert tune.Operands.agree(rounded, [want], "tf32") == (agrees or got[0] != 1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_operands_of_a_norms_gradient_are_of_one_forward(precision: str) -> None:
+    """The mean over k of g xh is a sum over n of dy (z - v): kernels take one or the other."""
+    (call,) = tune.calls_of(
+        single_op_models.program_of("LayerNormGemmGrad", SHAPE, precision, H200),
+        "LayerNormGemmGrad",
+    )
+    m, k, n = SHAPE
+    rng = np.random.default_rng(0)
+    filled = {name: tune._random(rng, name, t) for name, t in call.reads}
+    of = {
+        name: a.astype(np.float64)
+        for name, a in (filled | tune._forward(call.problem, filled)).items()
+    }
+    w, dy, z = of["w"].reshape(k, n), of["dy"].reshape(m, n), of["z"].reshape(m, n)
+    xh = (of["x"].reshape(m, k) - of["mean"][:, None]) * of["rstd"][:, None]
+    by_product = (dy @ (of["gamma"][:, None] * w).T * xh).sum(1)
+    by_z = (dy * (z - of["beta"] @ w - of["c"])).sum(1)
+    limit = 4e-3 if precision == "fp16" else 2e-2  # z is rounded
+    np.testing.assert_allclose(by_z, by_product, rtol=0, atol=limit * np.abs(by_product).max())
