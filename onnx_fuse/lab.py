@@ -109,14 +109,22 @@ def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
 
 
 def check(
-    op: str, kernels: Sequence[Candidate], precision: str, hw: Hardware, until: float
+    op: str,
+    kernels: Sequence[Candidate],
+    precision: str,
+    hw: Hardware,
+    until: float,
+    shapes: Sequence[tuple[int, int, int]] = (),
 ) -> Iterator[Row]:
-    """Each configuration of the kernels, against the last candidate's results in all cases."""
+    """Each configuration of the kernels, against the last candidate's results at `shapes`, whose
+    configurations may be others', and in all cases.
+    """
     results: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
-    for number, shape in enumerate(CASES):
+    cases = (*shapes, *CASES)
+    for number, shape in enumerate(cases):
         if time.monotonic() > until:
             break
-        progress.report("checking", number, len(CASES))
+        progress.report("checking", number, len(cases))
         call = of(op, shape, precision, hw)
         problem = call.problem
         assert problem is not None

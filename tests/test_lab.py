@@ -63,6 +63,15 @@ def test_all_configurations_are_checked_in_all_cases(op: str, played: Path) -> N
     assert all(row.cases >= 1 and not row.fault for row in rows)
 
 
+def test_each_kernel_of_a_size_is_timed(played: Path, cli: Cli) -> None:
+    """Large sizes have configurations that no case has."""
+    result = cli("lab", "LayerNormGemmGrad", "--precision", "bf16", "--shape", "8192,768,3072",
+                 "--json", played / "lab.json")  # fmt: skip
+    assert result.code == 0
+    timed = json.loads((played / "lab.json").read_text())["timed"]
+    assert {row["kernel"] for row in timed} == {"two_gemms", "portable"}
+
+
 def test_what_is_wrong_is_said_and_not_timed(played: Path, cli: Cli) -> None:
     Played.wrong = "mma"
     result = cli("lab", "Gemm", "--precision", "bf16", "--json", played / "lab.json",

@@ -41,8 +41,9 @@ def lab(
 ) -> None:
     """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
 
-    Results are compared with those of the operator's most general kernel, at sizes of all kinds.
-    ONNX_FUSE_DUMP=folder keeps the source, the macros and the SASS of each kernel.
+    Results are compared with those of the operator's most general kernel, at the sizes that are
+    timed and at others of all kinds. ONNX_FUSE_DUMP=folder keeps the source, the macros and the
+    SASS of each kernel.
     """
     files.check_paths({"--candidate": candidate}, {"--records": records, **reports.paths})
     import time
@@ -62,7 +63,8 @@ def lab(
     kernels = bench.kernels_of(op, candidate, calls[0], hw)
     for name, reason in bench.left_out(op, calls[0], hw):
         printer.text(f"not here: {name}: {reason}")
-    checked = list(bench.check(op, kernels, precision, hw, time.monotonic() + limit))
+    until = time.monotonic() + limit
+    checked = list(bench.check(op, kernels, precision, hw, until, sizes))
     wrong = [row for row in checked if row.fault]
     printer.text(f"{len(checked)} configurations checked, {len(wrong)} wrong")
     for row in wrong:
