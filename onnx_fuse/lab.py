@@ -7,19 +7,30 @@ with those of the operator's most general kernel. Those that agree everywhere ar
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from onnx_fuse import progress, single_op_models, tune
 from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.ir.build import extents, required
 from onnx_fuse.kernels import Selection, candidates, tuning
 from onnx_fuse.kernels.kernel import Candidate
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.launch import Launches
 from onnx_fuse.program.problem import AnyProblem, GemmProblem, Hardware, KernelConfig
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
+from onnx_fuse.validation.operator import operator_files
+
+Truth: TypeAlias = "Callable[[tune.Operands], list[np.ndarray]]"
+"""What is right for some operands, as of `tune.Operands.ends`."""
 
 CASES = (
     (128, 64, 256), (512, 768, 768), (257, 256, 384), (384, 520, 264), (190, 136, 200),
@@ -108,57 +119,89 @@ def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
     return [(name, reason) for name, reason in reasons if reason is not None]
 
 
+def of_registered(op: str, shapes: Mapping[str, Sequence[int]], hw: Hardware) -> tuple[Call, Truth]:
+    """The call of an operator "domain::Name" at these float32 inputs, and what its body gives.
+
+    Raises UsageError where no kernel serves it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        one_node, body = operator_files(op, shapes, Path(folder))
+        graph, session = load(one_node), ort.session(body)
+    types = {
+        str(v.name): (tuple(n for n in extents(required(v.shape)) if isinstance(n, int)), "float32")
+        for v in graph.graph.inputs
+    }
+    program = lower(graph, types, hw)
+    calls = [c for c in program.calls if c.problem is not None and c.problem.op == op]
+    if not calls:
+        raise UsageError(f"no kernel of {op} serves these shapes: its body runs in their place")
+    (call,) = calls
+
+    def truth(operands: tune.Operands) -> list[np.ndarray]:
+        feeds = {name: operands.filled[name].reshape(t.shape) for name, t in call.reads}
+        return operands.ends(ort.run(session, feeds))
+
+    return call, truth
+
+
+def cases_of(
+    op: str, precision: str, hw: Hardware, shapes: Sequence[tuple[int, int, int]] = ()
+) -> Iterator[tuple[str, Call]]:
+    """The calls at `shapes`, whose configurations may be others', and in all cases."""
+    for number, shape in enumerate(every := (*shapes, *CASES)):
+        progress.report("checking", number, len(every))
+        yield str(shape), of(op, shape, precision, hw)
+
+
 def check(
-    op: str,
     kernels: Sequence[Candidate],
-    precision: str,
+    cases: Iterable[tuple[str, Call]],
     hw: Hardware,
     until: float,
-    shapes: Sequence[tuple[int, int, int]] = (),
+    truth: Truth | None = None,
 ) -> Iterator[Row]:
-    """Each configuration of the kernels, against the last candidate's results at `shapes`, whose
-    configurations may be others', and in all cases.
+    """Each configuration of the kernels in each case that begins before `until`, against `truth`,
+    or the last candidate's results.
     """
     results: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
-    cases = (*shapes, *CASES)
-    for number, shape in enumerate(cases):
-        if time.monotonic() > until:
-            break
-        progress.report("checking", number, len(cases))
-        call = of(op, shape, precision, hw)
-        problem = call.problem
-        assert problem is not None
-        general = next(k for k in reversed(candidates(op)) if k.supports(problem, hw) is None)
-        plain = Selection(general, next(iter(general.configs(problem, hw))), 0.0, "lab")
+    for case, call in cases:
         tries = [
             Selection(kernel, how, 0.0, "lab")
             for kernel in kernels
-            if kernel.supports(problem, hw) is None
-            for how in kernel.configs(problem, hw)
+            if kernel.supports(call.problem, hw) is None
+            for how in kernel.configs(call.problem, hw)
         ]
-        for choice, fault in _compared(call, plain, tries, hw):
+        for choice, fault in _compared(call, tries, hw, truth):
             key = choice.kernel.name, choice.config
             served, before = results.get(key, (0, ""))
-            results[key] = served + 1, before or (fault and f"{shape}: {fault}")
+            results[key] = served + 1, before or (fault and f"{case}: {fault}")
+        if time.monotonic() > until:
+            break
     for (name, how), (served, fault) in results.items():
         yield Row(name, str(how), served, fault)
 
 
 def _compared(
-    call: Call, plain: Selection, tries: Sequence[Selection], hw: Hardware
+    call: Call, tries: Sequence[Selection], hw: Hardware, truth: Truth | None
 ) -> Iterator[tuple[Selection, str]]:
     """Each choice, with what is wrong with its results."""
+    problem = call.problem
+    assert problem is not None
+    general = next(k for k in reversed(candidates(problem.op)) if k.supports(problem, hw) is None)
+    plain = Selection(general, next(iter(general.configs(problem, hw))), 0.0, "lab")
     calls, operands = tune.prepared(call, (plain, *tries), hw)
-    truth = operands.results(calls[0])
-    math = call.problem.math if isinstance(call.problem, GemmProblem) else "ieee"
+    want, other = (
+        (operands.results(calls[0]), general.name) if truth is None else (truth(operands), "body")
+    )
+    math = problem.math if isinstance(problem, GemmProblem) else "ieee"
     for choice, attempt in zip(tries, calls[1:], strict=True):
         try:
             first, second = operands.results(attempt), operands.results(attempt)
         except DeviceError as error:
             yield choice, str(error)
             continue
-        if not operands.agree(first, truth, math):
-            yield choice, f"differs from {plain.kernel.name}"
+        if not operands.agree(first, want, math):
+            yield choice, f"differs from {other}"
         elif any(a.tobytes() != b.tobytes() for a, b in zip(first, second, strict=True)):
             yield choice, "differs from run to run"
         else:

@@ -182,7 +182,8 @@ class Operands:
         self.sets: list[dict[str, int]] = []
         self._memory: list[device.Memory] = []
         rng = np.random.default_rng(0)
-        filled = {name: _random(rng, name, t) for name, t in call.reads}
+        self.filled = filled = {name: _random(rng, name, t) for name, t in call.reads}
+        """The arrays that are read, flat."""
         if "offsets" in filled and isinstance(call.problem, Attention):  # of sequences alike
             count = len(filled["offsets"])
             ends = np.arange(count) * int(call.problem.packed) // max(1, count - 1)
@@ -224,6 +225,12 @@ class Operands:
                 arrays.append(array)
         self.stream.wait(f"{call.kernel}")
         return arrays
+
+    @staticmethod
+    def ends(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The first and last elements of each result, as `results` gives them."""
+        flat = [array.reshape(-1) for array in arrays]
+        return [a[at : at + SAMPLE] for a in flat for at in {0, max(0, a.size - SAMPLE)}]
 
     @staticmethod
     def agree(got: list[np.ndarray], want: list[np.ndarray], math: str = "ieee") -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import Cli
+from test_plugins import Squash, squash
 
+import onnx_fuse as of
 from onnx_fuse import config, lab, single_op_models, tune
 from onnx_fuse.cli import lab as command
 from onnx_fuse.cuda.source import source_root
@@ -58,7 +60,8 @@ def test_all_configurations_are_checked_in_all_cases(op: str, played: Path) -> N
     call = lab.of(op, SHAPE, "bf16", H200)
     kernels = lab.kernels_of(op, None, call, H200)
     assert {k.name for k in kernels} <= {k.name for k in candidates(op)}
-    rows = list(lab.check(op, kernels, "bf16", H200, time.monotonic() + 60))
+    cases = lab.cases_of(op, "bf16", H200)
+    rows = list(lab.check(kernels, cases, H200, time.monotonic() + 60))
     assert {row.kernel for row in rows} == {k.name for k in kernels}
     assert all(row.cases >= 1 and not row.fault for row in rows)
 
@@ -131,3 +134,53 @@ def test_every_operator_has_a_graph_that_calls_it(op: str) -> None:
     call = lab.of(op, (190, 136, 200), "bf16", H200)
     assert call.problem is not None
     assert lab.kernels_of(op, None, call, H200)
+
+
+class OfBody(Played):
+    """The same for `Squash` of test_plugins.py, whose answers NumPy gives."""
+
+    agree = staticmethod(tune.Operands.agree)
+    ends = staticmethod(tune.Operands.ends)
+
+    def __init__(self, call: Call, workspace: int, hw: object) -> None:
+        super().__init__(call, workspace, hw)
+        rng = np.random.default_rng(0)
+        self.filled = {name: tune._random(rng, name, t) for name, t in call.reads}
+
+    def results(self, call: Call) -> list[np.ndarray]:
+        x, scale = self.filled["x"].reshape(30, 40), self.filled["scale"]
+        return self.ends([2 * np.tanh(x * scale) + bool(self.wrong)])
+
+
+@pytest.mark.parametrize("wrong", ["", "mine"])
+def test_kernels_of_a_registered_operator_are_compared_with_its_body(
+    wrong: str, played: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "Operands", OfBody)
+    monkeypatch.setattr(Played, "wrong", wrong)
+    of.register_op(squash())
+    try:
+        shapes = ("--input-shapes", "x:30,40", "scale:40")
+        result = cli("lab", "my.ops::Squash", *shapes)
+        assert "no kernel of my.ops::Squash serves" in result.out + result.err
+        of.register_kernel("my.ops::Squash", Squash())
+        result = cli("lab", "my.ops::Squash", *shapes, "--freeze")
+        if wrong:
+            assert "wrong: mine" in result.out + result.err
+            assert "differs from body" in result.out + result.err
+            return
+        assert result.code == 0, result.out + result.err
+        call, _ = lab.of_registered("my.ops::Squash", {"x": [30, 40], "scale": [40]}, H200)
+        assert getattr(select("my.ops::Squash", call.problem, H200), "why", "") == "tuning record"
+        result = cli("lab", "my.ops::Squash", "--shape", "1,2,3")
+        assert "--input-shapes is for operators domain::Name" in result.out + result.err
+    finally:
+        of.plugins.unregister("my.ops::Squash")
+
+
+def test_a_candidate_file_that_wins_is_not_frozen_in_silence(played: Path, cli: Cli) -> None:
+    file = played / "mma_sm80.cu"
+    file.write_text("// changed\n" + (source_root() / "gemm/mma_sm80.cu").read_text())
+    result = cli("lab", "Gemm", "--precision", "bf16", "--candidate", file, "--tune", "--freeze")
+    assert result.code == 0, result.out + result.err
+    assert "not frozen: mma (" in result.out.replace("\n", " ")
