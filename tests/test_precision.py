@@ -8,7 +8,7 @@ import onnx_ir
 import pytest
 from lowering import lowered
 from onnx.reference import ReferenceEvaluator
-from support import ENCODER, stock
+from support import ENCODER, run, stock
 
 import onnx_fuse as of
 from onnx_fuse import autodiff
@@ -147,6 +147,39 @@ def test_what_stands_between_codes_stays_float32(dtype):
         x = rng.normal(size=(2, 16)).astype(np.float32)
         half = narrowed(text, dtype, stored=True)
         assert np.array_equal(*(stock(m).run(["q"], {"x": x})[0] for m in (text_model(text), half)))
+
+
+TYPES_OF_THEIR_OWN = {
+    "scales of codes": """(uint8[1,1,3,3] q, float[3] x) => (uint8[1,1,3,3] y, float[3] z)
+    { s = Constant <value = float {0.5}> ()  o = Constant <value = uint8 {3}> ()
+      w = Constant <value = uint8[1,1,1,1] {5}> ()
+      y = QLinearConv (q, s, o, w, s, o, s, o)  z = Neg (x) }""",
+    "boxes": """(float[1,2,4] x) => (int64[n,3] y)
+    { b = Abs (x)  s = Constant <value = float[1,1,2] {0.5, 0.6}> ()
+      k = Constant <value = int64[1] {2}> ()  y = NonMaxSuppression (b, s, k) }""",
+    "a statistic": """(float[2,3] x) => (float[2,3] y, float[2,3] z)
+    { h = Relu (x)  o = Constant <value = float[3] {1.0, 1.0, 1.0}> ()
+      y, m = LayerNormalization (h, o)  z = Mul (m, h) }""",
+    "a window": """(float[4] x) => (float[4] y)
+    { n = Constant <value = int64 {4}> ()  w = HannWindow (n)  y = Mul (w, x) }""",
+    "random numbers": """(float[4] x) => (float[4] y)
+    { u = RandomUniform <shape = [4], low = 1.0, high = 1.0> ()  y = Mul (u, x) }""",
+    "a diagonal": """(int64[3,3] i, float[3,3] x) => (float[3,3] y)
+    { e = EyeLike <dtype = 1> (i)  y = Mul (e, x) }""",
+}
+
+
+@pytest.mark.parametrize("name", TYPES_OF_THEIR_OWN)
+def test_a_file_in_16_bits_casts_what_has_a_type_of_its_own(name):
+    model = text_model("g " + TYPES_OF_THEIR_OWN[name])
+    feeds = {
+        v.name: np.resize([1.5, 0.25, 3, 2], v.shape.numpy()).astype(v.dtype.numpy())
+        for v in model.graph.inputs
+    }
+    half = of.optimize(model, precision="fp16")
+    for got, want in zip(run(half, feeds), run(model, feeds), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 
 
 def test_what_a_body_quantizes_is_in_16_bits():

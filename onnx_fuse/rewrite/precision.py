@@ -105,9 +105,12 @@ def lower_precision(
         if node.op_type == "BatchNormalization":
             keep(node.outputs[1:], makers=False)
         rounds = node.op_type == "QuantizeLinear"  # its codes are to be those of the saved file
-        if typed and (rounds or not _takes(node, dtype, graph.opset_imports[""])):
-            wide[node] = None
-            keep(node.outputs, makers=False)
+        if typed:
+            refuses, fixed = _fixed_types(node, dtype, graph.opset_imports[""])
+            if rounds or refuses or node.outputs[0] in fixed:
+                wide[node] = None
+                fixed = [*node.outputs]
+            keep(fixed, makers=False)
     inputs = [v for v in graph.inputs if v.dtype == F32 and v not in wide_values]
     weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in wide_values]
     for node in list(graph):
@@ -190,15 +193,30 @@ def _to(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return cast
 
 
-def _takes(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
-    """Whether the operator of a float32 node may have `dtype` in its place."""
-    x = node.inputs[0] if node.inputs else None
-    if node.domain or x is None or x.dtype != F32:
-        return True
+def _fixed_types(node: ir.Node, dtype: ir.DataType, opset: int) -> tuple[bool, list[ir.Value]]:
+    """Whether one of a node's float32 inputs cannot have `dtype`; the float32 results whose type is
+    that of no such input.
+    """
+    has_bodies = any(subgraphs(attribute) for attribute in node.attributes.values())
+    if has_bodies or node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+        return False, []
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    kept = KEPT_INPUTS.get(node.op_type, ())
+    kinds = {
+        schema.inputs[min(i, len(schema.inputs) - 1)].type_str
+        for i, x in enumerate(node.inputs)
+        if x is not None and x.dtype == F32 and i not in kept
+    }
     name = f"tensor({dtype.name.lower()})"
-    return name in allowed.get(schema.inputs[0].type_str, (name,))
+    results = zip(node.outputs, schema.outputs, strict=False)
+    fixed = [y for y, formal in results if y.dtype == F32 and formal.type_str not in kinds]
+    refuses = any(name not in allowed.get(kind, (kind,)) for kind in kinds)
+    return refuses, [] if node.op_type in _TYPED else fixed
+
+
+_TYPED = ("Cast", "Constant", "ConstantOfShape", "DequantizeLinear")
+"""Operators of which `_node`, or an input that is cast, gives the result its type."""
 
 
 def _node(node: ir.Node, dtype: ir.DataType, wide_values: Collection[ir.Value]) -> None:
