@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -556,6 +557,30 @@ def test_inferred_sizes_are_compared_with_actual_ones(monkeypatch: pytest.Monkey
 WEIGHED = """g (float[1,1,20,30] x) => (float[] y) <float[4] sc = {1,1,1.3,1.3}, float[2] w = {1,2}>
 { r = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (x, "", sc)
   m = ReduceMean (r)  y = Mul (m, w) }"""
+
+
+@pytest.mark.parametrize("equation", ["b...,b...->...", "b...,b...->...b", "...,...", "...b,...b"])
+def test_the_axes_of_an_ellipsis_broadcast(equation: str) -> None:
+    model = text_model(f"""g (float[B,N] x, float[C,M] z) => (float[] y)
+    {{ e = Einsum <equation = "{equation}"> (x, z)  y = Relu (e) }}""")
+    ones = {n: np.ones((2, 2), np.float32) for n in "xz"}
+    for name, axis in product("xz", (0, 1)):
+        feeds = {**ones, name: ones[name].take([0], axis)}
+        assert inferred.wrong_sizes(model, [feeds], []) == []
+
+
+STEPS = """g (int64 n, float[N] x) => (float[K,N] y)
+{ go = Constant <value = bool {1}> ()
+  h, steps = Loop (n, go, x) <body = b (int64 i, bool run, float[N] a) =>
+    (bool on, float[N] c, float[N] d) { on = Identity (run)  c = Neg (a)  d = Identity (c) }>
+  y = Relu (steps) }"""
+
+
+def test_results_of_a_loop_without_a_step_have_sizes_of_0() -> None:
+    model = text_model(STEPS)
+    for steps in (0, 2):
+        feeds = {"n": np.array(steps), "x": np.ones(3, np.float32)}
+        assert inferred.wrong_sizes(model, [feeds], []) == []
 
 
 @pytest.mark.parametrize(

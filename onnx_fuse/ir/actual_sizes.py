@@ -228,14 +228,24 @@ def _resized(
 
 
 def _einsum(equation: str, read: Sequence[Dims | None]) -> list[int | str | None] | None:
-    """The sizes of a result; None where the equation does not name all axes."""
-    terms, _, right = equation.replace(" ", "").partition("->")
-    sizes: dict[str, int | str | None] = {}
-    for term, dims in zip(terms.split(","), read, strict=False):
-        for letter, size in zip(term, dims or [None] * len(term), strict=False):
-            sizes[letter] = (_broadcast([sizes.get(letter, 1)], [size]) or [None])[0]
-    named = "->" in equation and "." not in equation and set(right) <= {*sizes}
-    return [sizes[letter] for letter in right] if named else None
+    """The sizes of a result; None where the axes of an operand are not known."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    sizes: dict[str | int, int | str | None] = {}
+    dotted = 0
+    for term, dims in zip(left.split(","), read, strict=False):
+        before, dots, after = term.partition("...")
+        if dims is None and dots:
+            return None
+        more = len(dims or ()) - len(before) - len(after) if dots else 0
+        dotted = max(dotted, more)
+        labels = [*before, *range(-more, 0), *after]
+        for label, size in zip(labels, dims or [None] * len(labels), strict=False):
+            sizes[label] = (_broadcast([sizes.get(label, 1)], [size]) or [None])[0]
+    if not arrow:
+        right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
+    before, dots, after = right.partition("...")
+    results = [*before, *(range(-dotted, 0) if dots else ()), *after]
+    return [sizes[label] for label in results] if {*results} <= {*sizes} else None
 
 
 def _windows(
