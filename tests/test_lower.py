@@ -641,3 +641,13 @@ def test_a_grid_of_a_size_that_is_fed_runs_by_kernels(size, host):
     if not host:
         (expected,) = ort.run(stock(model), feeds)
         np.testing.assert_allclose(interpreted(model, feeds)["y"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [-(2**63), 2**63 - 1])
+def test_a_slice_whose_step_leaves_every_axis_has_one_element(step):
+    model = text_model(
+        f"""g (float[N,5] x) => (float[N,K] y) {{ a = Constant <value_ints = [1]> ()
+        b = Constant <value_ints = [{3 if step > 0 else -1}]> ()
+        e = Constant <value_ints = [{step}]> ()  y = Slice (x, b, e, a, e) }}"""
+    )
+    assert_program(model, arrays(x=(2, 5)))

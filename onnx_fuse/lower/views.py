@@ -93,6 +93,10 @@ def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
     return begin, -((begin - end) // step) if end > begin else 0
 
 
+_FAR = 2**31 - 1
+"""A step beyond any axis: strides of a larger one, such as the lowest int64, have no 64 bits."""
+
+
 def slice_(ctx: Context, node: ir.Node) -> None:
     x = ctx.view(node, 0)
     bounds = [_ints(ctx.given(node, i)) if ctx.has(node, i) else None for i in range(1, 5)]
@@ -101,7 +105,7 @@ def slice_(ctx: Context, node: ir.Node) -> None:
     starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)
     for a, b, e, step in zip(axes, begin, end, strides, strict=True):
         axis = a % len(x.shape)
-        starts[axis], steps[axis] = 0, step
+        steps[axis] = min(max(step, -_FAR), _FAR)
         starts[axis], shape[axis] = _part(b, e, step, x.shape[axis])
     ctx.alias(node, 0, x.slice(starts, steps, shape))
 
