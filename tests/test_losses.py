@@ -459,6 +459,45 @@ def test_a_function_of_nn_is_the_loss_by_name(case: str) -> None:
         np.testing.assert_allclose(tensor.grad.numpy(), slope, rtol=1e-5, atol=1e-7)
 
 
+NN_LOSSES = {name: row for row in NAMED.values()
+             if (name := row[5] or f"{row[0]}_loss") in F.__all__}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NN_LOSSES)
+def test_each_loss_of_nn_adds_up_to_the_sum(name: str) -> None:
+    loss, options, values, labels, _, _ = NN_LOSSES[name]
+    of_rows = ("contrastive", "cosine_embedding", "ctc", "multi_margin", "triplet")
+    dtype = np.float32 if loss == "focal" else np.float64
+    options = {k: v for k, v in options.items() if not isinstance(v, str)}
+    if loss == "ctc":
+        labels = {"labels": labels["labels"], "steps": LENGTHS[0], "counts": LENGTHS[1]}
+    sums, slopes = [], []
+    for reduction in ("sum", "none"):
+        tensors = [nn.Tensor(v.astype(dtype), requires_grad=True) for v in values]
+        read = [t.permute(1, 0, 2) for t in tensors] if loss == "ctc" else tensors
+        fed = [v.astype(dtype) if v.dtype.kind == "f" else v for v in labels.values()]
+        y = getattr(F, name)(*read, *fed, **options, reduction=reduction)
+        assert y.ndim == (0 if reduction == "sum" else 2 - (loss in of_rows))
+        y.backward(nn.ones(*y.shape, dtype=y.dtype))
+        sums.append(y.sum().numpy())
+        slopes.append([t.grad.numpy() for t in tensors])
+    np.testing.assert_allclose(*sums, rtol=1e-5)
+    for pair in zip(*slopes, strict=True):
+        np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 4, 3, 2), (0, 4), (2, 0, 4)])
+def test_each_cross_entropy_has_the_place_of_its_label(shape: Any, smoothing: float) -> None:
+    x, axis = normal_of(*shape), 1 if len(shape) == 4 else len(shape) - 1
+    labels = np.arange(x.size // 4).reshape(shape[:axis] + shape[axis + 1 :]) % 4
+    log_p = x - np.log(np.exp(x).sum(axis, keepdims=True))
+    hard = np.take_along_axis(log_p, np.expand_dims(labels, axis), axis).squeeze(axis)
+    wanted = -(1 - smoothing) * hard - smoothing * log_p.mean(axis)
+    y = F.cross_entropy(x, labels, label_smoothing=smoothing, reduction="none")
+    np.testing.assert_allclose(y.numpy(), wanted, rtol=1e-6, strict=True)
+
+
 ONES, NONE_COUNTS = {"labels": np.ones((1, 2))}, {"labels": np.full(3, -100)}
 TWICE, ONCE = ({"labels": np.array([[1] * n])} for n in (2, 1))
 HOSTILE: dict[str, tuple[Any, ...]] = {

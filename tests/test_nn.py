@@ -247,6 +247,34 @@ def test_gradients_add_up_and_stop_where_they_should() -> None:
             F.cat([x, x]).backward(gradient)
 
 
+def test_a_leaf_has_its_gradient() -> None:
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    for _ in range(2):
+        x.backward(nn.tensor([3.0, 4.0]))
+    assert x.grad.tolist() == [6, 8]
+    with pytest.raises(UsageError, match=r"a Tensor \[2\] needs one of its shape"):
+        x.backward()
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x: F.leaky_relu(x, 0.25), [0.25, 0.25, 1]),
+        (lambda x: F.elu(x, 0.5), [0.5, 0.5, 1]),
+        (lambda x: nn.op_call("Selu", [x]), [1.7580993, 1.7580993, 1.050701]),
+        (lambda x: nn.op_call("PRelu", [x, np.float32([0.5])]), [0.5, 0.5, 1]),
+        (lambda x: x.max(0)[0] * 4, [0, 0, 4]),
+        (lambda x: x.masked_fill(x > 0, 0).max(0)[0], [1, 0, 0]),
+        (lambda x: -x.abs().min(-1, keepdim=True)[0] + x.relu() * 2, [0, 0, 2]),
+        (lambda x: (x * 0).amax(0), [0, 0, 0]),
+    ],
+)
+def test_a_slope_at_zero_and_among_equals_is_pytorchs(function: Any, wanted: list[float]) -> None:
+    x = Tensor([0.0, -0.0, 2.0], requires_grad=True)
+    function(x).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=1e-6)
+
+
 def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:
     x = Tensor([1.0, 2.0], requires_grad=True)
     y = nn.op_call("Bernoulli", [x.sigmoid()])

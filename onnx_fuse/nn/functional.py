@@ -388,7 +388,7 @@ def merge_heads(x: Tensor) -> Tensor:
     return op_call("Reshape", [x.permute(0, 2, 1, 3), [0, 0, -1]])
 
 
-# ---- losses ------------------------------------------------------------------------------------
+# ---- losses: each takes the reduction "mean", "sum" or "none", which gives all losses ----------
 
 
 @operation
@@ -410,7 +410,9 @@ def _loss_of(kind: str, given: Mapping[str, Any], **options: Any) -> Tensor:
     for name, value in given.items():
         if name not in tensors:
             options[name] = value if isinstance(value, int | str | None) else float(value)
-    row.check(kind, {"reduction": options["reduction"]})
+    none = options["reduction"] == "none"
+    if not none:
+        row.check(kind, {"reduction": options["reduction"]})
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
     if not 0 <= options.get("label_smoothing", 0) <= 1:
@@ -434,6 +436,8 @@ def _loss_of(kind: str, given: Mapping[str, Any], **options: Any) -> Tensor:
             raise UsageError(f"the target of this loss is of shape {[*sizes]}, as x says")
         if MODE.recorder is not None:
             MODE.recorder.equal_sizes = True
+    if 0 in sizes and none:
+        return x.sum().expand(*sizes[: min(2, x.ndim - 1)] if kind == "dice" else sizes)
     if 0 in sizes:
         return x.sum() / 0.0 if options["reduction"] != "sum" else x.sum()
     return _loss(x, target, *weights, *more.values(), kind=kind, names=(*more,), **options)
@@ -448,7 +452,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """-log softmax(x)[target], the mean or sum (`reduction`) over all rows.
+    """-log softmax(x)[target] of all rows, as `reduction` says.
 
     Args:
         x: Scores [N, C], [N, T, C] or [N, C, H, W].
@@ -456,7 +460,7 @@ def cross_entropy(
         weight: A factor for each class, [C].
         ignore_index: The class number of rows that do not count.
         label_smoothing: The share of the target that is spread over all classes.
-        reduction: "mean" or "sum".
+        reduction: "mean", "sum", or "none" for the losses in the shape of `target`.
     """
     return _loss_of("cross_entropy", locals())
 
@@ -478,19 +482,19 @@ def nll_loss(
 
 @_public
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """(x - target)², the mean or sum (`reduction`) over all elements."""
+    """(x - target)², `reduction` being mean, sum or none."""
     return _loss_of("mse", locals())
 
 
 @_public
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """|x - target|, the mean or sum (`reduction`) over all elements."""
+    """|x - target|, `reduction` being mean, sum or none."""
     return _loss_of("l1", locals())
 
 
 @_public
 def huber_loss(x: Tensor, target: Tensor, delta: float = 1.0, reduction: str = "mean") -> Tensor:
-    """½ d² for d = |x - target| up to `delta`, linear beyond; mean or sum (`reduction`)."""
+    """½ d² for d = |x - target| up to `delta`, linear beyond; `reduction` is mean, sum or none."""
     return _loss_of("huber", locals())
 
 
@@ -498,7 +502,7 @@ def huber_loss(x: Tensor, target: Tensor, delta: float = 1.0, reduction: str = "
 def binary_cross_entropy_with_logits(
     x: Tensor, target: Tensor, pos_weight: Tensor | None = None, reduction: str = "mean"
 ) -> Tensor:
-    """-target log σ(x) - (1 - target) log(1 - σ(x)), the mean or sum (`reduction`).
+    """-target log σ(x) - (1 - target) log(1 - σ(x)), `reduction` being mean, sum or none.
 
     `pos_weight` is a factor on the first term.
     """
@@ -511,7 +515,8 @@ def focal_loss(
 ) -> Tensor:
     """The binary cross-entropy of scores `x`, times (1 - p)^gamma of the label's probability p.
 
-    The term of `target` has the factor `alpha`, the other 1 - alpha; `reduction` is mean or sum.
+    The term of `target` has the factor `alpha`, the other 1 - alpha; `reduction` is mean, sum or
+    none.
     """
     return _loss_of("focal", locals())
 
@@ -527,7 +532,7 @@ def dice_loss(x: Tensor, target: Tensor, smooth: float = 1.0, reduction: str = "
 
 @_public
 def hinge_loss(x: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean") -> Tensor:
-    """max(0, margin - target x) for a `target` of 1 and -1, the mean or sum (`reduction`)."""
+    """max(0, margin - target x) for a `target` of 1 and -1, `reduction` being mean, sum or none."""
     return _loss_of("hinge", locals())
 
 
@@ -537,7 +542,7 @@ def multi_margin_loss(
 ) -> Tensor:
     """Σ max(0, `margin` - x[target] + x[c])^p / C over classes c but the `target`.
 
-    `x` is [N, C], `p` 1 or 2; the mean or sum (`reduction`) is over N.
+    `x` is [N, C], `p` 1 or 2; `reduction` (mean, sum or none) is over N.
     """
     return _loss_of("multi_margin", locals(), ignore_index=-100)
 
@@ -546,8 +551,8 @@ def multi_margin_loss(
 def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """target (log target - x) of logarithms `x` of probabilities, reduced by `reduction`.
 
-    That is mean, batchmean (the sum over the rows' number) or sum. With `log_target` the target is
-    logarithms, too.
+    That is mean, batchmean (the sum over the rows' number), sum or none. With `log_target` the
+    target is logarithms, too.
     """
     return _loss_of("kl_div", locals())
 
@@ -563,7 +568,8 @@ def poisson_nll_loss(
 ) -> Tensor:
     """exp(x) - target x, or x - target log(x + `eps`) where not `log_input`.
 
-    `full` adds Stirling's formula of log target! where that is above 1; `reduction` is mean or sum.
+    `full` adds Stirling's formula of log target! where that is above 1; `reduction` is mean, sum
+    or none.
     """
     return _loss_of("poisson_nll", locals())
 
@@ -574,7 +580,7 @@ def cosine_embedding_loss(
 ) -> Tensor:
     """1 - cos(x, other) where `target` [N] is 1, max(0, cos - `margin`) where it is -1.
 
-    `x` and `other` are [N, D]; `reduction` is mean or sum.
+    `x` and `other` are [N, D]; `reduction` is mean, sum or none.
     """
     return _loss_of("cosine_embedding", locals())
 
@@ -592,7 +598,7 @@ def triplet_margin_loss(
     """max(0, |x - `positive` + eps| - |x - `negative` + eps| + `margin`) of rows [N, D].
 
     With `swap`, the distance of positive and negative counts where it is less; `eps` keeps a
-    distance from 0, and `reduction` is mean or sum.
+    distance from 0, and `reduction` is mean, sum or none.
     """
     return _loss_of("triplet", locals())
 
@@ -608,7 +614,7 @@ def contrastive_loss(
     """InfoNCE: the cross-entropy of cos(x, other) / `temperature`, in which row i belongs to row i.
 
     `x` and `other` are [N, D]. `symmetric` takes the mean with that of `other` by `x`; `reduction`
-    is mean or sum.
+    is mean, sum or none.
     """
     return _loss_of("contrastive", locals())
 
@@ -631,7 +637,7 @@ def ctc_loss(
         input_lengths: The steps of each sequence, [N].
         target_lengths: The labels of each sequence, [N].
         blank: The class between labels.
-        reduction: "mean" of each loss over its number of labels, or "sum".
+        reduction: "mean" of each loss over its number of labels, "sum", or "none": [N] losses.
         zero_infinity: Whether a sequence without any way counts 0, not inf.
     """
     return _loss_of("ctc", locals(), time_major=True)

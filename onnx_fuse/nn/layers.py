@@ -375,7 +375,7 @@ class MSELoss(Module):
     """The squared error.
 
     Args:
-        reduction: "mean" or "sum".
+        reduction: "mean", "sum" or "none".
     """
 
     def __init__(self, reduction: str = "mean") -> None:

@@ -233,8 +233,10 @@ class Tensor:
         Raises:
             UsageError: No gradient is wanted, or passes an operator, or `gradient` does not fit.
         """
-        if self._edge is None:
+        if not self.requires_grad:
             raise UsageError("nothing that this Tensor was computed from requires a gradient")
+        if self._edge is None:  # a leaf's gradient by itself, through an operator as all others
+            return self.clone().backward(gradient)
         shape = getattr(getattr(gradient, "_data", gradient), "shape", ())
         if shape != self._data.shape or not isinstance(gradient, Tensor | None):
             raise UsageError(f"backward() of a Tensor {[*self._data.shape]} needs one of its shape")
@@ -429,12 +431,22 @@ class Tensor:
         return self._extreme("ReduceMin", dim, keepdim)
 
     def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`)."""
-        return self.amax() if dim is None else (self.amax(dim, keepdim), self.argmax(dim, keepdim))
+        """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`).
+
+        Of equal elements, those of an axis give the gradient to the first, all others share it.
+        """
+        return self.amax() if dim is None else self._at(self.argmax(dim, True), dim, keepdim)
 
     def min(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        """The smallest element; with `dim` the pair (values, their indices) (`keepdim`)."""
-        return self.amin() if dim is None else (self.amin(dim, keepdim), self.argmin(dim, keepdim))
+        """The smallest element; with `dim` the pair (values, indices), as in `max` (`keepdim`)."""
+        return self.amin() if dim is None else self._at(self.argmin(dim, True), dim, keepdim)
+
+    def _at(self, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+        """The elements at `index`, whose axis `dim` has size 1, and the index."""
+        if not self.ndim:
+            return self.clone(), index
+        values = op_call("GatherElements", [self, index], {"axis": dim})
+        return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
     def var(self, dim: Dims = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """Σ (x - mean)² / (n - `correction`) over axes `dim`, with `keepdim` as in `sum`."""
@@ -538,10 +550,10 @@ class Tensor:
         return self.transpose(-2, -1)
 
     def squeeze(self, dim: Dims = None) -> Tensor:
-        """The tensor without the axes `dim`, whose size is 1; without all such axes for None."""
-        if dim is None:
-            dim = [i for i, d in enumerate(self.shape) if d == 1]
-        return op_call("Squeeze", [self, list(axes_of(dim, self.ndim) or ())])
+        """The tensor without the axes of size 1, or without those of them that are in `dim`."""
+        axes = axes_of(dim, self.ndim)
+        axes = range(self.ndim) if axes is None else axes
+        return op_call("Squeeze", [self, [a for a in axes if self.shape[a] == 1]])
 
     def unsqueeze(self, dim: Sizes) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""

@@ -57,7 +57,10 @@ def ctc(op: Writer, logits: ir.Value, labels: ir.Value, options: Mapping[str, An
     scores.dtype = x.dtype
     alpha = _walk(op, first, scores, edge, skip, steps)
     each = op.formula(_LOSS, **values, alpha=alpha, count=count)
-    if options.get("reduction", "mean") == "mean":
+    reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        return op.to_like(each, logits)
+    if reduction == "mean":
         each = op.Div(each, op.to_like(op.Max(counts, values["one"]), x))
         return op.to_like(op.ReduceMean(each, keepdims=0), logits)
     return op.to_like(op.ReduceSum(each, keepdims=0), logits)

@@ -136,7 +136,7 @@ register(
         "Mean", grad=lambda op, node, dys: [op.Mul(dys[0], 1 / len(node.inputs))] * len(node.inputs)
     ),
     OpDef("Where", grad=formulas(None, "Where(a, dy, 0)", "Where(a, 0, dy)")),
-    OpDef("PRelu", grad=formulas("Where(a < 0, dy * b, dy)", "Where(a < 0, dy * a, 0)")),
+    OpDef("PRelu", grad=formulas("Where(a > 0, dy, dy * b)", "Where(a > 0, 0, dy * a)")),
     OpDef("Clip", grad=_clip),
 )
 no_grad(

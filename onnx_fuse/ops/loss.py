@@ -1,7 +1,7 @@
 """The two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
 
-A builder takes (op, logits, labels, options) and returns a scalar loss. Options have PyTorch's
-meanings and defaults. Those that are arrays, outputs of the model or lengths come as Values.
+A builder takes (op, logits, labels, options) and returns a scalar loss, or with the reduction
+"none", which `nn` alone takes, each loss. Options have PyTorch's meanings and defaults. Those that are arrays, outputs of the model or lengths come as Values.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def ignored_label(options: Options) -> int:
 
 def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w log softmax(logits)[label] / Σ w; smoothing ε takes (1 - ε) of that and ε/C of all."""
-    x, labels, _ = _rows(op, logits, labels, options)
+    shape, (x, labels, _) = labels, _rows(op, logits, labels, options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
     reduction, ignore = options.get("reduction", "mean"), ignored_label(options)
     if smooth and op.fused and known_rank(x) == 2 and reduction != "none":
@@ -192,7 +192,7 @@ def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Optio
         x, labels, weight, reduction=reduction, ignore_index=ignore, outputs=2
     )
     if not smooth:
-        return loss
+        return _alike(op, loss, shape, options)
     one = op.constant([1])
     counted, index = _counted(op, labels, ignore, op.Unsqueeze(labels, one))
     zero = op.constant(0.0, x.dtype)
@@ -202,28 +202,37 @@ def cross_entropy(op: Writer, logits: ir.Value, labels: ir.Value, options: Optio
         log_p = op.Mul(log_p, op.Unsqueeze(weight, op.constant(lead)) if lead else weight)
         total = op.Where(counted, op.Gather(weight, index), zero)
     every = op.Where(counted, op.ReduceSum(log_p, one, keepdims=1), zero)
-    every = op.Neg(op.ReduceSum(every, keepdims=0))
+    every = op.Neg(op.ReduceSum(every, one if reduction == "none" else None, keepdims=0))
     classes = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), [0]), x)
     if reduction == "mean":
         every = op.Div(every, op.ReduceSum(total, keepdims=0))
-    return op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
+    loss = op.Add(op.Mul(loss, 1 - smooth), op.Mul(op.Div(every, classes), smooth))
+    return _alike(op, loss, shape, options)
 
 
 def nll(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """-Σ w x[label] / Σ w, for a model that ends in log-probabilities."""
-    x, labels, _ = _rows(op, logits, labels, options)
-    return op.NegativeLogLikelihoodLoss(
+    shape, (x, labels, _) = labels, _rows(op, logits, labels, options)
+    loss = op.NegativeLogLikelihoodLoss(
         x,
         labels,
         options.get("weight"),
         reduction=options.get("reduction", "mean"),
         ignore_index=ignored_label(options),
     )
+    return _alike(op, loss, shape, options)
+
+
+def _alike(op: Writer, loss: Tensor, labels: Tensor, options: Options) -> Tensor:
+    """The loss, which the reduction "none" gives the shape of the labels as they came."""
+    return op.Reshape(loss, op.Shape(labels)) if options.get("reduction") == "none" else loss
 
 
 def _reduced(op: Writer, each: Tensor, options: Options) -> Tensor:
     """The mean of all entries, their sum, or by "batchmean" their sum over the number of rows."""
     reduction = options.get("reduction", "mean")
+    if reduction == "none":
+        return each
     if reduction == "batchmean":
         rows = op.to_like(op.Squeeze(op.Shape(each, start=0, end=1), [0]), each)
         return op.Div(op.ReduceSum(each, keepdims=0), rows)
@@ -316,8 +325,10 @@ def multi_margin(op: Writer, logits: ir.Value, labels: ir.Value, options: Option
         margin=_number(options, "margin", 1.0),
     )
     count = op.to_like(op.Squeeze(op.Shape(x, start=1, end=2), [0]), x)
-    loss = op.Div(op.ReduceSum(each, keepdims=0), count)
-    if options.get("reduction", "mean") != "mean":
+    reduction = options.get("reduction", "mean")
+    axes = op.constant([1]) if reduction == "none" else None
+    loss = op.Div(op.ReduceSum(each, axes, keepdims=0), count)
+    if reduction != "mean":
         return loss
     counted = counted_rows(op, labels, ignore, x)
     return mean_of(op, loss, counted, counted)
@@ -332,8 +343,8 @@ def dice(op: Writer, logits: ir.Value, labels: ir.Value, options: Options) -> Te
     axes = list(range(min(2, rank - 1), rank))
     each = op.formula(
         """p = Sigmoid(x)
-        both = ReduceSum(p * t, axes)
-        1 - (2 * both + smooth) / (ReduceSum(p, axes) + ReduceSum(t, axes) + smooth)""",
+        sums = ReduceSum <keepdims = 0> (p, axes) + ReduceSum <keepdims = 0> (t, axes)
+        1 - (2 * ReduceSum <keepdims = 0> (p * t, axes) + smooth) / (sums + smooth)""",
         **{"x": logits, "t": labels, "axes": axes, "smooth": _number(options, "smooth", 1.0)},
     )
     return _reduced(op, each, options)
