@@ -164,6 +164,10 @@ TYPES_OF_THEIR_OWN = {
     { n = Constant <value = int64 {4}> ()  w = HannWindow (n)  y = Mul (w, x) }""",
     "random numbers": """(float[4] x) => (float[4] y)
     { u = RandomUniform <shape = [4], low = 1.0, high = 1.0> ()  y = Mul (u, x) }""",
+    "a sequence": """(float[2,4] x) => (float[2,4] y, float[n,m] z)
+    { s = SplitToSequence <axis = 1, keepdims = 1> (x)  y = ConcatFromSequence <axis = 1> (s)
+      e = SequenceEmpty ()  r = Relu (x)  t = SequenceInsert (e, r)
+      i = Constant <value = int64 {0}> ()  u = SequenceAt (t, i)  z = Neg (u) }""",
     "a diagonal": """(int64[3,3] i, float[3,3] x) => (float[3,3] y)
     { e = EyeLike <dtype = 1> (i)  y = Mul (e, x) }""",
 }

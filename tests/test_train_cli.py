@@ -225,6 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
         "option of cross_entropy 'gamma': choose",
     ),
     "schedule": ({}, ["--schedule", "saw"], 2, "unknown schedule 'saw'"),
+    "schedule of Python": ({}, ["--schedule", "custom"], 2, "unknown schedule 'custom': choose"),
     "frozen": ({}, ["--freeze", "w"], 2, "every weight of the model is frozen"),
     "glob": ({}, ["--trainable", "head"], 2, "'head' matches no weight of the model: it has w"),
     "precision": ({}, ["--precision", "bf16"], 2, "precision 'bf16' needs a GPU"),

@@ -436,6 +436,9 @@ def test_a_wrong_gradient_rule_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatc
         ("float16[N,3] x) => (float16[N,3] y) <float16[3] w = {15360, 16384, 16896}> "
          "{ z = Mul (x, w) e = Tanh (z) s = Exp (e) p = Mul (s, z) y = Sin (p) }",
          np.float16([[0.1, -0.7, 0.3]])),
+        # NaN in the output, of which no difference can be taken
+        ("float[N,2] x) => (float[N,2] y) <float[2] w = {2, 3}> { z = Mul (x, w) y = Sqrt (z) }",
+         np.float32([[1, -1], [2, 0.5]])),
     ],
 )  # fmt: skip
 def test_right_gradients_pass(text: str, x: Array) -> None:

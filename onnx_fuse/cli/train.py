@@ -20,7 +20,7 @@ from onnx_fuse.cli.train_options import (
     parse_terms,
     parse_values,
 )
-from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
+from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError, unknown
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions
 
@@ -56,8 +56,8 @@ OPTIONS = """
     optimizer_option (--optimizer-option NAME=VALUE): Set a number of the optimizer by its name in
         Python, such as betas=[0.9,0.95].
     lr (--lr): Set the learning rate, at its peak.
-    schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, onecycle,
-        step, restarts (repeated half cosines) or cyclic.
+    schedule (--schedule NAME): Change the rate over the run: constant, linear, cosine, polynomial
+        (here linear, too), onecycle, step, restarts (repeated half cosines) or cyclic.
     warmup (--warmup, 0 or more): Warm up: increase the rate over this many first updates.
     lr_every (--lr-every, 1 or more): Divide the rate by 10 each time after this many updates
         (step), begin a half cosine anew (restarts), or turn from rising to falling (cyclic).
@@ -191,6 +191,8 @@ def train(
     if checkpoint is not None and first:
         context.with_resource(folders.locked(checkpoint))
     check_device(options["precision"], device)
+    if schedule not in schedules.NAMED:
+        raise UsageError(unknown("schedule", schedule, schedules.NAMED))
     if explain and device == "cpu":
         raise UsageError("--explain compares a GPU's kernels: add --device cuda")
     if val and split is not None:

@@ -431,10 +431,7 @@ class Tensor:
         return self._extreme("ReduceMin", dim, keepdim)
 
     def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
-        """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`).
-
-        Of equal elements, those of an axis give the gradient to the first, all others share it.
-        """
+        """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`)."""
         return self.amax() if dim is None else self._at(self.argmax(dim, True), dim, keepdim)
 
     def min(self, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -442,10 +439,9 @@ class Tensor:
         return self.amin() if dim is None else self._at(self.argmin(dim, True), dim, keepdim)
 
     def _at(self, index: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-        """The elements at `index`, whose axis `dim` has size 1, and the index."""
-        if not self.ndim:
-            return self.clone(), index
-        values = op_call("GatherElements", [self, index], {"axis": dim})
+        """The elements at `index` [.., 1, ..], which alone have the gradient, and the index."""
+        at = {"axis": dim}
+        values = op_call("GatherElements", [self, index], at) if self.ndim else self.clone()
         return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
     def var(self, dim: Dims = None, keepdim: bool = False, correction: int = 1) -> Tensor:
@@ -552,8 +548,8 @@ class Tensor:
     def squeeze(self, dim: Dims = None) -> Tensor:
         """The tensor without the axes of size 1, or without those of them that are in `dim`."""
         axes = axes_of(dim, self.ndim)
-        axes = range(self.ndim) if axes is None else axes
-        return op_call("Squeeze", [self, [a for a in axes if self.shape[a] == 1]])
+        ones = [i for i, d in enumerate(self.shape) if d == 1 and (axes is None or i in axes)]
+        return op_call("Squeeze", [self, ones])
 
     def unsqueeze(self, dim: Sizes) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""

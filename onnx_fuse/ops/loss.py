@@ -1,7 +1,8 @@
 """The two ONNX loss ops and their gradients; the losses that `gradient` and `Trainer` build.
 
 A builder takes (op, logits, labels, options) and returns a scalar loss, or with the reduction
-"none", which `nn` alone takes, each loss. Options have PyTorch's meanings and defaults. Those that are arrays, outputs of the model or lengths come as Values.
+"none", which `nn` alone takes, every loss. Options have PyTorch's meanings and defaults. Those that
+are arrays, outputs of the model or lengths come as Values.
 """
 
 from __future__ import annotations

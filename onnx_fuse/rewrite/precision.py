@@ -105,7 +105,10 @@ def lower_precision(
         if node.op_type == "BatchNormalization":
             keep(node.outputs[1:], makers=False)
         rounds = node.op_type == "QuantizeLinear"  # its codes are to be those of the saved file
-        if typed:
+        if "Sequence" in node.op_type or node.op_type.startswith("Optional"):
+            wide[node] = None  # no Cast takes a sequence: all of them stay float32
+            keep(node.outputs, makers=False)
+        elif typed:
             refuses, fixed = _fixed_types(node, dtype, graph.opset_imports[""])
             if rounds or refuses or node.outputs[0] in fixed:
                 wide[node] = None

@@ -168,6 +168,8 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
 }
 ENDING = ("linear", "cosine", "polynomial", "onecycle")
 """The schedules that have a last update."""
+NAMED = tuple(s for s in _SHAPES if s not in ("multistep", "custom", "sequential"))
+"""The schedules that need nothing but numbers, which the command has."""
 
 
 def constant(lr: float, *, warmup: int = 0) -> Schedule:

@@ -261,21 +261,19 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
     names = [v.name or "" for v in backward.graph.outputs]
-    hostile = False
     inputs = _with_seeds(backward, request, check.notes)
-    if request.feeds:
-        with ort.faults("the gradient graph"):
-            outputs = ort.run(session, inputs)
-        for y, array in zip(names, outputs, strict=True):
-            seed = inputs.get(f"{y}{_SEED}")
-            if seed is not None and seed.shape != array.shape:
-                shapes_text = f"{[*seed.shape]}, the output {[*array.shape]}"
-                raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
-        results = {y: a for y, a in zip(names, outputs, strict=True) if not y.endswith(_GRAD)}
-        hostile = _hostile(backward, inputs, [*results.values()])
-        for y, array in results.items() if hostile else ():
-            if (seed := inputs.get(f"{y}{_SEED}")) is not None:
-                inputs[f"{y}{_SEED}"] = _where_finite(seed, array)
+    with ort.faults("the gradient graph"):
+        outputs = ort.run(session, inputs)
+    for y, array in zip(names, outputs, strict=True):
+        seed = inputs.get(f"{y}{_SEED}")
+        if seed is not None and seed.shape != array.shape:
+            shapes_text = f"{[*seed.shape]}, the output {[*array.shape]}"
+            raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
+    results = {y: a for y, a in zip(names, outputs, strict=True) if not y.endswith(_GRAD)}
+    hostile = _hostile(backward, inputs, [*results.values()])
+    for y, array in results.items() if hostile else ():
+        if (seed := inputs.get(f"{y}{_SEED}")) is not None:
+            inputs[f"{y}{_SEED}"] = _where_finite(seed, array)
     inputs = defaults(backward) | inputs
     seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
@@ -514,21 +512,19 @@ class _Comparison:
         if left_out:
             check.notes.append(
                 f"{left_out} of {sum(mask.size for mask in finite.values())} numbers of the "
-                "gradients are left out: the inputs hold NaN or infinity, and the slopes there are "
-                "not finite"
+                "gradients are left out: inputs or outputs hold NaN or infinity, and the slopes "
+                "there are not finite"
             )
 
 
 def _hostile(model: ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
-    """Whether NaN or infinities among the inputs may make right gradients not finite.
+    """Whether right gradients may be not finite: the outputs or the inputs are not.
 
-    A mask's infinities do so only where outputs are not finite either: a rule that makes NaN of
-    them alone is wrong.
+    A mask's infinities alone do not make them so: a rule that makes NaN of them is wrong.
     """
     added = {v.name for v in model.graph.inputs if is_added(v)}
-    endless = [name for name, array in inputs.items() if not _is_finite(array)]
-    plain = any(name not in added for name in endless)
-    return plain or (bool(endless) and not all(_is_finite(y) for y in outputs))
+    read = (array for name, array in inputs.items() if name not in added)
+    return not all(map(_is_finite, (*read, *outputs)))
 
 
 def _is_finite(array: object) -> bool:
