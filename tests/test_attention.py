@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 
+import math_cases
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -497,3 +499,30 @@ def test_the_gradient_of_a_merged_product_is_written_in_place(chip: str, text: s
     got = interpret(program, feeds, {})
     for i, value in enumerate(gradient.graph.outputs):
         assert_same(got[value.name], session(gradient, i)(feeds), "float16", value.name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "kind",
+    ["PackedGuard", "GroupedSdpaPackedGuard", "CausalPackedGuard", "PackedNanGuard", "PackedMask",
+     "SoftcapPackedMask", "GroupedSdpaPackedMaskGuard"],
+)  # fmt: skip
+def test_what_is_no_number_stays_in_its_packed_sequence(kind: str, dtype: str) -> None:
+    """In bodies, whose 0 weights would make NaN of it elsewhere."""
+    grouped, kind = kind.startswith("Grouped"), kind.removeprefix("GroupedSdpa")
+    rng = np.random.default_rng(3)
+    offsets, mask = np.int32([0, 4, 4, 9]), rng.standard_normal((3, 1, 5, 5)).astype(dtype)
+    masks = [offsets, np.zeros((3, 5), np.int64), *([mask] if "Mask" in kind else [])]
+    row = (rng, kind, (1, 4, 2 if grouped else 4), (11, 11), (8, 8), dtype, masks)
+    case = next(iter(math_cases._sdpa(*row)))
+    arrays = case.arrays()
+    model = to_proto(load(case.model(arrays)))
+    feeds = {f"x{i}": a for i, a in enumerate(arrays)}
+    want = stock(model).run(None, {v.name: feeds[v.name] for v in model.graph.input})[0]
+    for name, value in product(("x0", "x1", "x2"), (np.nan, np.inf)):
+        hostile = feeds | {name: feeds[name].copy()}
+        hostile[name][0, 1, 5] = value
+        y = stock(model).run(None, {v.name: hostile[v.name] for v in model.graph.input})[0]
+        np.testing.assert_array_equal(np.delete(y, range(4, 9), 2), np.delete(want, range(4, 9), 2))
+        if "Nan" not in kind or name == "x2":
+            assert not np.isfinite(y[:, :, 4:9]).all()

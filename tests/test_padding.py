@@ -180,6 +180,21 @@ def test_what_stands_at_the_padding_reaches_nothing(hostile: float, end: str) ->
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_in_its_sequence(hostile: float) -> None:
+    padded = optimized(layer())
+    packed = pack(padded)
+    packing = Packing.of(packed)
+    feeds = batch(packing, padded, (3, 2, 5, 1), 5)
+    (want,) = ort.session(padded).run(None, feeds)
+    x = feeds["x"].copy()
+    x[1, 1, ::2] = hostile
+    (found,) = ort.session(packed).run(None, packed_feeds(packing, feeds | {"x": x}))
+    others = [0, 2, 3]
+    np.testing.assert_allclose(found[others], want[others], rtol=0, atol=1e-6)
+    assert np.isnan(found[1]).all()
+
+
 # why the padding is read; what stands behind the attention's layer
 REFUSED = table(globals())("""
 an_output: "has a row for each token, at the padding too"

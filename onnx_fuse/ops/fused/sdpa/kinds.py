@@ -165,8 +165,8 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
         ]
         seen = "seen"
         if kind.causal:
-            lines += ["past = place <= Unsqueeze (place, [1])"]
-            seen = "And (seen, past)"
+            lines += ["not_later = And (seen, place <= Unsqueeze (place, [1]))"]
+            seen = "not_later"
         if kind.steps:  # of two places of one sequence; any of others, which do not meet
             lines += [
                 "sequences = Shape (offsets) - 1",
@@ -184,9 +184,10 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
             ]
         lines += [
             "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
-            f"mask = Where ({seen}, {'picked' if kind.steps else '0'}, low)",
-            f"z1 = {z} + mask",
+            f"z1 = Where ({seen}, {f'{z} + picked' if kind.steps else z}, low)",  # of others no NaN
         ]
+        if kind.guard == "Guard":
+            lines += [f"mask = Where ({seen}, {'picked' if kind.steps else '0'}, low)"]
         return lines, "z1"
     if kind.causal:
         lines += [
@@ -238,7 +239,23 @@ def body(kind: Kind) -> str:
             "p = Where (dead, 0, weights)",
         ]
     lines += _fold(kind, "p")
-    lines += _unfold(kind, y, f"MatMul ({_folded(kind, 'p')}, v)")
+    product = f"MatMul ({_folded(kind, 'p')}, v)"
+    if kind.packed:
+        # What is not finite reaches its sequence alone: of others' 0 weights would make NaN.
+        lines += [
+            "endless = Or (IsNaN (v), IsInf (v))",
+            "ends = Cast <to: int = 1> (Where (endless, v, 0))",  # no type of 16 bits is scattered
+            "listed = Transpose <perm: ints = [2, 0, 1, 3]> (ends)",
+            "sizes = Concat <axis: int = 0> (Shape (offsets) + 1, Shape <start: int = 1> (listed))",
+            "no_ends = ConstantOfShape <value: tensor = float[1] {0.0}> (sizes)",
+            "at_rows = Unsqueeze (sequence, [1])",
+            'sums = ScatterND <reduction: string = "add"> (no_ends, at_rows, listed)',
+            "summed = Transpose <perm: ints = [1, 2, 0, 3]> (Gather (sums, sequence))",
+            "times = Concat <axis: int = 0> ([1, 1], group, [1])" if kind.grouped else "",
+            f"own = CastLike ({'Tile (summed, times)' if kind.grouped else 'summed'}, v)",
+        ]
+        product = f"MatMul ({_folded(kind, 'p')}, Where (endless, 0, v)) + own"
+    lines += _unfold(kind, y, product)
     if kind.guard == "NanGuard":
         # A softmax is NaN in a whole row or nowhere, so one weight tells of its row; what 0 weights
         # make of v is 0, or NaN where v is not finite. All this is far less than the weights are.
@@ -250,7 +267,7 @@ def body(kind: Kind) -> str:
             "dead = IsNaN (ReduceSum <keepdims: int = 1> (first, last))",
             "row = Concat <axis: int = 0> (to, Shape <start: int = 2, end: int = 3> (v))",
             "none = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
-            "yz = MatMul (CastLike (none, v), v)",
+            "yz = own * 0" if kind.packed else "yz = MatMul (CastLike (none, v), v)",
         ]
         if kind.grouped:
             lines += ["y = Reshape (Where (Reshape (dead, fold), yz, yng), unfold)"]
