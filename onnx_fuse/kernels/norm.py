@@ -32,6 +32,7 @@ from onnx_fuse.program.size import any_batch, maximum, minimum, upper_bound
 _KEPT = 40  # elements of a row a thread may hold in registers, half as many of float64
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
 _GRAD_THREADS = 202752  # of a norm gradient's row loops: fixed, for sums of the shape alone
+_GRAD_BLOCK, _GRAD_SUMS = 512, 32768  # threads of teams that share a part, bytes where they add up
 _FEW, _LONG = 128, 32768  # rows that leave the chip idle, and elements of one worth cutting
 _THREADS = 256  # of a chunk
 _SHARE = 320  # bytes of the weights of few columns that a thread may have in registers
@@ -57,6 +58,19 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
     return vec, threads, -(-length // (vec * threads))
 
 
+def grad_teams(problem: NormGrad, threads: int = 0) -> int:
+    """Teams of a block, each with rows of its own; the block leaves one part.
+
+    1,024 parts of 768 columns took a 6 MB write, and as much to read: more than x and dy do.
+    """
+    vec, threads, items = grad_shape(problem, threads)
+    wide = 2 if problem.dtype == "float64" else 1  # which takes as many more registers
+    teams = max(1, _GRAD_BLOCK // (threads * wide))
+    while teams > 1 and teams * vec * items * threads * 4 * wide > _GRAD_SUMS:
+        teams //= 2
+    return teams
+
+
 def grad_parts(problem: NormGrad) -> int:
     """Enough blocks to fill a GPU, few enough that their parts weigh little beside x.
 
@@ -67,10 +81,11 @@ def grad_parts(problem: NormGrad) -> int:
     if _few_and_long(problem):
         return 1
     most = _GRAD_THREADS // grad_shape(problem)[1]
-    # a block that takes row after row waits for each: 12 us of a step for 2,048 rows of 768 by 384
-    # blocks, 7.5 by 1,024 (H200, 2026-11)
+    # a team that takes row after row waits for each: 12 us of a step for 2,048 rows of 768 by 384
+    # teams, 7.5 by 1,024 (H200, 2026-11)
     few = minimum(rows, maximum(384, minimum(1024, -(-rows // 2))))
-    return minimum(maximum(few, -(-rows // 8)), most)
+    teams = minimum(maximum(few, -(-rows // 8)), most)
+    return -(-teams // grad_teams(problem))
 
 
 def _kept(dtype: str) -> int:
@@ -191,12 +206,13 @@ class _NormGradKernel(HeuristicKernel[P]):
     """A candidate of layernorm/grad.cu."""
 
     name = "row"
-    source = "layernorm/grad.cu"
+    source, version = "layernorm/grad.cu", 2
     free_axes = "z"
 
     def _macros(self, problem: NormGrad, config: KernelConfig) -> dict[str, Any]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
-        return _grad_macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads}
+        teams = grad_teams(problem, threads)
+        return _grad_macros(problem) | {"VEC": vec, "ITEMS": items, "TEAM": threads, "TEAMS": teams}
 
 
 class GradRow(_NormGradKernel[NormGrad]):
@@ -226,15 +242,15 @@ class GradRow(_NormGradKernel[NormGrad]):
         return held <= _GRAD_KEPT and _unheld(problem.k, held, problem.dtype) is None
 
     def launch(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> Launches:
-        """One launch; its blocks are the parts."""
+        """One launch; its blocks leave the parts."""
         macros = self._macros(problem, config)
         vec, threads, items = grad_shape(problem, config.integer("team"))
         macros["VEC"], macros["ITEMS"] = whole_sectors(problem.tail, problem.dtype, vec, items)
         names = "x dy scale mean rstd ds e1 e2 e3 b dx part"
         return self.one(
-            "layernorm_dx", problem.parts, threads, *args(f"{names}, i64 rows length", problem),
-            **macros, **tail_macros(problem.tail), PRODUCT=problem.k or None,
-            TURNED=problem.turned if problem.k else None,
+            "layernorm_dx", problem.parts, threads * macros["TEAMS"],
+            *args(f"{names}, i64 rows length", problem), **macros, **tail_macros(problem.tail),
+            PRODUCT=problem.k or None, TURNED=problem.turned if problem.k else None,
         )  # fmt: skip
 
 
