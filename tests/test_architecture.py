@@ -52,8 +52,8 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
-    "": 5396, "autodiff": 1798, "cli": 3630, "cuda": 1968, "cuda_src": 15321, "distributed": 899,
-    "importer": 5839, "ir": 2432, "kernels": 9678, "lower": 9347, "nn": 5161, "ops": 12553,
+    "": 5396, "autodiff": 1798, "cli": 3630, "cuda": 1968, "cuda_src": 15424, "distributed": 899,
+    "importer": 5839, "ir": 2432, "kernels": 9698, "lower": 9347, "nn": 5161, "ops": 12553,
     "program": 10853, "report": 2378, "rewrite": 4396, "runtime": 9647, "torch": 3760,
     "training": 7841, "validation": 4823,
     "generation": 1752,

@@ -23,11 +23,14 @@ template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)
 }
 #if PACKED
 // The last `past` rows of COUNT tiles become 0: the next sequence's may be anything, and 0 times NaN is NaN.
-template <int COUNT, int THREADS_> DEVICE void clear_rows(u8* tiles, int rows, int past) {
-    for (int i = rows - past + threadIdx.x / 8; i < rows; i += THREADS_ / 8)
+template <int COUNT, int THREADS_> DEVICE void zero_rows(u8* tiles, int rows, int past, u32 thread) {
+    for (int i = rows - past + thread / 8; i < rows; i += THREADS_ / 8)
         UNROLLED for (int c = 0; c < COUNT; c++)
-            *(uint4*)(tiles + (c * rows + i) * 128 + threadIdx.x % 8 * 16) = make_uint4(0, 0, 0, 0);
+            *(uint4*)(tiles + (c * rows + i) * 128 + thread % 8 * 16) = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
+}
+template <int COUNT, int THREADS_> DEVICE void clear_rows(u8* tiles, int rows, int past) {
+    zero_rows<COUNT, THREADS_>(tiles, rows, past, threadIdx.x);
     bar_sync(8, THREADS_);
 }
 #endif

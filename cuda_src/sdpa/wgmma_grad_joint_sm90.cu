@@ -9,7 +9,8 @@
 // Inputs   : q, dy, k, v by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
 //            y and dy by their strides too; lse.
 // Outputs  : dq, dk, dv by TMA in any order of memory; `sums` [clusters, SPLIT, tiles, 64 x 64] for itself.
-// Macros   : operands.cuh's (PACKED: SPLIT is 1, and a sequence has at most 128 rows; boxes count rows from its
+// Macros   : operands.cuh's (PACKED: SPLIT is 1, and a sequence has at most 128 rows, whose y comes by TMA too: keys and
+//            both tiles are awaited together, since short sequences are made of latencies; boxes count rows from its
 //            first, and results have strides for tiles that end within it); SPLIT (blocks of a cluster), STAGES, TILE (64).
 // Launch   : grid (SPLIT clusters), clusters of SPLIT, 384 threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; dq is summed over
@@ -19,20 +20,18 @@
 
 static_assert(TILE == 64 && D <= 64 && DV <= 64 && !NATURAL && !(PACKED && SPLIT > 1), "");
 #if PACKED
-#define PACKED_                                                                                                   \
-    , const int *offsets, int all, T *dq_, i64 dq_head, i64 dq_row, T *dk_, i64 dk_head, i64 dk_row, T *dv_,       \
-        i64 dv_head, i64 dv_row
+#define PACKED_                                                                                                    \
+    , const __grid_constant__ TensorMap map_y, const int *offsets, int all, T *dq_, i64 dq_head, i64 dq_row, T *dk_, \
+        i64 dk_head, i64 dk_row, T *dv_, i64 dv_head, i64 dv_row
 #define PUT(x, width, to, acc, factor, row) \
     put_rows<1, width>(map_##x, x##_ + h * x##_head, x##_row, to, acc, factor, start + (row), h, queries - (row))
-#define LSE_ROW (i64)h * all + start
 #else
 #define PACKED_
 #define PUT(x, width, to, acc, factor, row) tma_store_rows<1>(map_##x, to, acc, factor, row, h, b)
-#define LSE_ROW (i64)head * queries
 #endif
 constexpr int KEY_ROWS = 128, THREADS = 384, CONSUMERS = 8;  // warps of the two warpgroups with products
-constexpr int KV_BYTES = 4 * BOX, SLOPES = 2 * BOX, STAGE_BYTES = 2 * BOX, PART = 4096;
-// k and v of two blocks of keys; two tiles of dS; tiles of q and dy; a warp's part of dq; barriers; the rows'
+constexpr int KV_BYTES = 4 * BOX, SLOPES = 2 * BOX, STAGE_BYTES = (PACKED ? 3 : 2) * BOX, PART = 4096;
+// k and v of two blocks of keys; two tiles of dS; tiles of q, dy (and y); a warp's part of dq; barriers; the rows'
 constexpr int SLOPES_AT = 2 * KV_BYTES, STAGE_AT = SLOPES_AT + 2 * SLOPES, PART_AT = STAGE_AT + STAGES * STAGE_BYTES;
 constexpr int BAR_AT = PART_AT + CONSUMERS * PART, ROWS_AT = BAR_AT + 128;
 static_assert(8 * (2 * STAGES + 8) <= 128, "");
@@ -68,29 +67,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     if (threadIdx.x == 0) {
         Ring<STAGES>(full, true).set_up(CONSUMERS * WARP_ARRIVALS);
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(kv_full + i * 8, 1);
+            mbarrier_init(kv_full + i * 8, PACKED ? 2 : 1);
             mbarrier_init(kv_empty + i * 8, CONSUMERS * WARP_ARRIVALS);
             mbarrier_init(slopes_full + i * 8, CONSUMERS * WARP_ARRIVALS);
             mbarrier_init(slopes_empty + i * 8, CONSUMERS / 2 * WARP_ARRIVALS);
         }
         fence_barrier_init();
     }
+    if (warp == CONSUMERS && elect()) {
+        tma_prefetch(map_k);
+        tma_prefetch(map_v);
+        tma_prefetch(map_q);
+        tma_prefetch(map_dy);
+#if PACKED
+        tma_prefetch(map_y);
+#endif
+    }
     __syncthreads();
     if (SPLIT > 1) cluster_sync();  // the peers' shared memory is there
     after_previous_launch();
 
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
-    int b, h, start = 0, length = queries, tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
-    auto enter = [&](int head) {
-        b = head / heads, h = head - b * heads;
-#if PACKED  // the sequence's first row and its rows; behind the last one there are some of length 0
-        const bool last = (b + 1) * heads == batches;
-        start = offsets[b];
-        queries = keys = (last ? all : offsets[b + 1]) - start;
-        length = last ? 0 : queries, b = 0;
-        tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
-#endif
+    int b, h, start = 0, tiles = (queries + TILE - 1) / TILE, blocks = (keys + KEY_ROWS - 1) / KEY_ROWS;
+#if PACKED  // where a head's sequence begins and ends; rows behind the last one are of none
+    auto ends_of = [&](int head) {
+        return make_int2(offsets[head / heads], head + heads < batches ? offsets[head / heads + 1] : all);
     };
+    auto enter_sequence = [&](int head, int2 ends) {
+        b = 0, h = head % heads, start = ends.x, queries = keys = ends.y - start;
+        tiles = head + heads < batches ? (queries + TILE - 1) / TILE : 0, blocks = min(tiles, 1);
+    };
+    // of two heads: levels, then sums of dy y, of as many rows; and the ends of their sequences
+    auto rows_at = [&](u32 count) { return (float*)(smem + ROWS_AT) + count % 2 * (2 * KEY_ROWS); };
+    int2* const ends_at = (int2*)(smem + ROWS_AT + 4 * KEY_ROWS * 4);
+#else
+    auto enter = [&](int head) { b = head / heads, h = head - b * heads; };
+    float* const levels = (float*)(smem + ROWS_AT);
+#endif
     // Blocks of keys are dealt there and back: 0 1 1 0 0 1, so that causal ones come to the same work.
     auto block_of = [&](int i) { return i * SPLIT + (i % 2 ? SPLIT - 1 - rank : rank); };
     auto first_tile = [&](int block) { return CAUSAL ? block * (KEY_ROWS / TILE) : 0; };
@@ -98,16 +111,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     if (wg == 2) {
         registers_shrink<24>();
         u32 step = 0, count = 0;
+#if PACKED  // a warp has the sequence's ends and its rows' levels ready as soon as its keys
+        for (int head = cluster; warp == CONSUMERS + 1 && head < batches; head += clusters, count++) {
+            const int2 ends = ends_of(head);
+            const float2* from = (const float2*)lse + (i64)(head % heads) * all + ends.x;
+            if (count >= 2) mbarrier_wait(kv_empty + count % 2 * 8, count / 2 + 1 & 1);
+#pragma unroll 1
+            for (int row = lane; row < KEY_ROWS; row += 32) {
+                float level = -NEGATIVE_INFINITY;  // past the last row: no probabilities
+                if (row < ends.y - ends.x) {
+                    const float2 pair = from[row];
+                    if (!GUARD || pair.y == pair.y) level = (pair.x + pair.y) * LOG2E;
+                }
+                rows_at(count)[row] = level;
+            }
+            ends_at[count % 2] = ends;
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(kv_full + count % 2 * 8);
+        }
+#endif
         for (int head = cluster; head < batches; head += clusters) {
             if (SPLIT > 1) cluster_arrive();
+#if PACKED
+            enter_sequence(head, ends_of(head));
+#else
             enter(head);
-            for (int i = 0; warp == CONSUMERS && block_of(i) < blocks; i++, count++) {
+#endif
+            for (int i = 0; warp == CONSUMERS && block_of(i) < (PACKED ? 1 : blocks); i++, count++) {
                 const int block = block_of(i);
                 const u32 kv = base + count % 2 * KV_BYTES, kv_bar = kv_full + count % 2 * 8;
                 if (count >= 2) mbarrier_wait(kv_empty + count % 2 * 8, count / 2 + 1 & 1);
                 if (elect()) {
-                    mbarrier_expect(kv_bar, KV_BYTES);
-                    for (int w = 0; w < 2; w++) {
+                    mbarrier_expect(kv_bar, blocks ? KV_BYTES : 0);
+                    for (int w = 0; w < 2 * min(blocks, 1); w++) {
                         tma_load(kv + w * BOX, map_k, kv_bar, 0, start + block * KEY_ROWS + w * 64, h, b);
                         tma_load(kv + (2 + w) * BOX, map_v, kv_bar, 0, start + block * KEY_ROWS + w * 64, h, b);
                     }
@@ -120,6 +156,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                         mbarrier_expect(full + s * 8, STAGE_BYTES);
                         tma_load(to, map_q, full + s * 8, 0, start + t * TILE, h, b);
                         tma_load(to + BOX, map_dy, full + s * 8, 0, start + t * TILE, h, b);
+#if PACKED
+                        tma_load(to + 2 * BOX, map_y, full + s * 8, 0, start + t * TILE, h, b);
+#endif
                     }
                     __syncwarp();
                 }
@@ -142,14 +181,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             bar_sync(1, CONSUMERS * 32);
     };
 
-    float* const levels = (float*)(smem + ROWS_AT);
     const u32 own_part = base + PART_AT + warp * PART;
     const int own_sums = (cluster * SPLIT + rank) * tiles * 4 + warp % 4;  // of tile 0, in parts
     const float power = scale * LOG2E;
     float dk[32], dv[32];
     u32 step = 0, count = 0;  // tiles and blocks of keys walked over, of all heads
 
+    // Nobody reads a block of keys any more, as far as this warp knows.
+    auto leave_keys = [&](u32 j) {
+        __syncwarp();
+        if (arrives(lane)) mbarrier_arrive(kv_empty + j % 2 * 8);
+    };
+
     for (int head = cluster; head < batches; head += clusters) {
+#if PACKED
+        mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
+        enter_sequence(head, ends_at[count % 2]);
+        float* const levels = rows_at(count);
+        int own = threadIdx.x;
+        asm volatile("" : "+r"(own));  // what is made of it would else be kept beside the products
+        constexpr int padded = KEY_ROWS;
+        auto clear = [&](T* to, i64 stride, int width) {
+            for (int i = own; i < queries * width / 8; i += CONSUMERS * 32)
+                store<8>(to + (start + i / (width / 8)) * stride + i % (width / 8) * 8, Vec<T, 8>{});
+        };
+        if (!tiles) {
+            clear(dq_ + h * dq_head, dq_row, D);
+            clear(dk_ + h * dk_head, dk_row, D);
+            clear(dv_ + h * dv_head, dv_row, DV);
+            leave_keys(count++);
+            continue;
+        }
+        for (int t = 0; t < tiles; t++) mbarrier_wait(full + (step + t) % STAGES * 8, (step + t) / STAGES & 1);
+#pragma unroll 1  // fewer instructions to fetch, for which a short sequence waits
+        for (int row = own / 8; row < KEY_ROWS; row += 32) {
+            const u8* from = smem + STAGE_AT + (step + row / TILE) % STAGES * STAGE_BYTES + row % TILE * 128 +
+                             ((own ^ row) % 8 << 4);
+            const Vec<T, 8> dy_row = load<8>((const T*)(from + BOX)), y_row = load<8>((const T*)(from + 2 * BOX));
+            float sum = 0;
+            UNROLLED for (int e = 0; e < 8; e++) sum += to_float(y_row.at[e]) * to_float(dy_row.at[e]);
+            UNROLLED for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+            if (own % 8 == 0) levels[padded + row] = row < queries ? sum : 0;
+        }
+        if (queries < KEY_ROWS) {
+            u8* const tile = smem + STAGE_AT + (step + tiles - 1) % STAGES * STAGE_BYTES;
+            zero_rows<2, CONSUMERS * 32>(smem + count % 2 * KV_BYTES, KEY_ROWS, KEY_ROWS - queries, own);
+            zero_rows<2, CONSUMERS * 32>(tile, TILE, tiles * TILE - queries, own);
+        }
+#else
         enter(head);
         const int padded = tiles * TILE;
         // The rows' levels, in units of log 2, and the sums of dy y: each block makes some for all. A warp
@@ -160,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             const int column = min(lane % 8 * 8, DV - 8);
             UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = min((t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8, queries - 1);
-                one[i] = load<8>(y + b * y_batch + h * y_head + (start + row) * y_row + column);
-                two[i] = load<8>(dy + b * dy_batch + h * dy_head + (start + row) * dy_row + column);
-                pair[i] = ((const float2*)lse)[LSE_ROW + row];
+                one[i] = load<8>(y + b * y_batch + h * y_head + row * y_row + column);
+                two[i] = load<8>(dy + b * dy_batch + h * dy_head + row * dy_row + column);
+                pair[i] = ((const float2*)lse)[(i64)head * queries + row];
             }
             UNROLLED for (int i = 0; i < 8; i++) {
                 const int row = (t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8;
@@ -171,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 if (lane % 8 * 8 >= DV) sum = 0;
                 UNROLLED for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
                 if (lane % 8 == 0 && row < padded) {
-                    const bool there = row < length && !(GUARD && pair[i].y != pair[i].y);
+                    const bool there = row < queries && !(GUARD && pair[i].y != pair[i].y);
                     const float level = there ? (pair[i].x + pair[i].y) * LOG2E : -NEGATIVE_INFINITY;
-                    if (row >= length) sum = 0;  // past the last row: no probabilities
+                    if (row >= queries) sum = 0;  // past the last row: no probabilities
                     UNROLLED for (int r = 0; r < SPLIT; r++) {
                         store_peer(base + ROWS_AT + row * 4, level, r);
                         store_peer(base + ROWS_AT + (padded + row) * 4, sum, r);
@@ -181,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 }
             }
         }
+#endif
         meet();
 
         bool behind = false, pending = false;  // the stage, and dq's part, of the tile before are open
@@ -207,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             if (arrives(lane)) mbarrier_arrive(slopes_empty + (step - 1) % 2 * 8);
             if (lane == 0) tma_store_settle();
             __syncwarp();
-            if (blocks == 1) {
+            if (PACKED || blocks == 1) {
                 PUT(dq, D, own_part, dq, scale, before * TILE + warp % 4 * 16);
                 return;
             }
@@ -229,12 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             __syncwarp();
             if (arrives(lane)) mbarrier_arrive(slopes_full + step % 2 * 8);
         };
-        // Nobody reads the block of keys before any more, as far as this warp knows.
-        auto leave_keys = [&](u32 j) {
-            __syncwarp();
-            if (arrives(lane)) mbarrier_arrive(kv_empty + j % 2 * 8);
-        };
-
         for (int i = 0; block_of(i) < blocks; i++, count++) {
             const int block = block_of(i), first = first_tile(block), mine = block * KEY_ROWS + wg * 64;
             const int row = mine + warp % 4 * 16 + lane / 4;  // the thread's, and 8 below
@@ -242,19 +316,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             UNROLLED for (int e = 0; e < 32; e++) dk[e] = dv[e] = 0;
             wgmma_hold(dk);
             wgmma_hold(dv);
-            mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
-#if PACKED
-            if (length < KEY_ROWS) clear_rows<2, CONSUMERS * 32>(smem + (k_all - base), KEY_ROWS, KEY_ROWS - length);
-#endif
+            if (!PACKED) mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
             for (int t = first; t < tiles; t++, step++) {
                 const u32 q_tile = base + STAGE_AT + step % STAGES * STAGE_BYTES, dy_tile = q_tile + BOX;
                 const u32 slopes = base + SLOPES_AT + step % 2 * SLOPES + wg * BOX + warp % 4 * 2048;
                 const bool turn = pending && before % 2 == wg, seen = mine < keys && (!CAUSAL || t * TILE + TILE > mine);
-                mbarrier_wait(full + step % STAGES * 8, step / STAGES & 1);
-#if PACKED
-                if (const int past = min(TILE, t * TILE + TILE - length); past > 0)
-                    clear_rows<2, CONSUMERS * 32>(smem + (q_tile - base), TILE, past);
-#endif
+                if (!PACKED) mbarrier_wait(full + step % STAGES * 8, step / STAGES & 1);
                 auto walk = [&](auto part) {
                     float s[TILE / 2], dp[TILE / 2], dq[32];
                     u32 p[TILE / 4], ds[TILE / 4];
@@ -349,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         if (lane == 0) tma_store_settle();
         __syncwarp();
         meet();
-        for (int t = rank * 2 + wg; blocks > 1 && t < tiles; t += SPLIT * 2) {
+        for (int t = rank * 2 + wg; !PACKED && blocks > 1 && t < tiles; t += SPLIT * 2) {
             const float4* from = (const float4*)(sums + ((i64)cluster * SPLIT * tiles + t) * (TILE * 64)) + warp % 4 * 256 + lane;
             float4 parts[SPLIT][8];
             UNROLLED for (int r = 0; r < SPLIT; r++)

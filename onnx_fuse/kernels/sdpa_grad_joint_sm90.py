@@ -14,8 +14,10 @@ from onnx_fuse.program.size import minimum
 TILE, KEYS, LONGEST = 64, 128, 2048
 _STAGES = 4
 _SMEM = 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 128 + LONGEST * 8
+_PACKED_SMEM = _SMEM + _STAGES * 8192 - LONGEST * 8 + KEYS * 16 + 16
 """Two blocks of keys and values, two tiles of dS, stages of queries and dy, parts of dq on their
-way, barriers and the rows' numbers: of the most rows, for a block fills a multiprocessor anyway."""
+way, barriers and the rows' numbers: of the most rows, for a block fills a multiprocessor anyway.
+Of packed sequences stages have y, too, and two heads their rows' numbers and ends."""
 _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
@@ -27,6 +29,7 @@ class WgmmaGradJoint(Planned[Attention]):
     """
 
     name, source, waits = "wgmma_joint", "sdpa/wgmma_grad_joint_sm90.cu", "later"
+    version = 2
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -76,7 +79,8 @@ class WgmmaGradJoint(Planned[Attention]):
             *(boxes(p, name, 16) for name in ("dq", "dk", "dv")), sums,
             *args("y, i64 of_y, dy, i64 of_dy, lse workspace, i32 batches heads m n, f32 scale", p,
                   of_y=p.layout("y")[1], of_dy=p.layout("dy")[1], heads=p.batch[1]),
-            *sequences(p, "dq", "dk", "dv"), smem=_SMEM, cluster=split, **common_macros(p),
+            *((boxes(p, "y", TILE), *sequences(p, "dq", "dk", "dv")) if p.packed else ()),
+            smem=_PACKED_SMEM if p.packed else _SMEM, cluster=split, **common_macros(p),
             TILE=TILE, SPLIT=split, STAGES=_STAGES,
         )  # fmt: skip
         return made, parts * _PART
