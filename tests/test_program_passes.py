@@ -1,5 +1,6 @@
 """Passes over the calls of a Program: what is fused, folded, merged, and what is left."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import math_cases
@@ -14,7 +15,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower import linear, walk
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, GemmProblem
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -176,6 +177,23 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
     large = np.full_like(values["w"], 65504)
     model.graph.initializers["w"].const_value = onnx_ir.tensor(large, name="w")
     assert not any(found(rows)[0].folded for rows in (3, 40)), "a number of wq is beyond float16"
+
+
+def test_a_head_is_kept_once_in_the_order_that_one_row_wants() -> None:
+    """Weights beyond the L2 cache, for every number of rows; smaller ones for one row alone."""
+    model = text_model(f"""g (float16[B,2048] x) => (float16[B,1536] y)
+        {{ y = {FUSE}.RMSNormGemm (x, gamma, w, c) }}""")
+    shapes = {"gamma": 2048, "w": (2048, 1536), "c": 1536}
+    model = with_weights(model, {name: np.ones(s, np.float16) for name, s in shapes.items()})
+
+    def weights(rows: int, hw: Hardware) -> tuple[bool, tuple[int, ...]]:
+        (call,) = program_of(model, {"x": np.zeros((rows, 2048), np.float16)}, hw).calls
+        return call.problem.trans_b, dict(call.reads)["wq"].shape
+
+    turned, plain = (True, (1536, 2048)), (False, (2048, 1536))
+    assert [weights(rows, H200) for rows in (1, 2, 512)] == [turned, plain, plain]
+    small = replace(H200, l2_bytes=1 << 20)
+    assert [weights(rows, small) for rows in (1, 2, 8, 512)] == [turned] * 4
 
 
 @pytest.mark.parametrize(

@@ -293,13 +293,16 @@ def norm_product(
 def _rows_pay(ctx: Context, problem: GemmProblem) -> bool:
     """Whether a decoder's token gains by folded weights that are stored as [n, k].
 
-    A tenth at least: the weights of other numbers of rows are kept beside them.
+    A tenth at least, where those of other numbers of rows are kept beside them. Weights beyond the
+    L2 cache, such as a head's, are kept once: other numbers of rows read them as fast so.
     """
-    if problem.m != 1 or problem.epilogue.gate:
+    large = ITEMSIZE[problem.dtype] * problem.n * problem.k > ctx.hw.l2_bytes
+    if problem.epilogue.gate or not (large or problem.m == 1):
         return False
-    ways = [problem.replace(folded=True, align=16, static_b=True, trans_b=t) for t in (False, True)]
+    one = problem.replace(m=1, folded=True, align=16, static_b=True)
+    ways = (one.replace(trans_b=t) for t in (False, True))
     columns, rows = (seconds(way, ctx.hw, ctx.prefs, records=False) for way in ways)
-    return rows < 0.9 * columns
+    return rows < (0.95 if large else 0.9) * columns
 
 
 def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
