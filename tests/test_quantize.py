@@ -491,3 +491,18 @@ def test_the_command(tmp_path: Path, cli: Cli) -> None:
     wrong = DATA["images"] | {"labels": (labelled()["labels"] + 1) % 5}
     np.savez(data, **wrong)
     assert cli.report(*common, "--data", data, "--metric", "accuracy")["metric"]["before"] == 0
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8", "int4-weights"])
+def test_an_output_may_be_an_input_and_a_matrix_of_integers_stays(to: str) -> None:
+    model = text_model(
+        """g (float[N,2] x, int32[N,2] i) => (float[N,2] x, float[N,2] y, int32[N,2] j)
+        <int32[2,2] w = {1, 2, 3, 4}, float[2,2] u = {0.5, 1, -1, 0.2}>
+        { m = Identity (x)  y = MatMul (m, u)  j = MatMul (i, w) }"""
+    )
+    feeds = {"x": np.ones((3, 2), np.float32), "i": np.ones((3, 2), np.int32)}
+    result = quantize(model, to=to, calibrate=feeds, ends=True)
+    assert [layer.to for layer in result.layers] == [to, "float"]
+    x, _, j = stock(result.model).run(None, feeds)
+    assert np.array_equal(x, feeds["x"])
+    assert j.tolist() == [[4, 6]] * 3

@@ -80,7 +80,8 @@ def _obstacle(node: ir.Node, to: str) -> str:
         maker = node.inputs[1].producer() if node.inputs[1] is not None else None
         stored = maker is not None and maker.op_type == "DequantizeLinear"
         return "it is quantized already" if stored else "it multiplies two computed tensors"
-    if weight.dtype != "float32" and (to != "int4-weights" or weight.dtype == "float64"):
+    types = ("float32", "float16", "bfloat16")[: 3 if to == "int4-weights" else 1]
+    if weight.dtype not in types:
         return f"its weight is {weight.dtype}, not float32"
     if not weight.size:
         return "its weight is empty"

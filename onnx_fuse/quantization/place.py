@@ -47,6 +47,10 @@ def in_int8(model: ir.Model, names: Sequence[str], ranges: object, kind: str) ->
 
     if not fits_protobuf(model):
         raise ModelError("onnxruntime's quantizer takes models up to 2 GB: use --to int4-weights")
+    # of an output that is an input it makes another value of that name
+    ends = [*model.graph.outputs]
+    model = model.clone()
+    model.graph.outputs[:] = [v for v in model.graph.outputs if not v.is_graph_input()]
     passing = [str(n.name) for n in model.graph if n.op_type in PASSING and not n.domain]
     options = {"MatMulConstBOnly": True, "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]}
     quantizer = QDQQuantizer(
@@ -54,7 +58,12 @@ def in_int8(model: ir.Model, names: Sequence[str], ranges: object, kind: str) ->
         [*names, *passing], [], [*PRODUCTS, *PASSING], options,
     )  # fmt: skip
     quantizer.quantize_model()
-    return read(quantizer.model.model)
+    model = read(quantizer.model.model)
+    inputs = {v.name: v for v in model.graph.inputs}
+    for i, end in enumerate(ends):
+        if end.is_graph_input():
+            model.graph.outputs.insert(i, inputs[end.name])
+    return model
 
 
 def in_float8(model: ir.Model, names: Sequence[str], ranges: Any) -> ir.Model:
