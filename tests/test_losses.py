@@ -514,6 +514,9 @@ HOSTILE: dict[str, tuple[Any, ...]] = {
     "equal distances": ("triplet", {"margin": 0.0}, [X4, Y4, Y4], {}, 0.0, None),
     "one place": ("triplet", {}, [X4, X4, X4], {}, 1.0, None),
     "no label counts": ("softmax_focal", {}, [X4], NONE_COUNTS, np.nan, 0.0),
+    "a margin that is just met": (
+        "multi_margin", {}, [np.array([[0.0, 1.0]])], {"labels": np.array([1])}, 0.0, 0.0
+    ),
     "no label has a margin": ("multi_margin", {}, [X4], NONE_COUNTS, np.nan, 0.0),
     "a class of inf has squares": (
         *("multi_margin", {"p": 2}, [np.array([[0.0, np.inf]])], {"labels": np.array([1])}),

@@ -15,6 +15,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower import linear, walk
 from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.training import optim
@@ -671,3 +672,21 @@ def test_pieces_go_where_the_copy_behind_them_puts_them() -> None:
         text, feeds = GRAPHS[name]
         calls = program_of(text_model(text), feeds).calls
         assert sum(len(c.writes) for c in calls) == count, "\n".join(map(str, calls))
+
+
+def test_each_part_of_a_wide_concat_is_looked_at_a_few_times(monkeypatch) -> None:
+    """Not once for each pair of parts: thousands would take hours."""
+    looked, piece_of = [], copy_fusion.piece_of
+    monkeypatch.setattr(copy_fusion, "piece_of", lambda call: looked.append(call) or piece_of(call))
+    count = 300
+    parts = ", ".join("xz"[i % 2] for i in range(count))
+    model = text_model(
+        f"g (float[2,4] x, float[2,4] z) => (float[2,{4 * count}] y)"
+        f" {{ y = Concat <axis = 1> ({parts}) }}"
+    )
+    program = lowered(model)
+    feeds = {"x": np.ones((2, 4), np.float32), "z": np.zeros((2, 4), np.float32)}
+    y = interpret(program, feeds, {})["y"]
+    assert np.array_equal(y, np.tile(np.repeat(np.float32([1, 0]), 4), (2, count // 2)))
+    assert len(program.calls) == 2  # a launch copies 256
+    assert len(looked) < 10 * count

@@ -321,7 +321,7 @@ def multi_margin(op: Writer, logits: ir.Value, labels: ir.Value, options: Option
     each = op.formula(
         f"""left_out = Or(Not(counts), numbers == Cast <to = 7> (index))
         z = Where(left_out, 0, margin - GatherElements <axis = 1> (x, own) + x)
-        h = Where(z < 0, 0, z); {"h * h" if power == 2 else "h"}""",
+        h = Where(z <= 0, 0, z); {"h * h" if power == 2 else "h"}""",
         **{"x": x, "own": own, "index": index, "counts": counts, "numbers": _numbers(op, x, 1)},
         margin=_number(options, "margin", 1.0),
     )

@@ -55,17 +55,14 @@ def copy_kind(call: Call) -> object | None:
     return ("pieces", ITEMSIZE[call.writes[0][1].dtype]) if piece_of(call) is not None else None
 
 
-def independent(first: Call, second: Call) -> bool:
-    """Whether two copies may run side by side: they touch nothing in common that one writes."""
+def independent(first: Call, second: Call, a: Piece, b: Piece) -> bool:
+    """Whether copies of these pieces may run side by side: none writes what the other touches."""
     (_, x1), (_, y1) = first.reads[0], first.writes[0]
     (_, x2), (_, y2) = second.reads[0], second.writes[0]
     if x1.buffer == y2.buffer or x2.buffer == y1.buffer:
         return False
     if y1.buffer != y2.buffer:
         return True
-    a, b = piece_of(first), piece_of(second)
-    assert a is not None
-    assert b is not None
     if y2.offset < y1.offset:
         (a, y1), (b, y2) = (b, y2), (a, y1)
     if a.sizes[0] != 1 or b.sizes[0] != 1 or y1.offset + a.n > y2.offset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -12,7 +12,13 @@ from onnx_fuse.kernels import Selection, select
 from onnx_fuse.kernels.batched import can_batch
 from onnx_fuse.kernels.norm_launches import fold_kind
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, Pointwise, PointwiseMany
+from onnx_fuse.program.data_movement import (
+    BatchedCalls,
+    CopyMany,
+    Piece,
+    Pointwise,
+    PointwiseMany,
+)
 from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Calls, in_order, nodes_of, steps_of, whole
@@ -60,9 +66,12 @@ def batch(calls: Calls) -> list[Call]:
 def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
     """Split the members, the last one first, into runs whose members may wait for its first."""
     runs: list[list[int]] = []
+    pieces = {i: copy_fusion.piece_of(calls[i]) for i in members if calls[i].expression}
     for i in reversed(members):
         beside = runs[-1] if runs and calls[i].expression is not None else ()
-        if runs and _may_wait(calls, i, runs[-1][0], beside) and _small(calls[i]):
+        full = pieces.get(i) is not None and len(beside) == copy_fusion.TABLE
+        waits = runs and not full and _may_wait(calls, i, runs[-1][0], beside, pieces)
+        if waits and _small(calls[i]):
             runs[-1].append(i)
         else:
             runs.append([i])
@@ -161,18 +170,23 @@ def _single(tensor: Tensor) -> bool:
     return all(s == 0 or d == 1 for d, s in zip(tensor.shape, tensor.strides, strict=True))
 
 
-def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]) -> bool:
-    """Whether call `i` may run where `until` stands, with those `beside` it in one launch."""
+def _may_wait(
+    calls: Sequence[Call], i: int, until: int, run: Sequence[int],
+    pieces: Mapping[int, Piece | None],
+) -> bool:  # fmt: skip
+    """Whether call `i` may run where `until` stands, with those of `run` beside it."""
+    beside = set(run)
     return not any(
-        in_order(calls[i], calls[j]) and not (j in beside and _side_by_side(calls[i], calls[j]))
+        in_order(calls[i], calls[j])
+        and not (j in beside and _side_by_side(calls[i], calls[j], pieces[i], pieces[j]))
         for j in range(i + 1, until + 1)
     )
 
 
-def _side_by_side(first: Call, second: Call) -> bool:
+def _side_by_side(first: Call, second: Call, a: Piece | None, b: Piece | None) -> bool:
     """Whether what one of two calls writes in buffers of both the other does not touch."""
-    if copy_fusion.piece_of(first) is not None and copy_fusion.piece_of(second) is not None:
-        return copy_fusion.independent(first, second)
+    if a is not None and b is not None:
+        return copy_fusion.independent(first, second, a, b)
     return all(
         _apart(written, t)
         for one, other in ((first, second), (second, first))

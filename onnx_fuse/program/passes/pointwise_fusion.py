@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from math import prod
+from operator import or_
 
 from onnx_fuse.program.call import Call, Tensor, in_turn
 from onnx_fuse.program.data_movement import Pointwise
@@ -58,12 +59,11 @@ def fuse(calls: Sequence[Call], keep: Collection[int], *, narrow: bool = True) -
             readers[b].append(q)
         for b in wrote:
             writers[b].append(q)
-        group = q
+        group, above = q, reduce(or_, (ancestors[d] for d in deps), 0)
         for p in sorted(deps, reverse=True):
             if p == group or p not in groups or groups[group].expression is None:
                 continue
-            # another path leads through another of its parents
-            if any(ancestors[e] >> p & 1 for e in parents[group] if e != p):
+            if above >> p & 1:  # another path leads through another of its parents
                 continue
             inside = members[p] | members[group]
             first = groups[p]
@@ -94,7 +94,7 @@ def fuse(calls: Sequence[Call], keep: Collection[int], *, narrow: bool = True) -
             del groups[group]
             for index in inside:
                 home[index] = p
-            group = p
+            group, above = p, reduce(or_, (ancestors[e] for e in parents[p]), 0)
     ordered = in_turn({g: parents[g] for g in groups})
     return forget_unread([groups[g] for g in ordered], keep)
 
