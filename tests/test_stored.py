@@ -131,6 +131,13 @@ def test_the_original_is_what_the_file_means(name: str) -> None:
     assert any("repairs this in the original" in note for note in check.notes) == mended
 
 
+def test_a_graph_needs_no_name() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul (x, w) }")
+    model.graph.name = ""
+    assert validate(model).ok
+    assert onnx_fuse.optimize(model).graph.name
+
+
 @pytest.mark.parametrize("outer", ["", "w = Mul (x, x)"], ids=["initializer", "computed"])
 @pytest.mark.parametrize("other", ["Add (x, w)", "Neg (x)"])
 def test_a_branch_takes_the_outer_value_that_a_branch_reads(other: str, outer: str) -> None:

@@ -124,6 +124,7 @@ def read(source: Model, *, lazy: bool = False) -> ir.Model:
                 _map_external(model, folders, weights)
         for graph in (model.graph, *model.graph.subgraphs(), *model.functions.values()):
             drop_false_records(graph)
+        model.graph.name = model.graph.name or "graph"  # of which onnxruntime asks for no name
         _check_graph(model)
     return model
 
