@@ -346,11 +346,16 @@ def program_of(model: onnx_ir.Model) -> tuple[Specializer, Feeds]:
     return Specializer(model, CHIPS["H200"]), {k: v.const_value.numpy() for k, v in weights}
 
 
-def rotated(x: str, rows: str, cos: str, sin: str) -> str:
-    """Lines that make {x}r of the rows of q or k."""
+def rotated(x: str, rows: str, cos: str, sin: str, width: int = 16) -> str:
+    """Lines that make {x}r of the rows of q or k, of which the first `width` numbers turn."""
+    first, result = (rows, f"{x}r") if width == 16 else (f"{x}_first", f"{x}_turned")
+    cut = f"{x}_first, {x}_rest = Split <axis = -1> ({rows}, [{width}, {16 - width}])"
+    join = f"{x}r = Concat <axis = -1> ({x}_turned, {x}_rest)"
     return f"""
-        {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({rows})
-        {x}r = {rows} * {cos} + Concat <axis = -1> (Neg ({x}z), {x}a) * {sin}
+        {cut if width < 16 else ""}
+        {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({first})
+        {result} = {first} * {cos} + Concat <axis = -1> (Neg ({x}z), {x}a) * {sin}
+        {join if width < 16 else ""}
     """
 
 
@@ -359,8 +364,8 @@ class Exported(Layer):
     """One layer of attention as PyTorch's exporters write it: Concats of past and new tokens.
 
     Of `tables`, those of each sequence's positions or of one, q and k are rotated; "apart" has
-    other tables for k. `repeats`: 4 heads of q over 2 of keys. `normed`: an RMSNorm of each head of
-    q and k goes before.
+    other tables for k. `width`: the numbers of a head that turn. `repeats`: 4 heads of q over 2 of
+    keys. `normed`: an RMSNorm of each head of q and k goes before.
     """
 
     name: str
@@ -369,6 +374,7 @@ class Exported(Layer):
     repeats: bool = False
     normed: bool = False
     masked: bool = True
+    width: int = 16
     SAMPLE = (2, 2, 39)
 
     def model(self) -> onnx_ir.Model:
@@ -395,10 +401,10 @@ class Exported(Layer):
         if self.tables:
             names = ["cos", "sin", *(("cos2", "sin2") if self.tables == "apart" else ())]
             rows = "1" if self.tables == "one" else "B"
-            inputs += [f"{kind}[{rows},S,16] {x}" for x in names]
+            inputs += [f"{kind}[{rows},S,{self.width}] {x}" for x in names]
             body += "".join(f"{x}4 = Unsqueeze ({x}, [1])\n" for x in names)
             for x, (cos, sin) in zip("qk", (names[:2], names[-2:]), strict=True):
-                body += rotated(x, f"{x}4", f"{cos}4", f"{sin}4")
+                body += rotated(x, f"{x}4", f"{cos}4", f"{sin}4", self.width)
             new["k"] = "kr"
         for x in "kv":
             body += f"present_{x} = Concat <axis = -2> (past_{x}, {new[x]})\n"
@@ -443,11 +449,15 @@ EXPORTED = [
     Exported("growing float16, rotated", "float16", tables="each", repeats=True),
     Exported("growing, norms", tables="each", normed=True),
     Exported("growing float16, norms", "float16", tables="one", repeats=True, normed=True),
+    Exported("growing, partly rotated", tables="each", width=12),
+    Exported("growing float16, partly rotated", "float16", tables="each", width=4, repeats=True),
+    Exported("growing, norms, partly rotated", tables="each", normed=True, width=8),
 ]
 ROOMY = [
     Exported("plain", "float16", masked=False),
     Exported("rotated", "float16", tables="each", repeats=True, masked=False),
     Exported("norms", "float16", tables="one", repeats=True, normed=True, masked=False),
+    Exported("partly rotated", "float16", tables="each", masked=False, width=8),
 ]
 """Caches that have room behind, for one new token each."""
 GROWTH = tuple(itertools.product((1, 2, 3), (1, 2, 5), (0, 1, 9)))

@@ -300,11 +300,13 @@ def _updated(ctx: Context, node: ir.Node, how: str, placed: bool) -> None:
         more = {"keep": True}
     if rotated:
         try:
-            tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
+            views = [ctx.view(node, i) for i in (5, 6)]
+            width = views[0].shape[-1]
+            tables = [view.expand((batch, 1, rows, width)) for view in views]
         except ValueError:
             raise Unserved("misfit", what="its tables", to="its heads") from None
         reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
-        more |= {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
+        more |= {"heads": q.shape[1], "half": width // 2, "context": batch * rows}
         more |= {"positions": "rows", "columns": True}
     if how == NORM_ROTATED:
         scales = [ctx.dense(node, i) for i in (7, 8)]

@@ -29,7 +29,7 @@ from onnx_fuse.ops.rules import (
     scalar,
 )
 from onnx_fuse.rewrite.canonicalize import fold_sizes, refresh
-from onnx_fuse.rewrite.rotation import rotation_of
+from onnx_fuse.rewrite.rotation import head_rotation_of
 
 GROWING_CACHE = CACHES[PLAIN, False]
 """Name of the rewrite in reports and for --fuse and --skip."""
@@ -50,9 +50,10 @@ def grow_caches(rw: Rewriter) -> int:
 
 
 def _is_sum_of_products(value: ir.Value | None) -> bool:
-    """Whether it is the sum of two products that is not seen to be a rotation."""
-    total = producer(value, "Add")
-    if total is None or rotation_of(total) is not None:
+    """Whether it is, or begins with, a sum of two products that is not seen to be a rotation."""
+    join = producer(value, "Concat")
+    total = producer(value if join is None else join.inputs[0], "Add")
+    if value is None or total is None or head_rotation_of(value) is not None:
         return False
     return all(producer(v, "Mul") is not None for v in total.inputs)
 
@@ -124,7 +125,7 @@ def _grow(rw: Rewriter, attention: ir.Node, places: dict[object, ir.Value]) -> b
     old, op = [update.present for update in both], Builder()
     new_key, new_value = (update.rows(op) for update in both)
     operands = [new_key, new_value, keys.past, values.past]
-    turned, turned_key = (rotation_of(x.producer()) for x in (q, new_key))
+    turned, turned_key = (head_rotation_of(x) for x in (q, new_key))
     how, attributes = PLAIN, dict[str, Any]()
     if turned is not None and turned_key is not None:
         tables = [turned.cos, turned.sin]
@@ -249,7 +250,7 @@ def _at_coordinates(node: ir.Node) -> _Update | None:
     if not all(_counts(each[axis], axis, sizes[axis]) for axis in (0, 1)):
         return None
     if (view := producer(new, "Reshape")) is not None and (source := view.inputs[0]) is not None:
-        turned = rotation_of(source.producer())  # has the shape of what it turns
+        turned = head_rotation_of(source)  # has the shape of what it turns
         shape = (source if turned is None else turned.x).shape
         new = source if extents(shape) == sizes else new
     return _Update(node.outputs[0], past, new, _Places(each[2], (0, 1, 3)))

@@ -6,14 +6,14 @@ gradient. A training step has two expressions over the halves instead, with the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank, required
 from onnx_fuse.ir.copying import replace_node
 from onnx_fuse.ops.patterns import NODES, Match, inside, other_reader
-from onnx_fuse.ops.rules import cut_of
+from onnx_fuse.ops.rules import attribute, cut_of, producer
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
 FIRST_OPSET = 13
@@ -46,6 +46,26 @@ def rotation_of(total: ir.Node | None) -> Rotation | None:
     if match is None:
         return None
     return Rotation(match["x"], match["cos"], match["sin"], (match["first"], match["second"]))
+
+
+def head_rotation_of(value: ir.Value) -> Rotation | None:
+    """The rotation that makes `value`, of all or of the first numbers of each head, as its tables
+    are wide; what is behind them stays as it is.
+    """
+    join = producer(value, "Concat")
+    if join is None or len(join.inputs) != 2:
+        return rotation_of(value.producer())
+    turned, rest = join.inputs
+    rotation = None if turned is None else rotation_of(turned.producer())
+    first, second = (None if rotation is None else cut_of(rotation.x)), cut_of(rest)
+    if rotation is None or first is None or second is None:
+        return None
+    width, size, last = dim(turned, -1), dim(first.source, -1), (rank(turned) or 0) - 1
+    fits = first.source is second.source and (first.start, second.start) == (0, width)
+    along = first.axis == second.axis == last and attribute(join, "axis", 0) in (-1, last)
+    if not (fits and along and size and width and dim(rest, -1) == size - width):
+        return None
+    return replace(rotation, x=first.source)
 
 
 def _is_rotation(match: Match) -> bool:

@@ -2,9 +2,9 @@
 
 GrowingCache (k, v, past_key, past_value) -> present_key, present_value, all [B, H, tokens, D].
 FixedCache also has places [B or 1, 1, S, 1] int64: where in past each new row goes.
-The rotated ones also turn q and k by cos and sin, which broadcast to them, those with norms after
-an RMSNormalization of each head by q_scale and k_scale [D]. A GPU's programs are lowered to them
-(`rewrite.caches`); no file has them.
+The rotated ones also turn q and k by cos and sin, which broadcast to them, or to the first numbers
+of each head, those with norms after an RMSNormalization of each head by q_scale and k_scale [D]. A
+GPU's programs are lowered to them (`rewrite.caches`); no file has them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,18 @@ _PRESENT = {
     present_value = ScatterElements <axis: int = 2> (past_value, value_places, v)
 """,
 }
+_WIDTH = """
+    last = [-1]
+    none = [0]
+    all = [9223372036854775807]
+    width = Shape <start: int = -1> (cos)
+"""
 _ROTATED = """
-    {x}1, {x}2 = Split <axis: int = -1, num_outputs: int = 2> ({x})
+    {x}_first = Slice ({x}, none, width, last)
+    {x}_rest = Slice ({x}, width, all, last)
+    {x}1, {x}2 = Split <axis: int = -1, num_outputs: int = 2> ({x}_first)
     {x}_turned = Concat <axis: int = -1> (Neg ({x}2), {x}1)
-    {y} = {x} * cos + {x}_turned * sin
+    {y} = Concat <axis: int = -1> ({x}_first * cos + {x}_turned * sin, {x}_rest)
 """
 _NORMED = """
     {x}s = Cast <to: int = 1> ({x}_new)
@@ -50,13 +58,14 @@ def _define(how: str, form: str) -> None:
     name = CACHES[how, form == "Fixed"] = f"{how}{form}Cache"
     reads, writes, lines = _NEW, _PRESENTS, ""
     if how == NORM_ROTATED:
-        lines = "last = [-1]\n eps = Constant <value_float: float = @epsilon> ()"
+        lines = "eps = Constant <value_float: float = @epsilon> ()"
         lines += _NORMED.format(x="q") + _NORMED.format(x="k")
         reads = "q_new, k_new, v, past_key, past_value, cos, sin, q_scale, k_scale"
     elif how == ROTATED:
         reads = f"q, {_NEW}, cos, sin"
     if how:
-        lines += _ROTATED.format(x="q", y="turned") + _ROTATED.format(x="k", y="key")
+        lines = _WIDTH + lines + _ROTATED.format(x="q", y="turned")
+        lines += _ROTATED.format(x="k", y="key")
         writes = f"turned, {_PRESENTS}"
     reads += ", places" if form == "Fixed" else ""
     lines += _PRESENT[form].format(k="key" if how else "k")
