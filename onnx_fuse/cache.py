@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,16 +89,16 @@ class Entry:
         onnxruntime, too, so that this does not inline the bodies of fused operators at each start.
         """
         limit = config.CACHE_MB.value << 20
-        parts = graphs.parts(model, beside=True) if _keepable(model) else None
+        of = partial(graphs.parts, beside=True, limit=limit // 2)
+        parts = of(model) if _keepable(model) else None
+        flat = _inlined(model) if portable and parts else None
+        more = parts if flat is None else of(flat)
         stored: Future[Origin | None] = Future()
-        if parts is None or sum(a.nbytes for a in parts.tensors.values()) > limit // 2:
+        if parts is None or more is None:
             stored.set_result(None)
             return stored
         copy = model.clone()  # of the graph alone: the caller goes on with its own
-        flat = _inlined(model) if portable else None
-        manifest, stamps, tensors = parts.manifest, parts.stamps, parts.tensors
-        if flat is not None and (new := graphs.parts(flat, beside=True)) is not None:
-            tensors = new.tensors | tensors
+        manifest, stamps = parts.manifest, parts.stamps
 
         def work() -> Origin | None:
             try:
@@ -112,7 +113,7 @@ class Entry:
                 if not private_folder(self._path.parent):
                     return None
                 with written_private(self._path) as draft:
-                    whole = write(draft, manifest, members, tensors)
+                    whole = write(draft, manifest, members, more.tensors | parts.tensors)
                 prune(limit)
                 return self._origin(whole)
             except (OSError, ModelError) as error:

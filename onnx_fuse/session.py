@@ -116,7 +116,9 @@ class InferenceSession:
                 f"device 'cuda' has {', '.join(PRECISIONS)}, device 'cpu' fp32"
             )
         if self.device == "cuda":
-            _begin(gpu)
+            from onnx_fuse.runtime.device import begin
+
+            begin(gpu)
         kind = PRECISIONS[precision][0]
         self._computes_in = None if kind == "float32" else dtype_of(kind)
         self._source, self._options = model, sess_options
@@ -169,6 +171,10 @@ class InferenceSession:
             more["batch_invariant"] = repr(self._invariant)
         entry = self._entry(precision=precision, **more)
         cached = entry.load() if entry else None
+        if entry and cached is None:  # the kernels of a new file are likely to be new as well
+            from onnx_fuse.cuda import nvrtc
+
+            nvrtc.begin_loading()
         graph = self.model if cached is None else cached[0]
         note(graph, self._invariant)
         self._packing = Packing.of(graph) if self._pack else None
@@ -664,12 +670,6 @@ def _without_gpu(gpu: int) -> str:
     except DeviceError as error:
         return str(error)
     return ""
-
-
-def _begin(gpu: int) -> None:
-    from onnx_fuse.runtime import device
-
-    device.begin(gpu)
 
 
 def _executable(model: ir.Model, precision: str, gpu: int) -> Executable:

@@ -175,7 +175,7 @@ class Played:
 def test_run_explains_the_kernels_of_its_feeds(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(session, "_begin", lambda gpu: None)
+    monkeypatch.setattr(device, "begin", lambda gpu: None)
     monkeypatch.setattr(session, "_executable", Played)
     np.savez(tmp_path / "x.npz", **FEEDS)
     options = ["--device", "cuda", "--explain", "--precision", "tf32"]

@@ -8,8 +8,10 @@ from support import with_weights
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
+from onnx_fuse.lower import folds
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, GemmProblem
+from onnx_fuse.rewrite import optimize
 from onnx_fuse.runtime import graphs
 
 GATED = """<ir_version: 10, opset_import: ["": 21, "onnx_fuse": 1]>
@@ -105,13 +107,87 @@ def test_weights_that_are_given_anew_are_packed_anew(changed):
     assert np.abs(second.astype(np.float32) - first).max() > 0.1
 
 
-def test_a_stored_graph_has_no_weights_of_which_others_were_made():
-    """A cache of both would have no room for the weights of a decoder."""
+def test_a_stored_graph_has_the_weights_that_lowering_made_where_there_is_room():
     model, feeds, _ = gated_model("RMSNormGateFirstGemmSilu", "float16")
     program_of(model, feeds)
-    assert len(model.graph.meta["packed"]) == 2
-    kept = graphs.parts(model, beside=False)
-    assert [array.shape for array in kept.tensors.values()] == [(64, 96), (96,)]  # w, and c packed
+    assert not model.graph.meta.get(
+        "packed"
+    )  # no copy in the order of the kernel but the folded one
+    shapes = [(64, 96), (64, 96), (96,), (96,)]  # w; wq, cs, cv
+    for room, stored in ((26_000, shapes), (25_000, shapes[:1]), (12_000, None)):
+        kept = graphs.parts(model, beside=False, limit=room)
+        assert (kept and [array.shape for array in kept.tensors.values()]) == stored
+        assert kept is None or bool(kept.manifest["folded"]) == (len(kept.tensors) > 1)
+
+
+def test_a_gated_fold_beyond_float16_leaves_the_norm_beside_the_product():
+    model, feeds, _ = gated_model("RMSNormGateFirstGemmSilu", "float16")
+    feeds["x"][:, 0] = 0  # the row of weights that the scale makes infinite
+    g, w = (weights_of(model)[name].copy() for name in "gw")
+    w[0] = 2
+    with_weights(model, {"w": w})
+    answers = []
+    for first in (65504, 1):
+        g[0] = first
+        with_weights(model, {"g": g.copy()})
+        (call,) = program_of(model, feeds).calls
+        assert call.problem.folded == (first == 1)
+        answers.append(interpret(program_of(model, feeds), feeds, weights_of(model))["y"])
+    np.testing.assert_allclose(*answers, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5])  # a token's weights stand as [n, k]
+def test_products_that_are_merged_stay_apart_until_they_are_folded(rows):
+    text = """<ir_version: 10, opset_import: ["": 23]> agraph (float16[B,64] x) =>
+    (float16[B,64] a, float16[B,32] b, float16[B,16] c) { n = RMSNormalization (x, g)
+    a = MatMul (n, u) b = MatMul (n, v) c = MatMul (n, w) }"""
+    rng, model = np.random.default_rng(5), text_model(text)
+    shapes = {"g": (64,), "u": (64, 64), "v": (64, 32), "w": (64, 16)}
+    arrays = {name: rng.standard_normal(s).astype(np.float16) / 8 for name, s in shapes.items()}
+    with_weights(model, arrays)
+    optimize(model, own_kernels=True)
+    merged = next(v.const_value for v in model.graph.initializers.values() if len(v.shape) == 2)
+    feeds = {"x": rng.standard_normal((rows, 64)).astype(np.float16)}
+    programs = [program_of(model, feeds)]
+    assert len(merged.apart) == 3
+    assert merged.nbytes == merged.numpy().nbytes
+    np.testing.assert_array_equal(merged.numpy(), np.hstack([arrays[name] for name in "uvw"]))
+    assert not merged.apart
+    del model.graph.meta["folded"]
+    programs.append(program_of(model, feeds))
+    (first, second) = (interpret(program, feeds, {}) for program in programs)
+    n = feeds["x"].astype(np.float64)
+    n = n / np.sqrt((n**2).mean(-1, keepdims=True) + 1e-5) * arrays["g"]
+    for name, weight in zip("abc", "uvw", strict=True):
+        np.testing.assert_array_equal(first[name], second[name])
+        np.testing.assert_allclose(first[name], n @ arrays[weight], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_a_fold_knows_which_numbers_are_infinite(name):
+    dtype = onnx_ir.DataType[name.upper()].numpy()
+    limit = np.float32(folds.least_infinite(dtype))
+    with np.errstate(over="ignore"):
+        below, there = np.array([np.nextafter(limit, np.float32(0)), limit]).astype(dtype)
+    assert np.isfinite(below)
+    assert not np.isfinite(there)
+
+
+def test_a_program_is_known_before_its_weights_are_made(monkeypatch):
+    """So that its kernels are compiled meanwhile; one of no use is followed by another."""
+    model, feeds, _ = gated_model("RMSNormGateFirstGemmSilu", "float16")
+    events, keep = [], folds.Folds.keep
+    monkeypatch.setattr(folds.Folds, "keep", lambda made: events.append("kept") or keep(made))
+    program = program_of(model, feeds, chosen=lambda program, made: events.append(program))
+    assert events == [program, "kept"]
+    with_weights(model, {"w": np.full((64, 96), 65504, np.float16)})
+    made = []
+    program_of(model, feeds, chosen=lambda program, is_made: made.append(
+        [is_made(array) for array in program.constants.values()]
+    ))  # fmt: skip
+    first, second = made
+    assert not all(first)
+    assert all(second)
 
 
 def test_each_pass_of_a_loop_has_its_own_shapes():

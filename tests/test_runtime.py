@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from support import assert_same, in_threads
+from support import assert_same, in_threads, with_weights
 
 from onnx_fuse import InferenceSession, Trainer, config
+from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.lower import folds
 from onnx_fuse.program.launch import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device, shapes, staging
 from onnx_fuse.runtime import executable as module
@@ -67,6 +69,36 @@ def aligned(shape: tuple[int, ...], skew: int = 0) -> np.ndarray:
     raw = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
     start = -raw.ctypes.data % 16 + skew
     return raw[start : start + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+
+
+def test_a_program_is_prepared_while_its_weights_are_made(gpu, monkeypatch):
+    text = """<ir_version: 10, opset_import: ["": 23]> agraph (float16[N,64] x) => (float16[N,64] y)
+    { n = RMSNormalization (x, g) h = MatMul (n, w) t = Tanh (h) y = MatMul (t, v) }"""
+    rng, model = np.random.default_rng(3), text_model(text)
+    shapes = {"g": (64,), "w": (64, 64), "v": (64, 64), "x": (5, 64)}
+    arrays = {n: rng.standard_normal(s).astype(np.float16) / 4 for n, s in shapes.items()}
+    x = arrays.pop("x")
+    runs = InferenceSession(with_weights(model, arrays), device="cuda")
+    modules, keep = [], folds.Folds.keep
+
+    def compile_all(launches: Any, arch: str) -> None:
+        modules.append({(launch.source, launch.defines) for launch in launches})
+
+    def kept(made: folds.Folds) -> bool:
+        shared = runs._executable.shared
+        shared._compiler.submit(int).result()
+        assert len(modules) == 1
+        assert {"v"} < shared.weights.resident.keys()
+        return keep(made)
+
+    monkeypatch.setattr(nvrtc, "compile_all", compile_all)
+    monkeypatch.setattr(folds.Folds, "keep", kept)
+    (y,) = runs.run(None, {"x": x})
+    chosen, placed = modules
+    assert chosen == placed
+    wide = {name: array.astype(np.float64) for name, array in (*arrays.items(), ("x", x))}
+    n = wide["x"] / np.sqrt((wide["x"] ** 2).mean(-1, keepdims=True) + 1e-5) * wide["g"]
+    np.testing.assert_allclose(y, np.tanh(n @ wide["w"]) @ wide["v"], rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("captured", [1, 3, 100])

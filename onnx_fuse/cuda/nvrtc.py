@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
@@ -110,6 +111,16 @@ def check_compiler() -> str:
                 f"cuda-core, which compiles the kernels, is missing ({error}): {INSTALL_CUDA}"
             ) from error
         return ".".join(map(str, nvrtc_version()))
+
+
+def begin_loading() -> None:
+    """Load NVRTC and its bindings in another thread, which takes 0.2 s; compiling raises errors."""
+
+    def load() -> None:
+        with suppress(DeviceError):
+            check_compiler()
+
+    threading.Thread(target=load).start()
 
 
 def _defined(text: str, defines: Defines) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -136,10 +137,35 @@ def required(part: T | None) -> T:
     return part
 
 
-def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value:
+class Concatenated(ir.LazyTensor):
+    """Arrays as one along an axis: they stay apart until all numbers are asked for at once."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, arrays: Sequence[np.ndarray], axis: int) -> None:
+        self.apart, self.axis = arrays, axis
+        """The arrays; none once they are one."""
+        shape = [*arrays[0].shape]
+        shape[axis] = sum(array.shape[axis] for array in arrays)
+
+        def whole() -> ir.TensorProtocol:
+            with self._lock:
+                if self._tensor is None:
+                    self._tensor = ir.tensor(np.concatenate(self.apart, axis))
+                    self.apart = ()
+                return self._tensor
+
+        kind = ir.DataType.from_numpy(arrays[0].dtype)
+        super().__init__(whole, kind, ir.Shape(shape), cache=True)
+
+
+def add_initializer(
+    graph: ir.Graph, name: str, content: np.ndarray | ir.TensorProtocol
+) -> ir.Value:
     """A new initializer of `graph` with these numbers; no other value may have its name."""
-    tensor = ir.tensor(content, name=name)
-    shape, kind = ir.Shape(content.shape), ir.TensorType(tensor.dtype)
+    tensor = ir.tensor(content, name=name) if isinstance(content, np.ndarray) else content
+    tensor.name = name
+    shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
     graph.register_initializer(value)
     return value

@@ -520,7 +520,7 @@ class Context(PassContext, ABC):
         if not any(t.size for t in writes.values()):
             return
         weights = reads.get("b", reads.get("wq"))
-        if isinstance(problem, GemmProblem) and weights is not None and self._lasting(weights):
+        if isinstance(problem, GemmProblem) and weights is not None and self.lasting(weights):
             problem = problem.replace(static_b=True)
         if isinstance(problem, Contraction):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
@@ -539,7 +539,7 @@ class Context(PassContext, ABC):
         """Whether a kernel serves the problem, and the one that the user asks for, if any, does."""
         return serves(problem.op, problem, self.hw, self.prefs)
 
-    def _lasting(self, tensor: Tensor) -> bool:
+    def lasting(self, tensor: Tensor) -> bool:
         """Whether nothing in the program writes to the tensor."""
         buffer = self.buffers[tensor.buffer]
         return buffer.kind in ("weight", "constant") and buffer.name not in self.mutable

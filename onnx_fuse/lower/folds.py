@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+from onnx_fuse.program.call import ColumnOrder
+
+PART = 1 << 19
+"""Elements of a matrix that a core's cache holds in float32."""
 
 
 def cores() -> ThreadPoolExecutor:
     """Threads for NumPy's work, which it does without Python's lock."""
     return ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+
+
+def in_order(order: ColumnOrder, w: np.ndarray) -> np.ndarray:
+    """A matrix or a row with its columns in another order, by threads."""
+    rows, ordered = w.reshape(-1, w.shape[-1]), np.empty(w.shape, w.dtype)
+    to, step = ordered.reshape(rows.shape), max(1, PART // w.shape[-1])
+
+    def part(first: int) -> None:
+        to[first : first + step] = order.of(rows[first : first + step])
+
+    with cores() as threads:
+        list(threads.map(part, range(0, len(rows), step)))
+    return ordered
+
+
+def least_infinite(dtype: np.dtype[Any]) -> float:
+    """The least number that is infinite in float16 or bfloat16."""
+    infinity = int(np.array(np.inf, dtype).view(np.uint16))
+    before, last = np.arange(infinity - 2, infinity, dtype=np.uint16).view(dtype).astype(float)
+    return float(last + (last - before) / 2)
+
+
+class RowsOfSeveral:
+    """The rows of matrices beside each other, which are put together when they are read."""
+
+    def __init__(self, matrices: Sequence[np.ndarray]) -> None:
+        self._matrices, self.dtype = matrices, matrices[0].dtype
+        self.shape = len(matrices[0]), sum(matrix.shape[1] for matrix in matrices)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return np.concatenate([matrix[rows] for matrix in self._matrices], 1)
+
+
+Rows: TypeAlias = np.ndarray | RowsOfSeveral
 
 
 class Folding:
@@ -23,25 +63,30 @@ class Folding:
         threads: ThreadPoolExecutor,
         gamma: np.ndarray,
         beta: np.ndarray | None,
-        w: np.ndarray,
+        w: Rows,
         c: np.ndarray,
         trans: bool,
+        order: ColumnOrder | None,
     ) -> None:
+        """`c` is in the order already."""
         k, n = w.shape
         wq = np.empty((n, k) if trans else (k, n), w.dtype)
         self.arrays = {"wq": wq, "cs": np.empty(n, np.float32), "cv": np.empty(n, np.float32)}
-        self._c, step = c, max(64 if trans else 1, (1 << 19) // n)
-        infinity = np.array(np.inf, w.dtype).view(np.uint16)
+        self._c, step = c, max(64 if trans else 1, PART // n)
+        limit = least_infinite(w.dtype)
 
         def part(first: int) -> tuple[bool, np.ndarray | float, np.ndarray | float]:
+            # each step of NumPy's waits for Python's lock: they are few
             rows = slice(first, first + step)
-            wide = w[rows].astype(np.float32)
-            shift = beta[rows].astype(np.float64) @ wide if beta is not None else 0.0
+            wide = (w[rows] if order is None else order.of(w[rows])).astype(np.float32, order="C")
+            scaled, sums = (wq.T if trans else wq)[rows], 0.0
+            shift = 0.0 if beta is None else beta[rows].astype(np.float64) @ wide
             with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused
                 wide *= gamma[rows].astype(np.float32)[:, None]
-                (wq.T if trans else wq)[rows] = scaled = wide.astype(w.dtype)
-                sums = 0.0 if beta is None else scaled.astype(np.float32).sum(0, dtype=np.float64)
-            return bool((scaled.view(np.uint16) & 0x7FFF).max() < infinity), sums, shift
+                scaled[...] = wide
+                if beta is not None:
+                    sums = scaled.astype(np.float32, order="C").sum(0, dtype=np.float64)
+            return bool(wide.max() < limit and wide.min() > -limit), sums, shift
 
         self._parts = [threads.submit(part, first) for first in range(0, k, step)]
 

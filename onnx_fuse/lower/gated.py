@@ -8,6 +8,7 @@ pass over its two halves cheaper, or no kernel has that epilogue, it is written 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,14 +16,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
-from onnx_fuse.ir.build import required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering, Unserved
-from onnx_fuse.lower.folds import cores
-from onnx_fuse.lower.linear import activation, bias_row, norm_problem, norm_product, product
+from onnx_fuse.lower.linear import (
+    activation,
+    bias_row,
+    norm_problem,
+    norm_product,
+    ordered,
+    product,
+)
 from onnx_fuse.ops.fused.gated import OPS
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import ColumnOrder, Tensor
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem
 
 BLOCK = 8
@@ -35,18 +41,11 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
     A block's pairs are of the even columns of y, then of the odd ones: see gate_column in
     gemm/epilogue.cuh.
     """
-    rows = w.reshape(-1, w.shape[-1])
-    pairs = np.empty((len(rows), w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
-    step = max(1, (1 << 19) // w.shape[-1])
-
-    def part(first: int) -> None:
-        halves, to = np.split(rows[first : first + step], 2, -1), pairs[first : first + step]
-        for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
-            columns = half.reshape(*to.shape[:-2], BLOCK // 2, 2)
-            to[..., : BLOCK // 2, i], to[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
-
-    with cores() as threads:
-        list(threads.map(part, range(0, len(rows), step)))
+    pairs = np.empty((*w.shape[:-1], w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
+    halves = np.split(w, 2, -1)
+    for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
+        columns = half.reshape(*pairs.shape[:-2], BLOCK // 2, 2)
+        pairs[..., : BLOCK // 2, i], pairs[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
     return pairs.reshape(w.shape)
 
 
@@ -63,19 +62,15 @@ def gated_gemm(ctx: Context, node: ir.Node) -> None:
     row = bias_row(ctx, node, at + 1, w.shape[1])
     if w.shape[1] % (2 * BLOCK):
         raise Unserved("no-kernel", what=f"{w.shape[1] // 2} columns, no multiple of {BLOCK}")
-    if ctx.known(w) is None or ctx.known(row) is None:
+    if not (ctx.lasting(w) and ctx.lasting(row)):
         raise Unserved("computed", what="its weights")
     attrs = {**activation(ctx, node, name.activation), "gate": True}
     if not _pays(ctx, node, w, attrs):
         raise Unserved("faster", by="")
-    one, columns = (
-        required(
-            ctx.packed(tensor, f"{place} interleaved", lambda array: interleaved(array, place))
-        )
-        for tensor in (w, row)
-    )
+    order = ColumnOrder(f"{place} interleaved", partial(interleaved, place=place))
     if prefix:
-        return norm_product(ctx, node, one, columns, attrs)
+        return norm_product(ctx, node, w, row, attrs, order=order)
+    one, columns = (ordered(ctx, tensor, order) for tensor in (w, row))
     y = ctx.output(node, 0, (*x.shape[:-1], w.shape[1] // 2), x.dtype)
     wide = one.expand((*x.shape[:-2], *one.shape))
     product(ctx, node, x, wide, y, {"col1": columns}, attrs={"bias": True, **attrs})

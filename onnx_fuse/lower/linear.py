@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
-from onnx_fuse.ir.build import dim
+from onnx_fuse.ir.build import dim, required
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, refusals, select
@@ -18,10 +19,11 @@ from onnx_fuse.kernels.costs import Passes, pays, products, seconds, total
 from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower import quantized
 from onnx_fuse.lower.context import Context, Lowering, Unserved, copy
+from onnx_fuse.lower.folds import in_order
 from onnx_fuse.lower.matrices import Matrix, alignment, factors, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
-from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
+from onnx_fuse.program.call import ColumnOrder, Tensor, dtype_of, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
@@ -245,18 +247,22 @@ def norm_product(
     exposed: Sequence[str] = (),
     *,
     cast: bool = False,
+    order: ColumnOrder | None = None,
 ) -> None:
     """y = act(N(x) · w + row), the norm's x and parameters being the node's first inputs.
 
-    `cast`: w is a cast of its master in each run, or a copy of it that is kept.
+    `cast`: w is a cast of its master in each run, or a copy of it that is kept. The kernel reads
+    the columns of w and row in the `order`.
     """
     rms = FusedName.of(node.op_type).rms
     x, scale = ctx.dense(node, 0), ctx.dense(node, 1)
     n, k = w.shape[1], x.shape[-1]
-    right = matrix(ctx, w)
+    # a copy in another order is dense, and only made where no fold is
+    right = matrix(ctx, w) if order is None else Matrix(w, False, n, ())
     if right.ld != (k if right.trans else n):
         right = matrix(ctx, ctx.contiguous(w))
-    how = {"bias": True, "trans_b": right.trans, "align": alignment(right.tensor)}
+    align = alignment(right.tensor) if order is None else 16
+    how = {"bias": True, "trans_b": right.trans, "align": align}
     problem = norm_problem(ctx, node, n, {**how, **attrs})
     if "z" in exposed:
         problem = problem.replace(save_z=True)
@@ -266,7 +272,7 @@ def norm_product(
     folded, trans = None, right.trans
     if not exposed:
         trans = trans or _rows_pay(ctx, problem)
-        folded = ctx.folded(scale, beta, right.tensor, row, trans)
+        folded = ctx.folded(scale, beta, right.tensor, row, trans, order)
     folded_problem = problem.replace(folded=True, align=16, trans_b=trans)
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
@@ -278,6 +284,8 @@ def norm_product(
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
     if folded is not None and select("LayerNormGemm", folded_problem, ctx.hw) is not None:
         problem, reads = folded_problem, {"x": x, **folded}
+    elif order is not None:
+        reads |= {name: ordered(ctx, reads[name], order) for name in "wc"}
     columns = n // 2 if problem.epilogue.gate else n
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
     stat = (*x.shape[:-1], 1)
@@ -288,6 +296,11 @@ def norm_product(
         if extra not in writes:
             writes[extra] = ctx.scratch("float32", stat)
     ctx.select(node, problem, reads, writes)
+
+
+def ordered(ctx: Context, constant: Tensor, order: ColumnOrder) -> Tensor:
+    """A constant with its columns in the order."""
+    return required(ctx.packed(constant, order.name, partial(in_order, order)))
 
 
 def _rows_pay(ctx: Context, problem: GemmProblem) -> bool:

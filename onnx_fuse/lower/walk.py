@@ -7,7 +7,6 @@ else its body is lowered instead; else onnxruntime runs it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -36,6 +35,7 @@ from onnx_fuse.lower.context import (
 )
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED, is_flat_grid
+from onnx_fuse.lower.derived_weights import DerivedWeights
 from onnx_fuse.lower.folds import Folds
 from onnx_fuse.lower.sequences import followed, leave, sequence, sequences
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
@@ -75,11 +75,15 @@ def lower(
     prefs: Prefs = None,
     state: Mapping[str, str] | None = None,
     values: Mapping[str, np.ndarray] | None = None,
+    chosen: Callable[[Program, Callable[[np.ndarray], bool]], None] | None = None,
 ) -> Program:
     """The Program of `model` for inputs of these (shape, dtype), by name.
 
     `values` are inputs known at lowering. Raises NeedsValues where a shape depends on small integer
     inputs that are not among them.
+
+    `chosen` is told of the program while threads still make its weights, and what waits for one of
+    its arrays. Where that says False, numbers are beyond their type, and another program follows.
 
     `state` maps outputs to the inputs (or initializers) whose next value they are: those are
     written in place. The initializers among them are never taken for constants.
@@ -88,11 +92,13 @@ def lower(
         while True:
             lowerer = Lowerer(model, shapes, hw, math=math, prefs=prefs, state=state, values=values)
             program = lowerer.run()
+            if chosen is not None:
+                chosen(program, lowerer.weight_folds.is_made)
             if lowerer.weight_folds.keep():
                 return program
 
 
-class Lowerer(Control):
+class Lowerer(Control, DerivedWeights):
     """The walk: each node to its kernels, its body, or onnxruntime."""
 
     def __init__(
@@ -108,14 +114,13 @@ class Lowerer(Control):
     ) -> None:
         super().__init__(model.graph.opset_imports, hw, math, prefs)
         self.model, self.shapes, self.state = model, shapes, dict(state or {})
+        self.packings: dict[str, Tensor] = {}
+        self.weight_folds = Folds(model.graph.meta.setdefault("folded", {}))  # and the next shapes'
         self.values = dict(values or {})
         # inputs of a body -> what it was called on; results of a node -> those of its body
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
         self.in_parts: dict[str, str] = {}
-        self._packed: dict[str, Tensor] = {}
-        kept = model.graph.meta.setdefault("folded", {})  # for the next shapes, too
-        self.weight_folds = Folds(kept)
         self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
         self._updates = Updates()
         self.later: list[ir.Node] = []
@@ -158,7 +163,7 @@ class Lowerer(Control):
             if (small and number) or dtype == ir.DataType.STRING:
                 self.slots[value] = Slot(host=value.const_value.numpy())
             else:
-                shape, name = tuple(value.const_value.numpy().shape), dtype_name(dtype)
+                shape, name = tuple(value.const_value.shape.numpy()), dtype_name(dtype)
                 tensor = self._buffer("weight", shape, name, value.name or "")
                 values = None if value.name in mutable or not small else value.const_value.numpy()
                 self.slots[value] = Slot(host=values, tensor=tensor)
@@ -222,69 +227,6 @@ class Lowerer(Control):
             else:
                 others.append(call)
         return tuple(setup), tuple(others)
-
-    def folded(
-        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
-    ) -> dict[str, Tensor] | None:
-        parameters = [t for t in (gamma, beta, w, c) if t is not None]
-        source = self.buffers[w.buffer]
-        if w.dtype not in ("float16", "bfloat16") or source.kind != "weight":
-            return None
-        values = [self.known(t) for t in parameters]
-        known = [v for v in values if v is not None]
-        if len(known) < len(values):
-            return None
-        g, *b, weights, row = known
-        small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
-        how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
-        name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
-        initializer = self.model.graph.initializers.get(source.name)
-        # an initializer's number, or what was made of one for this program and the next
-        value = initializer.const_value if initializer is not None else self.constants[w.buffer]
-        arrays = self.weight_folds.of(name, value, g, b[0] if b else None, weights, row, trans)
-        if not arrays:
-            return None  # a product beyond float16: it stays in the operand path
-        tensors = {}
-        for key, array in arrays.items():
-            tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
-            self.constants[tensors[key].buffer] = array
-        return tensors
-
-    def packed(
-        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
-    ) -> Tensor | None:
-        array = self.known(tensor)
-        if array is None:
-            return None
-        source = self.buffers[tensor.buffer]
-        if source.kind != "weight" or tensor.buffer in self.constants:
-            return self.constant(make(array))
-        name = f"{source.name} {how} {tensor.shape} {tensor.strides} {tensor.offset}"
-        if name not in self._packed:
-            cache = self.model.graph.meta.setdefault("packed", {})  # for the next shapes
-            value = self.model.graph.initializers[source.name].const_value
-            if name not in cache or cache[name][0] is not value:
-                cache[name] = value, np.ascontiguousarray(make(array))
-            packed = cache[name][1]
-            weight = self._buffer("weight", packed.shape, packed.dtype.name, name)
-            self.constants[weight.buffer] = packed
-            self._packed[name] = weight
-        return self._packed[name]
-
-    def known(self, tensor: Tensor) -> np.ndarray | None:
-        if not self._lasting(tensor):
-            return None
-        buffer = self.buffers[tensor.buffer]
-        if tensor.buffer in self.constants:
-            array = self.constants[tensor.buffer]
-            if not self.weight_folds.is_made(array):
-                return None
-        else:
-            value = self.model.graph.initializers[buffer.name].const_value
-            array = required(value).numpy()
-        flat = np.ascontiguousarray(array).reshape(-1)[tensor.offset :]
-        steps = [step * array.itemsize for step in tensor.strides]
-        return np.lib.stride_tricks.as_strided(flat, tensor.shape, steps, writeable=False)
 
     def _node(self, node: ir.Node) -> None:
         if contrib.lookup(node) is not None:
@@ -695,6 +637,6 @@ class Lowerer(Control):
             t is not None
             and len(t.shape) <= 1
             and t.size <= 64
-            and not (self.buffers[t.buffer].kind == "input" or self._lasting(t))
+            and not (self.buffers[t.buffer].kind == "input" or self.lasting(t))
             for t in tensors
         )

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import (
     Builder,
+    Concatenated,
     add_initializer,
     all_nodes,
     const_array,
@@ -218,7 +219,9 @@ class Rewriter:
         for value in self.graph.initializers.values():
             if value.metadata_props.get(PACKED) == record:
                 return value
-        packed = np.asarray(arrays[0], order="C") if axis is None else np.concatenate(arrays, axis)
+        packed: np.ndarray | Concatenated = (
+            np.asarray(arrays[0], order="C") if axis is None else Concatenated(arrays, axis)
+        )
         # Always a new one: sharing equal bytes of another origin would tie them in training.
         value = add_initializer(self.graph, Names.of(self.graph).fresh(f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record
@@ -273,7 +276,7 @@ def freeze(
         if value is None or value.graph is None or not is_initializer(value) or not is_float(value):
             continue
         names = {*_part_names(value)}.difference(still)
-        for other in value.graph.initializers.values():
+        for other in value.graph.initializers.values() if names else ():
             if names.isdisjoint(_part_names(other)) or not _has_readers(other, gone):
                 continue
             if PACKED not in other.metadata_props:

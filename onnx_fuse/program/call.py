@@ -272,6 +272,15 @@ class Call:
         return f"{self.kernel}<{grids}>  {writes} <- {reads}  # {nodes}{why}"
 
 
+@dataclass(frozen=True)
+class ColumnOrder:
+    """Another order of a constant's columns, and what it is called."""
+
+    name: str
+    of: Callable[[np.ndarray], np.ndarray]
+    """[..., n] -> the same, row by row, with the columns in that order."""
+
+
 class PassContext(Protocol):
     """What the passes over a program need of the lowering that it comes from."""
 
@@ -289,12 +298,19 @@ class PassContext(Protocol):
         """The value of a tensor that nothing in the program writes to; None for any other."""
 
     def folded(
-        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+        self,
+        gamma: Tensor,
+        beta: Tensor | None,
+        w: Tensor,
+        c: Tensor,
+        trans: bool,
+        order: ColumnOrder | None = None,
     ) -> dict[str, Tensor] | None:
         """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, or None.
 
-        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
-        Without beta the norm is an RMSNorm, whose mean is 0, and cs is 0.
+        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c,
+        all with their columns in the `order`. Without beta the norm is an RMSNorm, whose mean is 0,
+        and cs is 0.
         """
 
 

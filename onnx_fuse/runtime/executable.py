@@ -587,6 +587,8 @@ class Executable:
 
     def _lowered(self, feeds: Feeds) -> PlannedProgram:
         shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
+        if not isinstance(self.model, Deployed):  # what is lowered runs
+            self.specializer.on_chosen = weakly(self.shared.begin)
         while True:
             values = {name: self.host_value(feeds[name]) for name in self._deciding}
             try:

@@ -37,17 +37,24 @@ class GraphParts:
     """What a container of a graph holds beside the graph; `stamps` of files beside the model."""
 
     manifest: dict[str, Any]
-    tensors: dict[str, Array]
+    weights: dict[str, ir.TensorProtocol]
+    derived: dict[str, Array]
     stamps: dict[str, tuple[int, int]]
 
+    @cached_property
+    def tensors(self) -> dict[str, Array]:
+        """The weights and what was made of them by name, which may take a while."""
+        return {name: tensor.numpy() for name, tensor in self.weights.items()} | self.derived
 
-def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
+
+def parts(model: ir.Model, *, beside: bool, limit: int) -> GraphParts | None:
     """The parts of `model`; with `beside`, weights that stand in its file stay there.
 
-    None where a file beside the model has changed since it was read.
+    What lowering made of weights is left out where `limit` has no room for all. None where it has
+    none for the others, or a file beside the model has changed since it was read.
     """
     graph = model.graph
-    tensors: dict[str, Array] = {}
+    weights: dict[str, ir.TensorProtocol] = {}
     places: dict[str, tuple[str, int, int]] = {}
     stamps: dict[str, tuple[int, int]] = {}
     for name, value in graph.initializers.items():
@@ -56,7 +63,7 @@ def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
             continue
         place: Place | None = getattr(tensor, "meta", {}).get(PLACE) if beside else None
         if place is None:
-            tensors[name] = tensor.numpy()
+            weights[name] = tensor
             continue
         file, at, read = place
         places[name] = file, at, tensor.nbytes
@@ -65,6 +72,7 @@ def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
     names = {id(v.const_value): n for n, v in graph.initializers.items()}
     manifest: dict[str, Any] = {"places": places}
     folded = {id(value) for value, made in list(graph.meta.get("folded", {}).values()) if made}
+    derived: dict[str, Array] = {}
     for kind in _MADE:
         rows = manifest[kind] = []
         for name, (value, entry) in list(graph.meta.get(kind, {}).items()):
@@ -73,13 +81,16 @@ def parts(model: ir.Model, *, beside: bool) -> GraphParts | None:
             arrays = entry if kind == "folded" else {"": entry}
             labels = {key: f"{kind} {name} {key}" for key in arrays}
             if id(value) in names:
-                tensors |= {labels[key]: array for key, array in arrays.items()}
+                derived |= {labels[key]: array for key, array in arrays.items()}
                 described = {
                     key: [labels[key], array.dtype.name, list(array.shape)]
                     for key, array in arrays.items()
                 }
                 rows.append([name, names[id(value)], described])
-    return GraphParts(manifest, tensors, stamps)
+    room = limit - sum(tensor.nbytes for tensor in weights.values())
+    if sum(array.nbytes for array in derived.values()) > room:
+        derived, manifest = {}, manifest | {kind: [] for kind in _MADE}
+    return GraphParts(manifest, weights, derived, stamps) if room >= 0 else None
 
 
 def opened(container: Container, model: Path | None) -> ir.Model:

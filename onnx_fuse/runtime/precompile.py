@@ -231,11 +231,10 @@ class _GraphCopy:
         """A copy of the specializer's model, or None where its weights are too large."""
         with collector.paused():  # nothing of the clone stays
             with specializer.lock:
-                parts = graphs.parts(specializer.model, beside=False)
+                parts = graphs.parts(specializer.model, beside=False, limit=LARGEST)
+                if parts is None:
+                    return None
                 graph = specializer.model.clone()
-            assert parts is not None
-            if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
-                return None
             parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
             data = serialized_without_weights(graph)
             del graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class Resources:
         self._home, self._retire = home, retire
         self._stream: device.Stream | None = None
         self._lock = threading.Lock()
+        self._compiler = ThreadPoolExecutor(1, "onnx_fuse kernels")
 
     @property
     def stream(self) -> device.Stream:
@@ -97,6 +98,17 @@ class Resources:
         """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
 
+    def begin(self, program: Program, made: Callable[[np.ndarray], bool]) -> None:
+        """Compile the kernels, and upload weights while threads make others (see `Weights.of`)."""
+        self.compile(program)
+        device.start(self.device_id)
+        self.weights.of(program, self.weight, made)
+
+    def compile(self, program: Program) -> Future[None]:
+        """Compile the kernels behind those of the programs that came before, while others work."""
+        launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
+        return self._compiler.submit(nvrtc.compile_all, launches, self.hw.arch)
+
     def prepared(
         self, program: Program, room: Mapping[int, int]
     ) -> tuple[dict[int, int], dict[int, Constant], device.Memory | None]:
@@ -104,13 +116,10 @@ class Resources:
 
         The address of each buffer that stays, and what holds it; `room` may have a buffer's bytes.
         """
-        calls = (*program.setup, *program.calls)
-        wanted = [x for call in calls for x in call.launches]
-        with ThreadPoolExecutor(1) as pool:  # uploading weights needs no kernels
-            compiling = pool.submit(nvrtc.compile_all, wanted, self.hw.arch)
-            device.start(self.device_id)
-            address = self.weights.of(program, self.weight)
-            compiling.result()
+        compiling = self.compile(program)  # uploading weights needs no kernels
+        device.start(self.device_id)
+        address = self.weights.of(program, self.weight)
+        compiling.result()
         buffers = {b.id: b.nbytes for b in program.buffers if b.kind == "constant"}
         constants = self.constants.place(
             {b: program.constants[b] for b in buffers if b in program.constants}
@@ -167,13 +176,13 @@ class AfterFault:
             self._forget()
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
+def weakly(method: Callable[..., object]) -> Callable[..., None]:
     """A function that calls a bound method as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*arguments: object) -> None:
         bound = reference()
         if bound is not None:
-            bound()
+            bound(*arguments)
 
     return call

@@ -85,6 +85,8 @@ class Specializer:
         self.model, self.hw, self.math = model, hw, math
         self.prefs, self.state, self.memory = prefs, state, memory
         self.is_open = True
+        self.on_chosen: Callable[[Program, Callable[[np.ndarray], bool]], None] | None = None
+        """Told of a program while its weights are still being made, as `lower` tells it."""
         self.traced = 0
         """Lowerings so far."""
         self.seconds = 0.0
@@ -204,7 +206,7 @@ class Specializer:
         self.traced += 1
         return lower(
             self.model, shapes, self.hw, math=self.math, prefs=self.prefs, state=self.state,
-            values=values,
+            values=values, chosen=self.on_chosen,
         )  # fmt: skip
 
     def numbers(self, shapes: Shapes) -> dict[str, int]:

@@ -37,10 +37,16 @@ class Weights:
         """The bytes that this object has put on the device."""
         return sum(block.nbytes for block in self._blocks)
 
-    def of(self, program: Program, weight: Callable[[str], np.ndarray]) -> dict[int, int]:
+    def of(
+        self,
+        program: Program,
+        weight: Callable[[str], np.ndarray],
+        made: Callable[[np.ndarray], bool] = lambda array: True,
+    ) -> dict[int, int]:
         """Buffer -> address of the program's weights and states, which are put there if need be.
 
-        `weight` gives one of the model's by its name.
+        `weight` gives one of the model's by its name, `made` waits for the numbers of an array.
+        Where it says that these are of no use, nothing is put there.
         """
         arrays = {}
         for b in program.buffers:
@@ -53,15 +59,19 @@ class Weights:
             elif b.kind == "random":
                 arrays[b.name] = np.zeros(2, np.uint64)  # seed, draw
         if arrays:
-            self.place(arrays)
+            self.place(arrays, made)
         return {
             b.id: self.resident[b.name][1]
             for b in program.buffers
             if b.kind in ("input", "weight", "random") and b.name in self.resident
         }
 
-    def place(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put arrays on the device under their names, in one allocation."""
+    def place(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        made: Callable[[np.ndarray], bool] = lambda array: True,
+    ) -> None:
+        """Put arrays on the device under their names, in one allocation; `made` is as for `of`."""
         device.start(self._device_id)
         sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
         block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
@@ -69,6 +79,9 @@ class Weights:
         for name, array in arrays.items():
             tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
             resident[name] = (tensor, at)
+            if not made(array):
+                self._stream.wait("uploading weights of no use")
+                return
             if zeros(array):
                 self._stream.fill(at, 0, array.nbytes)
             elif array.nbytes:
