@@ -345,6 +345,16 @@ def test_a_written_gradient_that_is_wrong_fails_its_check() -> None:
     assert check.failed[0].tensor == "w"
 
 
+def test_a_gradient_of_an_output_that_stands_twice_is_checked() -> None:
+    model = text_model(
+        "g (float[N,3] x) => (float[N,2] y, float[N,2] y) <float[3,2] w = {1,2,3,4,5,6}>"
+        " { y = MatMul (x, w) }"
+    )
+    for check in (check_gradients(model), check_written(autodiff.gradient(model))):
+        assert check.ok
+        assert [e.tensor for e in check.errors] == ["w"]
+
+
 def test_a_weight_and_an_input_that_are_outputs_are_given_a_gradient_and_have_one() -> None:
     model = text_model(
         "g (float[2,3] x, int64[2] n) => (float[2,2] y, float[3,2] w, float[2,3] x, int64[2] n)"

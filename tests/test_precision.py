@@ -168,6 +168,8 @@ TYPES_OF_THEIR_OWN = {
     { s = SplitToSequence <axis = 1, keepdims = 1> (x)  y = ConcatFromSequence <axis = 1> (s)
       e = SequenceEmpty ()  r = Relu (x)  t = SequenceInsert (e, r)
       i = Constant <value = int64 {0}> ()  u = SequenceAt (t, i)  z = Neg (u) }""",
+    "an output that stands twice": """(float[2,4] x) => (float[2,4] y, float[2,4] y)
+    { y = Sigmoid (x) }""",
     "a diagonal": """(int64[3,3] i, float[3,3] x) => (float[3,3] y)
     { e = EyeLike <dtype = 1> (i)  y = Mul (e, x) }""",
 }

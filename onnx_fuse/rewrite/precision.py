@@ -152,13 +152,13 @@ def lower_precision(
                 node.replace_input_with(i, _to(here, read, F32))
         graph.insert_before(node, here.nodes)
     insert_behind(graph, None, op.nodes)
-    op = Builder()
+    op, ends = Builder(), dict[ir.Value, ir.Value]()  # a value may be several outputs
     for k, value in enumerate(graph.outputs):
         if widened[k] and value.dtype == dtype:
-            name = value.name
-            cast = _to(op, value, F32)
-            value.name, cast.name = f"{name}.{dtype.name.lower()}", name
-            graph.outputs[k] = cast
+            if value not in ends:
+                name, ends[value] = value.name, _to(op, value, F32)
+                value.name, ends[value].name = f"{name}.{dtype.name.lower()}", name
+            graph.outputs[k] = ends[value]
     graph.extend(op.nodes)
 
 

@@ -312,7 +312,8 @@ def _with_seeds(backward: ir.Model, request: Request, notes: list[str]) -> Feeds
     """
     feeds = request.feeds[0] if request.feeds else {}
     open_inputs = [name for name in _inputs(backward) if name not in feeds]
-    ends = [str(v.name) for v in backward.graph.outputs if f"{v.name}{_SEED}" in open_inputs]
+    names = dict.fromkeys(str(v.name) for v in backward.graph.outputs)  # one may stand twice
+    ends = [name for name in names if f"{name}{_SEED}" in open_inputs]
     if feeds and not ends:
         return dict(feeds)
     forward = backward.clone()
@@ -321,10 +322,10 @@ def _with_seeds(backward: ir.Model, request: Request, notes: list[str]) -> Feeds
     forward.graph.outputs[:] = list(by_name(forward, ends).values())
     remove_unused_nodes(forward)
     forward.graph.inputs[:] = [v for v in forward.graph.inputs if not f"{v.name}".endswith(_SEED)]
-    session, names = ort.session(forward), _inputs(forward)
+    session, read = ort.session(forward), _inputs(forward)
 
     def run(feed: Feeds) -> list[Any]:
-        return ort.run(session, {name: feed[name] for name in names if name in feed})
+        return ort.run(session, {name: feed[name] for name in read if name in feed})
 
     inputs, outputs = request.pairs(forward, run, notes)[0]
     seeds = cotangents_of(ends, outputs, np.random.default_rng(request.seed))
