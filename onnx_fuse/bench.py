@@ -317,7 +317,7 @@ def _step_clock(
 
 def _session(model: Path | ir.Model, threads: int, providers: Sequence[Any]) -> Any:
     """A session whose threads sleep between runs: they would take the other model's cores."""
-    options = ort.quiet_options(threads=threads, spins=False)
+    options = ort.quiet_options(threads=threads, spins="in runs")
     return ort.session(model, options, providers=providers)
 
 

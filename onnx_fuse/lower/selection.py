@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, required
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.program.data_movement import KEPT_TILE
+from onnx_fuse.program.problem import KEPT_TILE
 
 MAX_COLUMNS = 4
 """Elements of a slice up to which Unique sorts slices in one pass an element."""

@@ -10,7 +10,7 @@ from math import prod
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, KernelConfig
+from onnx_fuse.program.problem import ITEMSIZE, KEPT_TILE, AnyProblem, KernelConfig
 from onnx_fuse.program.problems import Window
 
 
@@ -273,10 +273,6 @@ class SortedRows(AnyProblem):
     count: int
     width: int
     dtype: str
-
-
-KEPT_TILE = 4096
-"""Flags of which KeptCounts gives one count."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ TRAINING_PRECISIONS = PRECISIONS | {"fp8": PRECISIONS["bf16"]}
 """The same for training, where "fp8" has its linear products in float8 (`ops.fused.float8`)."""
 FEW = 16
 """Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
+KEPT_TILE = 4096
+"""Flags of which KeptCounts gives one count. Here, since operators read it: the problems of data
+movement take a tenth of a second to import."""
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of most fields, none of which holds an open size."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_fuse.ir  # noqa: F401  # first: it imports onnx_ir without sympy
 from onnx_fuse.arrays import Array
@@ -45,8 +45,7 @@ def session(
     as_written: bool = False,
     fallback: bool = True,
     providers: Sequence[Any] = CPU_ONLY,
-    threads: int = 0,
-    prepacks: bool = True,
+    **quiet_settings: Any,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
     or of a graph whose weights it shares.
@@ -54,8 +53,7 @@ def session(
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
     `providers` are onnxruntime's, which takes the first that it has for a node. Without `options`,
-    an operator runs in `threads`, 0 for one on each core, and without `prepacks` weights stay as
-    they are: a session opens sooner and runs slower.
+    those of `quiet_options(**quiet_settings)` count.
     A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a `Widened` session.
     Raises what onnxruntime raises.
     """
@@ -64,7 +62,7 @@ def session(
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
     quiet = options is None
-    quietly = partial(quiet_options, as_written=as_written, threads=threads, prepacks=prepacks)
+    quietly = partial(quiet_options, as_written=as_written, **quiet_settings)
     options = options or quietly()
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
@@ -154,16 +152,26 @@ _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
 def quiet_options(
-    *, as_written: bool = False, threads: int = 0, spins: bool = True, prepacks: bool = True
+    *,
+    as_written: bool = False,
+    threads: int = 0,
+    spins: Literal["always", "in runs", "never"] = "always",
+    prepacks: bool = True,
 ) -> Any:
-    """SessionOptions that log nothing; an operator's `threads` sleep between runs or spin."""
+    """SessionOptions that log nothing.
+
+    An operator has `threads`, 0 for one on each core, which spin where they wait: that costs CPU
+    time and saves time. Without `prepacks` a session opens sooner and runs slower.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
     options.intra_op_num_threads = threads
-    if not spins:
+    if spins == "in runs":
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    elif spins == "never":
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not prepacks:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if as_written:

@@ -118,7 +118,7 @@ def _stage(model: ir.Model, levels: Mapping[ir.Node, int], level: int, threads: 
         graph.inputs.remove(value)
     return _Stage(
         # behind a stage a rank waits for the others, whose work needs the processors
-        ort.session(part, ort.quiet_options(threads=threads, spins=False)) if outputs else None,
+        ort.session(part, ort.quiet_options(threads=threads, spins="in runs")) if outputs else None,
         tuple(str(v.name) for v in graph.inputs),
         tuple(outputs),
         tuple(

@@ -346,7 +346,7 @@ def _oracle(original: Model, model: ir.Model, request: Request) -> _Oracle:
 
     def work(*, rare: bool) -> _Oracle:
         with ort.faults("the original"):
-            session = ort.session(unread(original), as_written=True)
+            session = ort.session(unread(original), as_written=True, spins="never")
         oracle = _Oracle([v.name for v in session.get_outputs()], [], [], [], {})
         if isinstance(session, ort.Widened):
             oracle.notes.append(session.note)

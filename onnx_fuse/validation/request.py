@@ -126,8 +126,9 @@ class Request(CheckOptions):
                 model, device=self.device, optimize=False, precision=self.precision
             )
         return ort.session(
-            runnable(model), as_written=as_written, fallback=fallback, threads=threads
-        )
+            runnable(model), as_written=as_written, fallback=fallback, threads=threads,
+            spins="never",
+        )  # fmt: skip
 
 
 def runnable(model: Model) -> Any:

@@ -58,7 +58,7 @@ def wrong_sizes(
     sentences: dict[ir.Node, str] = {}
     try:
         graph = DualGraph.of_model(plain, file)
-        opened = partial(ort.session, graph, as_written=True, threads=threads)
+        opened = partial(ort.session, graph, as_written=True, threads=threads, spins="never")
         session = opened(prepacks=False) if values else None  # to pack takes as long as some runs
         for feed in _of_other_shapes(feeds) if values else ():
             answers = ort.run(session, feed)

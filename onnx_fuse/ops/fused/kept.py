@@ -11,7 +11,7 @@ one of them is NaN or inf, or none is finite.
 from __future__ import annotations
 
 from onnx_fuse.ops.opdef import NoGrad, fused_op, register
-from onnx_fuse.program.data_movement import KEPT_TILE
+from onnx_fuse.program.problem import KEPT_TILE
 
 _COUNTS = f"""
     zero = [0]

@@ -8,7 +8,6 @@ from math import prod
 import numpy as np
 
 from onnx_fuse.program.data_movement import (
-    KEPT_TILE,
     CopyMany,
     CumulativeSum,
     GatherElements,
@@ -26,7 +25,7 @@ from onnx_fuse.program.data_movement import (
 )
 from onnx_fuse.program.interpret.memory import CallOperands, widened
 from onnx_fuse.program.interpret.steps import evaluate
-from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.problem import ITEMSIZE, KEPT_TILE
 
 Results = dict[str, np.ndarray]
 
