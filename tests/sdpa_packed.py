@@ -11,7 +11,6 @@ from onnx_fuse.program.call import dtype_of
 # them
 ROWS = (
     ("PackedGuard", (2, 2), (64, 64), (70, 0, 1, 33), 72, 5),
-    ("PackedGuard", (2, 2), (64, 64), (128, 0, 65, 64), 128, 200),
     ("PackedGuard", (4, 2), (64, 64), (130, 7, 200), 200, 70),
     ("PackedGuard", (1, 1), (40, 24), (1, 2, 1), 2, 0),
     ("CausalPackedGuard", (2, 2), (64, 64), (300, 0, 70), 310, 64),
