@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
     constexpr int STEP = TEAM * VEC, PADDED = ITEMS * STEP;
     __shared__ Pair scratch[TEAM > 32 ? TEAM * TEAMS / 32 : 1];
     __shared__ __align__(16) ACC others[TEAMS > 1 ? TEAMS * PADDED : 4];  // sums of half of the teams
-    const int team = threadIdx.x / TEAM, own = threadIdx.x % TEAM * VEC;
+    const int team = threadIdx.x / TEAM, column = threadIdx.x % TEAM * VEC;
     Vec<ACC, VEC> sum_xh[ITEMS] = {}, sum_dy[ITEMS] = {};  // of dy xh and of dy over its rows
     for (i64 row = (i64)blockIdx.x * TEAMS + team; row < rows; row += gridDim.x * TEAMS) {
         const ACC mu = RMS ? (ACC)0 : (ACC)widen(mean[row]), rs = widen(rstd[row]);
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
         Share<!TURNED, T> share[ITEMS];
 #endif
         UNROLLED for (int u = 0; u < ITEMS; u++) {
-            const int i = u * STEP + own;
+            const int i = u * STEP + column;
             if (i < length) {
                 kept_x[u] = load<VEC>(x + row * length + i);
 #if PRODUCT
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
 #endif
         Pair s = {0, 0};
         UNROLLED for (int u = 0; u < ITEMS; u++)
-            if (u * STEP + own < length)
+            if (u * STEP + column < length)
                 UNROLLED for (int j = 0; j < VEC; j++) {
                     const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs, d = widen(kept_dy[u].at[j]);
                     const ACC g = d * (ACC)widen(w[u].at[j]);
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
         if (!dx) continue;
         const ACC c1 = RMS ? (ACC)0 : s.a / (ACC)length, c2 = s.b / (ACC)length;
         UNROLLED for (int u = 0; u < ITEMS; u++) {
-            const int i = u * STEP + own;
+            const int i = u * STEP + column;
             Vec<TY, VEC> t;
             UNROLLED for (int j = 0; j < VEC; j++) {
                 const ACC xh = ((ACC)widen(kept_x[u].at[j]) - mu) * rs;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
         }
     }
     UNROLLED for (int half = TEAMS / 2; half; half /= 2) {
-        ACC* const at = others + team % half * (2 * PADDED) + own;
+        ACC* const at = others + team % half * (2 * PADDED) + column;
         if (team >= half && team < 2 * half)
             UNROLLED for (int u = 0; u < ITEMS; u++) {
                 store<VEC>(at + u * STEP, sum_xh[u]);
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) layernorm_dx(
     part += blockIdx.x * 2 * length;
     if (team == 0)
         UNROLLED for (int u = 0; u < ITEMS; u++) {
-            const int i = u * STEP + own;
+            const int i = u * STEP + column;
             if (i < length) store<VEC>(part + i, sum_xh[u]);
             if (i < length && !RMS) store<VEC>(part + length + i, sum_dy[u]);
         }

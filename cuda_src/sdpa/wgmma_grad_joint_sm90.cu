@@ -198,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         mbarrier_wait(kv_full + count % 2 * 8, count / 2 & 1);
         enter_sequence(head, ends_at[count % 2]);
         float* const levels = rows_at(count);
-        int own = threadIdx.x;
-        asm volatile("" : "+r"(own));  // what is made of it would else be kept beside the products
+        int thread = threadIdx.x;
+        asm volatile("" : "+r"(thread));  // or numbers computed from it would stay in registers beside the products
         constexpr int padded = KEY_ROWS;
         auto clear = [&](T* to, i64 stride, int width) {
-            for (int i = own; i < queries * width / 8; i += CONSUMERS * 32)
+            for (int i = thread; i < queries * width / 8; i += CONSUMERS * 32)
                 store<8>(to + (start + i / (width / 8)) * stride + i % (width / 8) * 8, Vec<T, 8>{});
         };
         if (!tiles) {
@@ -214,19 +214,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         }
         for (int t = 0; t < tiles; t++) mbarrier_wait(full + (step + t) % STAGES * 8, (step + t) / STAGES & 1);
 #pragma unroll 1  // fewer instructions to fetch, for which a short sequence waits
-        for (int row = own / 8; row < KEY_ROWS; row += 32) {
+        for (int row = thread / 8; row < KEY_ROWS; row += 32) {
             const u8* from = smem + STAGE_AT + (step + row / TILE) % STAGES * STAGE_BYTES + row % TILE * 128 +
-                             ((own ^ row) % 8 << 4);
+                             ((thread ^ row) % 8 << 4);
             const Vec<T, 8> dy_row = load<8>((const T*)(from + BOX)), y_row = load<8>((const T*)(from + 2 * BOX));
             float sum = 0;
             UNROLLED for (int e = 0; e < 8; e++) sum += to_float(y_row.at[e]) * to_float(dy_row.at[e]);
             UNROLLED for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-            if (own % 8 == 0) levels[padded + row] = row < queries ? sum : 0;
+            if (thread % 8 == 0) levels[padded + row] = row < queries ? sum : 0;
         }
         if (queries < KEY_ROWS) {
             u8* const tile = smem + STAGE_AT + (step + tiles - 1) % STAGES * STAGE_BYTES;
-            zero_rows<2, CONSUMERS * 32>(smem + count % 2 * KV_BYTES, KEY_ROWS, KEY_ROWS - queries, own);
-            zero_rows<2, CONSUMERS * 32>(tile, TILE, tiles * TILE - queries, own);
+            zero_rows<2, CONSUMERS * 32>(smem + count % 2 * KV_BYTES, KEY_ROWS, KEY_ROWS - queries, thread);
+            zero_rows<2, CONSUMERS * 32>(tile, TILE, tiles * TILE - queries, thread);
         }
 #else
         enter(head);
