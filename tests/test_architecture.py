@@ -53,12 +53,12 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so; that of `tests` also with a fault.
 BUDGETS = {
     "": 5397, "autodiff": 1798, "cli": 3637, "cuda": 1979, "cuda_src": 15424, "distributed": 899,
-    "importer": 5840, "ir": 2458, "kernels": 9698, "lower": 9452, "nn": 5161, "ops": 12565,
+    "importer": 5840, "ir": 2459, "kernels": 9698, "lower": 9452, "nn": 5161, "ops": 12565,
     "program": 10878, "report": 2378, "rewrite": 4417, "runtime": 9691, "torch": 3760,
     "training": 7841, "validation": 4825,
     "generation": 1752,
     "adapters": 1160, "quantization": 1257,
-    "tests": 56446, "tools": 10855,
+    "tests": 56445, "tools": 10855,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

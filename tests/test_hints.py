@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from fake_gpu import IdleDriver
 from support import Cli, run
 
 import onnx_fuse
@@ -20,8 +21,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.rules import PACKED
-from onnx_fuse.program.problem import CHIPS, Hardware
-from onnx_fuse.runtime import device, ort
+from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.invariance import limits
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.gradients import check_gradients
@@ -248,9 +248,8 @@ def test_inputs_may_contradict_the_names_of_their_sizes() -> None:
 def test_a_gpu_session_asks_of_sizes_of_one_name_at_new_shapes_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, device_id=0: CHIPS["H200"]))
-    for name in ("begin", "start", "probe"):
-        monkeypatch.setattr(device, name, lambda device_id=0: None)
+    for stand_in in IdleDriver().stand_ins():
+        monkeypatch.setattr(*stand_in)
     text = f"{HEAD}g (float[n,4] x, float[n,4] z) => (float[n,4] y) {{ y = Add (x, z) }}"
     session = InferenceSession(text_model(text), device="cuda")
     runs = session._executable

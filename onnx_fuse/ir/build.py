@@ -160,10 +160,11 @@ class Concatenated(ir.LazyTensor):
 
 
 def add_initializer(
-    graph: ir.Graph, name: str, content: np.ndarray | ir.TensorProtocol
+    graph: ir.Graph, name: str, content: np.ndarray | np.generic | ir.TensorProtocol
 ) -> ir.Value:
     """A new initializer of `graph` with these numbers; no other value may have its name."""
-    tensor = ir.tensor(content, name=name) if isinstance(content, np.ndarray) else content
+    numbers = isinstance(content, np.ndarray | np.generic)
+    tensor: Any = ir.tensor(np.asarray(content), name=name) if numbers else content
     tensor.name = name
     shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
